@@ -164,7 +164,7 @@ def test_an_unknown_constraint_is_an_error() -> None:
 def test_a_strategy_of_32_bits_beside_a_plan_in_16_costs_what_it_costs() -> None:
     """Rows under autocast are not those of 32 bits at another scale."""
     rows = plan().problem.costs.rows
-    cast_rows = tuple(replace(row, itemsize=2, left_itemsize=4) for row in rows)
+    cast_rows = tuple(replace(row, itemsize=2, passed_itemsize=4) for row in rows)
     costs = replace(plan().problem.costs, autocast=cast_rows)
     text, machine = "*: model | 1x1x4 mb=8", plan().problem.hardware
     found = search(costs, machine, 4, 8, precision="bf16").diff(text)

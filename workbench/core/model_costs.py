@@ -52,8 +52,8 @@ class Extent:
     """The size of an activation.
 
     Attributes:
-        sizes: of one sample; of all of it where it is alike for all samples, such as positions.
-        batch_dim: the dim that counts samples; None where it is alike for all.
+        sizes: sizes of one sample, or of a tensor that is equal for all samples, such as positions.
+        batch_dim: the dim that counts samples; None if the tensor is equal for all.
 
     >>> Extent((8, 16)).whole(32), Extent((8, 16), batch_dim=1).whole(32), Extent((8, 16), batch_dim=None).whole(32)
     ((32, 8, 16), (8, 32, 16), (8, 16))
@@ -74,24 +74,24 @@ class Extent:
         return len(self.sizes) + (self.batch_dim is not None)
 
     @property
-    def is_alike(self) -> bool:
-        """Is it alike for all samples?"""
+    def is_batchless(self) -> bool:
+        """Whether the tensor is equal for all samples."""
         return self.batch_dim is None
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SkipConnection:
     """An activation that later layers read.
 
     Attributes:
-        size_bytes: of one sample.
-        readers: by whose functions it is read, as places behind the layer that makes it: 1 is the next one.
-        entered: the layers among them whose own input it is.
+        size_bytes: bytes of one sample.
+        readers: the layers whose functions read it, as places after the layer that makes it: 1 is the next one.
+        as_input: those of ``readers`` whose own input it is.
     """
 
     size_bytes: float
     readers: tuple[int, ...]
-    entered: tuple[int, ...] = ()
+    as_input: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +103,17 @@ class LayerCost:
         own: the layer's own function.
         after: functions on its output until the next layer begins (attention, an activation function, a residual sum);
             behind the last layer, the loss.
-        output_shape: of one sample, without the batch dim; None where it is not one tensor.
+        output_shape: shape of one sample, without the batch dim; None if the output is not one tensor.
         itemsize: bytes of an element of the output.
-        left_itemsize: the same of what the functions behind it leave to the next layer; None where it is the output's.
-        left_shape: of one sample, what the functions behind it leave to the next layer; None where that is of the
-            output's shape.
-        alike_shape: of an output that is alike for all samples, such as positions; it has no ``output_shape`` then.
+        passed_itemsize: the same of the tensor that goes to the next layer; None if equal to ``itemsize``.
+        passed_shape: shape of one sample of the tensor that goes to the next layer, after the functions of ``after``;
+            None if equal to the output's.
+        batchless_shape: shape of an output that is equal for all samples, such as positions; ``output_shape`` is then None.
         pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
-        num_cast: of its weights, how many are kept for backward as copies in 16 bits (autocast's).
-        batch_dim: of its output, the dim that counts samples: 1 in (sequence, batch, features).
-        taken: of its input; None where it is not known.
-        readings: activations that it and the functions behind it make for later layers; empty if not counted.
+        num_cast: number of its weights that autocast keeps for backward as copies in 16 bits.
+        batch_dim: the dim of its output that counts samples: 1 in (sequence, batch, features).
+        input_extent: extent of its input; None if unknown.
+        skip_connections: activations that it and ``after`` make for later layers; empty if not counted.
     """
 
     layer: Layer
@@ -121,30 +121,30 @@ class LayerCost:
     after: tuple[OpCost, ...] = ()
     output_shape: tuple[int, ...] | None = None
     itemsize: int = 4
-    left_shape: tuple[int, ...] | None = None
-    alike_shape: tuple[int, ...] | None = None
+    passed_shape: tuple[int, ...] | None = None
+    batchless_shape: tuple[int, ...] | None = None
     pieces: tuple[int, ...] = ()
-    left_itemsize: int | None = None
+    passed_itemsize: int | None = None
     num_cast: int = 0
     batch_dim: int = 0
-    taken: Extent | None = None
-    readings: tuple[Reading, ...] = ()
+    input_extent: Extent | None = None
+    skip_connections: tuple[SkipConnection, ...] = ()
 
     @property
-    def given(self) -> Extent | None:
-        """Of its output; None where that is not one tensor."""
-        if self.alike_shape is not None:
-            return Extent(self.alike_shape, None)
+    def output_extent(self) -> Extent | None:
+        """Extent of its output; None if the output is not one tensor."""
+        if self.batchless_shape is not None:
+            return Extent(self.batchless_shape, None)
         return None if self.output_shape is None else Extent(self.output_shape, self.batch_dim)
 
     @property
     def flops(self) -> float:
-        """Of the forward of one sample."""
+        """Operations of the forward of one sample."""
         return sum(work.flops for work in (*self.own, *self.after))
 
     @property
     def saved_bytes(self) -> float:
-        """Kept for backward, of one sample."""
+        """Bytes of one sample that are kept for backward."""
         return sum(work.saved_bytes for work in (*self.own, *self.after))
 
     @property
@@ -153,7 +153,7 @@ class LayerCost:
         return (*_COUNTED(self), *self.layer.shapes.items())
 
 
-_COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not in ("layer", "readings")))
+_COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not in ("layer", "skip_connections")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class ModelCosts:
         sample_shape: of one sample of the input.
         dtype: "fp32", "bf16" or "fp16": what the rows were counted in.
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
-        heads: how many heads attention has, and how many its keys and values have; empty where nothing tells.
+        heads: how many heads attention has, and how many its keys and values have; empty if unknown.
         autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
             norms and weights are not. Empty if not counted.
     """
@@ -178,7 +178,7 @@ class ModelCosts:
     autocast: tuple[LayerCost, ...] = ()
 
     def under_autocast(self, precision: str) -> ModelCosts:
-        """The model at a precision whose casts torch makes; as it is, where they have not been counted.
+        """The model at a precision whose casts torch makes; unchanged, if they have not been counted.
 
         >>> one, two = LayerCost(Layer("fc", "Linear")), LayerCost(Layer("fc", "Linear"), itemsize=2)
         >>> costs = ModelCosts((one,), autocast=(two,))
@@ -196,7 +196,7 @@ class ModelCosts:
 
     @property
     def num_parameters(self) -> int:
-        """Tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(row.layer.num_parameters for row in self.rows if row.layer.tied_to is None)
 
 
@@ -231,4 +231,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["Extent", "LayerCost", "ModelCosts", "OpCost", "Reading", "find_blocks"]
+__all__ = ["Extent", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks"]

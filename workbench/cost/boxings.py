@@ -82,7 +82,7 @@ def _changes(
     changes = []
     if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
         source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
-        changes.append((source, input_sbp(choice, dims, setting.sequence), left_bytes(before[0], setting)))
+        changes.append((source, input_sbp(choice, dims, setting.sequence), passed_bytes(before[0], setting)))
     left = _left_on_stage(choice, following, dims, setting)
     changes.append((output_sbp(choice, dims, setting.sequence), left, output_bytes(row, setting)))
     return [change for change in changes if change[0] != change[1]]
@@ -164,24 +164,24 @@ def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange
 
 def num_dims(row: LayerCost) -> int:
     """Number of dims of the layer's output, with the batch."""
-    if row.alike_shape is not None:
-        return len(row.alike_shape)
+    if row.batchless_shape is not None:
+        return len(row.batchless_shape)
     return len(row.output_shape) + 1 if row.output_shape is not None else 0
 
 
 def output_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Bytes of the whole output of one data-parallel rank."""
-    if row.alike_shape is not None:
-        return prod(row.alike_shape) * row.itemsize * setting.scale
+    if row.batchless_shape is not None:
+        return prod(row.batchless_shape) * row.itemsize * setting.scale
     return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
 
 
-def left_bytes(row: LayerCost, setting: StageSettings) -> float:
+def passed_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Bytes of the tensor that the next layer takes."""
-    itemsize = row.left_itemsize or row.itemsize
-    if row.left_shape is None and row.alike_shape is not None:
-        return prod(row.alike_shape) * itemsize * setting.scale
-    shape = row.left_shape if row.left_shape is not None else row.output_shape
+    itemsize = row.passed_itemsize or row.itemsize
+    if row.passed_shape is None and row.batchless_shape is not None:
+        return prod(row.batchless_shape) * itemsize * setting.scale
+    shape = row.passed_shape if row.passed_shape is not None else row.output_shape
     return prod(shape) * itemsize * setting.samples * setting.scale if shape else 0.0
 
 
@@ -191,10 +191,10 @@ __all__ = [
     "are_siblings",
     "boxings",
     "copies_input",
-    "left_bytes",
     "moved_features",
     "num_dims",
     "output_bytes",
+    "passed_bytes",
     "seconds_and_bytes",
     "splits_words",
 ]

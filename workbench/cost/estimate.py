@@ -9,7 +9,7 @@ from math import prod
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
-from workbench.cost.boxings import left_bytes, num_dims
+from workbench.cost.boxings import num_dims, passed_bytes
 from workbench.cost.collectives import exchange_s
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
@@ -182,7 +182,7 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
         if stage == before:
             continue
         setting, row = settings[before], model.rows[index - 1]
-        whole = left_bytes(row, setting)
+        whole = passed_bytes(row, setting)
         dims = num_dims(row)
         left = boxed_output_sbp(layers[index - 1], None, dims, setting.sequence)
         taken = input_sbp(layers[index], dims, setting.sequence)
@@ -212,18 +212,18 @@ def _beside(
     stages = [layer.stage for layer in strategy.layers]
     for index, row in enumerate(model.rows):
         source = stages[index]
-        for reading in row.readings:
+        for skip in row.skip_connections:
             handed = {
                 stages[index + place]
-                for place in reading.entered
+                for place in skip.as_input
                 if place > 0 and stages[index + place] != stages[index + place - 1]
             }
-            readers = {stages[index + place]: strategy.layers[index + place] for place in reading.readers}
+            readers = {stages[index + place]: strategy.layers[index + place] for place in skip.readers}
             for target, reader in readers.items():
                 if target in (source, *handed):
                     continue
                 is_split = reader.parallel == "data" or settings[target].sequence
-                size = reading.size_bytes * settings[source].samples * settings[source].scale
+                size = skip.size_bytes * settings[source].samples * settings[source].scale
                 yield source, target, size / (settings[target].model if is_split else 1)
 
 

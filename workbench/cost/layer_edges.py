@@ -105,7 +105,7 @@ class Stages:
 
     def input_layout(self, choice: ResolvedLayer, taken: Extent, arriving: Layout | None = None) -> Layout:
         """The layout of a layer's input. A tensor that is equal for all samples stays on all ranks."""
-        if taken.num_dims == 0 or (taken.is_alike and (arriving is None or arriving.is_broadcast)):
+        if taken.num_dims == 0 or (taken.is_batchless and (arriving is None or arriving.is_broadcast)):
             return self.layout(choice.stage, broadcast, broadcast)
         return self._wanted(choice, taken)
 
@@ -124,7 +124,7 @@ class Stages:
         if choice.split is None:
             return _BoxedOutput(input_layout, choice.kind, taken).as_taken(choice.kind, given)
         model: Sbp = Split(feature_dim(choice.kind, given.num_dims)) if choice.split == "column" else partial_sum
-        data = broadcast if given.is_alike else Split(given.batch_dim or 0)
+        data = broadcast if given.is_batchless else Split(given.batch_dim or 0)
         return self.layout(choice.stage, data, model)
 
     def boxed_output_layout(
@@ -201,9 +201,9 @@ def layer_edges(
             boxed = stages.boxed_output_layout(last, choice, found[-1].output_layout, out)
             plans += _plans(found[-1].output_layout, boxed, out.whole(micro_batch), itemsize)
             known = known and (before.output is not None or not plans)
-            boxed_outputs[out.is_alike] = _BoxedOutput(boxed, layers[index - 1].kind, out)
-            if layer.kind != TABLE and taken.is_alike in boxed_outputs:  # an embedding takes ids
-                arriving = boxed_outputs[taken.is_alike].as_taken(layer.kind, taken)
+            boxed_outputs[out.is_batchless] = _BoxedOutput(boxed, layers[index - 1].kind, out)
+            if layer.kind != TABLE and taken.is_batchless in boxed_outputs:  # an embedding takes ids
+                arriving = boxed_outputs[taken.is_batchless].as_taken(layer.kind, taken)
         input_layout = stages.input_layout(choice, taken, arriving)
         if arriving is not None:
             plans += _plans(arriving, input_layout, taken.whole(micro_batch), itemsize)
@@ -219,8 +219,8 @@ def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Sha
     arriving = None if sample_shape is None else Extent(sample_shape)
     found: dict[str, LayerExtents] = {}
     for row in rows:
-        given = row.given
-        takes = row.taken or _own_features(row.layer, arriving)
+        given = row.output_extent
+        takes = row.input_extent or _own_features(row.layer, arriving)
         found[row.layer.name] = LayerExtents(takes, given)
         arriving = given
     return [found.get(layer.name, LayerExtents()) for layer in layers]

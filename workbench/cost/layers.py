@@ -14,9 +14,9 @@ from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
 from workbench.cost.boxings import (
     boxings,
     copies_input,
-    left_bytes,
     num_dims,
     output_bytes,
+    passed_bytes,
     seconds_and_bytes,
     splits_words,
 )
@@ -172,7 +172,7 @@ def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings)
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
 ) -> float:
-    size = left_bytes(before[0], setting) if before else output_bytes(row, setting)
+    size = passed_bytes(before[0], setting) if before else output_bytes(row, setting)
     entry = input_sbp(choice, num_dims(row), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 

@@ -72,8 +72,8 @@ def prices_of(
         key: tuple[object, ...] = (_key(row, choice), setting.data, setting.model)
         if before is not None:
             key += (
-                before[0].left_shape or before[0].output_shape,
-                before[0].left_itemsize or before[0].itemsize,
+                before[0].passed_shape or before[0].output_shape,
+                before[0].passed_itemsize or before[0].itemsize,
                 _of_choice(before[1]),
                 are_siblings(before, (row, choice)),
             )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from workbench.core.model_costs import Reading
+from workbench.core.model_costs import SkipConnection
 
 
 class ActivationReads:
@@ -44,11 +44,11 @@ class ActivationReads:
         if tensor is not None:
             _add(self._entered, tensor.untyped_storage()._cdata, layer)
 
-    def of(self, layer: str, order: Sequence[str], num_samples: int) -> tuple[Reading, ...]:
+    def of(self, layer: str, order: Sequence[str], num_samples: int) -> tuple[SkipConnection, ...]:
         """The activations of one layer that others read, in the order in which they were made."""
         place = {name: index for index, name in enumerate(order)}
         return tuple(
-            Reading(
+            SkipConnection(
                 tensor.numel() * tensor.element_size() / num_samples,
                 tuple(place[name] - place[layer] for name in self._readers[address] if name in place),
                 tuple(place[name] - place[layer] for name in self._entered.get(address, ()) if name in place),

@@ -84,8 +84,8 @@ class LayoutHooks:
         shape = value._spec.shape
         num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
         layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
-        is_alike = shape and (shape[0] == 1 or shape[0] != num_samples)
-        if is_alike and value._spec.layout.is_broadcast:
+        is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
+        if is_batchless and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
 
