@@ -159,10 +159,10 @@ class WorkCounter(TorchDispatchMode):
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
         given, left = self._extent(output), self._handed_on(layer.name)
-        shape = None if given is None or given.is_alike else given.sizes
+        shape = None if given is None or given.is_batchless else given.sizes
         return LayerCost(
             layer, tuple(own), tuple(after), shape, itemsize, None if left is None or left[0] == shape else left[0],
-            given.sizes if given is not None and given.is_alike else None, self._pieces.get(layer.name, ()),
+            given.sizes if given is not None and given.is_batchless else None, self._pieces.get(layer.name, ()),
             None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
             (given.batch_dim or 0) if given is not None else 0, self._input_extent(layer.name),
             self._reads.of(layer.name, self._order, self._num_samples),
@@ -192,7 +192,7 @@ class WorkCounter(TorchDispatchMode):
         place = self._order.index(name) + 1 if name in self._order else len(self._order)
         taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
         found = self._extent(taken)
-        if taken is None or found is None or found.is_alike or not taken.is_floating_point():
+        if taken is None or found is None or found.is_batchless or not taken.is_floating_point():
             return None
         return found.sizes, taken.element_size()
 
