@@ -108,7 +108,7 @@ class LayerCost:
         passed_itemsize: the same of the tensor that goes to the next layer; None if equal to ``itemsize``.
         passed_shape: shape of one sample of the tensor that goes to the next layer, behind ``after``;
             None if equal to the output's.
-        batchless_shape: shape of an output that is equal for all samples, such as positions; it has no ``output_shape``.
+        batchless_shape: shape of an output that is equal for all samples, such as positions; ``output_shape`` is None.
         pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
         num_cast: number of its weights that autocast keeps for backward as copies in 16 bits.
         batch_dim: the dim of its output that counts samples: 1 in (sequence, batch, features).
