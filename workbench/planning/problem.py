@@ -122,7 +122,7 @@ class Problem:
             sizes = f"{self.num_ranks} ranks, batch_size={self.batch_size}, {len(self.costs.rows)} layers"
             raise StrategyError(f"{sizes}: each is at least 1.")
         if self.memory_bytes <= 0:
-            raise StrategyError(f"memory_bytes={self.memory_bytes:g}: a rank holds more than 0 bytes.")
+            raise StrategyError(f"memory_bytes={self.memory_bytes:g}: the memory of a rank is above 0.")
         self._refuse_unknown("precision", PRECISIONS, [self.precision])
         self._refuse_unknown("schedule", SCHEDULES, self.constraints.values("schedule"))
         self._refuse_unknown("zero", range(4), self.constraints.values("zero"))
