@@ -173,7 +173,7 @@ def test_numbers_are_those_of_one_device_whether_a_block_runs_as_plain_torch_or_
             assert is_local <= any(torch.Tensor in seen for seen in kinds)
 
 
-def test_a_first_call_and_calls_of_other_kinds_run_as_written():
+def test_a_first_call_and_calls_with_other_keys_run_unchanged():
     torch.manual_seed(0)
     one = Model(Block)
     models = [copy.deepcopy(one) for _ in range(2)]

@@ -110,11 +110,11 @@ def run(one, schedule, last_step=whole_gradients, warm_up_steps=1):
 def test_gradients_are_those_of_one_backward(kind):
     torch.manual_seed(0)
     one = Model(kind)
-    whole, halves = run(one, "1f1b")[0], run(one, "zero_bubble")[0]
+    whole, split = run(one, "1f1b")[0], run(one, "zero_bubble")[0]
     assert any(grad is not None for grad in whole.values())
     for name, grad in whole.items():
-        assert (grad is None) == (halves[name] is None), name
-        assert grad is None or torch.equal(grad, halves[name]), name
+        assert (grad is None) == (split[name] is None), name
+        assert grad is None or torch.equal(grad, split[name]), name
 
 
 @pytest.mark.parametrize("kind", [Plain, Shared])
@@ -130,7 +130,7 @@ def test_the_first_half_gives_no_parameter_of_a_later_stage_its_gradient(kind, m
 
 
 @pytest.mark.parametrize("kind", [Plain, Frozen])
-def test_two_halves_multiply_as_often_as_one_backward(kind):
+def test_a_split_backward_multiplies_as_often_as_one_backward(kind):
     torch.manual_seed(0)
     block, x = kind(), torch.randn(2, 8, requires_grad=True)
     with Counting() as whole:

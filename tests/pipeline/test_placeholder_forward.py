@@ -109,37 +109,37 @@ def program_of(models, strategy, steps=3):
             for p in model.parameters()
         ]
         placeholders = state_of(model).forward_caches or []
-        noted = [
+        recorded = [
             record is not None
             for placeholder in placeholders
             for record in placeholder.records
             if type(placeholder) is PlaceholderForward
         ]
         assert not any("forward" in part.__dict__ for part in model.modules())
-        return losses, grads, noted, current().num_edges
+        return losses, grads, recorded, current().num_edges
 
     return program
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_noted"),
+    ("kind", "is_recorded"),
     [(Block, True), (Cutting, True), (Counting, False), (Logging, False), (Normed, False), (Writing, True)],
 )
-def test_numbers_are_those_of_one_device_whether_a_block_is_noted_or_not(kind, is_noted):
+def test_numbers_are_those_of_one_device_whether_a_block_is_recorded_or_not(kind, is_recorded):
     torch.manual_seed(0)
     one = Model(kind)
     models = [copy.deepcopy(one) for _ in range(3)]
     truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
-    for losses, grads, noted, _ in run_ranks(program_of(models, ROWS), 3):
+    for losses, grads, recorded, _ in run_ranks(program_of(models, ROWS), 3):
         assert losses == pytest.approx(truth[0], rel=1e-5)
         for grad, expected in zip(grads, truth[1], strict=True):
             assert (grad is None) == (expected is None)
             if grad is not None:
                 torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
-        assert noted and any(noted) == is_noted
+        assert recorded and any(recorded) == is_recorded
 
 
-def test_a_noted_block_is_not_run_again():
+def test_a_recorded_block_is_not_run_again():
     torch.manual_seed(0)
     one = Model(Block)
     models, calls = [copy.deepcopy(one) for _ in range(3)], [0, 0, 0]
@@ -153,7 +153,7 @@ def test_a_noted_block_is_not_run_again():
 
 
 def test_what_a_forward_changes_besides_its_result_is_noticed():
-    """torch's own generator, an attribute, a buffer: any of them and a block runs as it is written."""
+    """torch's own generator, an attribute, a buffer: any of them and a block runs unchanged."""
     block = Normed()
     placeholder = PlaceholderForward(block, None)
 
@@ -176,7 +176,7 @@ def test_after_a_micro_batch_of_no_weight_the_others_leave_their_gradients_on_pl
 
     def program(rank):
         model, found = wb.parallelize(models[rank], ROWS), []
-        for _ in range(2):  # the first call is noted, the second told in short
+        for _ in range(2):  # the first call is recorded, the second replayed
             model.zero_grad()
             wb.forward_backward(model, F.cross_entropy, inputs, targets)
             found.append([p.grad is not None for p in model.parameters()])

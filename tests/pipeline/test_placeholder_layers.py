@@ -1,4 +1,4 @@
-"""Layers of other stages that are in no block: their calls are told in short, doors included."""
+"""Layers of other stages that are in no block: replays skip their forward and their input hook."""
 
 import copy
 
@@ -108,13 +108,13 @@ def layers_of(model):
 
 
 def is_as_it_was(model):
-    doors = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
+    hooks = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
     return not any("forward" in part.__dict__ for part in model.modules()) and not any(
-        getattr(door, "is_disabled", False) for door in doors
+        getattr(hook, "is_disabled", False) for hook in hooks
     )
 
 
-def test_layers_of_other_stages_are_noted_and_all_numbers_are_those_of_one_device():
+def test_layers_of_other_stages_are_recorded_and_all_numbers_are_those_of_one_device():
     torch.manual_seed(0)
     models = compare(Model(), STAGES, 3, [words_of(6, 5)] * 3)
     told = [
@@ -162,7 +162,7 @@ def test_another_forward_that_somebody_has_given_a_layer_runs_on_every_rank():
     assert sorted(calls, key=lambda call: call[0]) == [(rank, wb.GlobalTensor) for rank in range(3) for _ in range(4)]
 
 
-def test_hooks_of_users_get_what_the_door_lets_in_on_every_rank():
+def test_hooks_of_users_get_boxed_inputs_on_every_rank():
     torch.manual_seed(0)
     seen = []
 
@@ -180,7 +180,7 @@ def test_hooks_of_users_get_what_the_door_lets_in_on_every_rank():
 
 @pytest.mark.parametrize("rows", [[8, 20], [20, 8]])
 def test_positions_as_many_as_rows_are_another_call(rows):
-    """With as many positions as samples in a micro-batch, a door takes positions for samples."""
+    """With as many positions as samples in a micro-batch, an input hook takes positions for samples."""
     torch.manual_seed(0)
     hybrid = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@1; head: data@1 | 2x2x1 mb=2"
     models = compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
@@ -215,7 +215,7 @@ def test_a_block_or_layer_in_two_places_gets_its_forward_back():
     assert all(map(is_as_it_was, models))
 
 
-def test_a_step_that_is_broken_off_closes_the_doors():
+def test_a_failed_step_enables_the_input_hooks_again():
     torch.manual_seed(0)
     one = Model()
 

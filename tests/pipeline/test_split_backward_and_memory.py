@@ -42,11 +42,11 @@ def next_word(output, targets):
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
-def test_gradients_in_two_halves_are_those_of_one_backward_bit_for_bit():
+def test_gradients_of_a_split_backward_are_those_of_one_backward_bit_for_bit():
     models = [make("mlp") for _ in range(4)]
     whole = grads_of(models[:2], LINEAR.format(4, "1f1b"), linear_batch())
-    halves = grads_of(models[2:], LINEAR.format(4, "zero_bubble"), linear_batch())
-    assert all(torch.equal(a, b) for a, b in zip(halves, whole, strict=True))
+    split = grads_of(models[2:], LINEAR.format(4, "zero_bubble"), linear_batch())
+    assert all(torch.equal(a, b) for a, b in zip(split, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
@@ -123,7 +123,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_of_the_models_own_is_refused_where_a_backward_has_two_halves(use_reentrant):
+def test_a_checkpoint_of_the_models_own_is_refused_under_a_split_backward(use_reentrant):
     """Each half would run the layer again, on other ranks at other times; elsewhere it works."""
     models = [copy.deepcopy(model) for model in [Checkpointed(use_reentrant)] * 4]
 
@@ -134,5 +134,5 @@ def test_a_checkpoint_of_the_models_own_is_refused_where_a_backward_has_two_halv
         return loss.item()
 
     assert len(set(run_ranks(lambda rank: program(rank, "1f1b"), 2))) == 1
-    with pytest.raises(StrategyError, match=r"zero_bubble: a layer runs again.*2 halves.*Use 1f1b"):
+    with pytest.raises(StrategyError, match=r"zero_bubble: a layer runs again.*2 parts.*Use 1f1b"):
         run_ranks(lambda rank: program(rank, "zero_bubble"), 2)

@@ -277,8 +277,8 @@ class TestDicts:
         torch.manual_seed(0)
         one = Classifier()
         order = [as_encoding(rows[start : start + 3]) for start in (0, 3, 6)]
-        halves = [Batch.of(batch, None).cut(2 if "mb=2" in strategy else 1) for batch in order]
-        expected = [sum(part.loss(one, None).item() * part.share for part in parts) for parts in halves]
+        micro_batches = [Batch.of(batch, None).cut(2 if "mb=2" in strategy else 1) for batch in order]
+        expected = [sum(part.loss(one, None).item() * part.share for part in parts) for parts in micro_batches]
 
         def program():
             model = Classifier()

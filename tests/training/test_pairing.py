@@ -54,7 +54,7 @@ def test_one_sum_per_pair_of_layers_and_split_words(name):
         assert sum(value[1] for value in found.values()) == 2 * sum(value[1] for value in sums.values())
 
 
-def test_sequence_makes_two_halves_of_every_sum():
+def test_sequence_splits_every_sum_in_two():
     for found in boxings("llama", "*: model | 1x1x2 sequence"):
         forward = {(change, function): value for (direction, change, function), value in found.items()
                    if direction == "forward" and function != "cross_entropy"}  # fmt: skip

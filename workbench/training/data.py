@@ -144,8 +144,8 @@ class GlobalDataLoader:
         if not self.shuffle:
             return torch.arange(num_samples)
         generator = torch.Generator().manual_seed(self.seed)
-        orders = (torch.randperm(num_samples, generator=generator) for _ in range(epoch + 1))
-        for order in orders:
+        permutations = (torch.randperm(num_samples, generator=generator) for _ in range(epoch + 1))
+        for order in permutations:
             last = order
         return last
 

@@ -8,8 +8,8 @@ that neighbours need not know each other:
     model:row      weight S(1), input S(0), S(last), output P, boxed to what the next layer expects
 
 An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
-What a row-split layer or a table gives is boxed at its own door. With the option ``sequence``, norms of model-parallel
-layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the door of a column an all-gather.
+An output hook boxes what a row-split layer or a table gives. With the option ``sequence``, norms of model-parallel
+layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the input of a column an all-gather.
 Nothing in forward changes. Ranks outside a layer's stage run it on placeholders.
 """
 
@@ -88,7 +88,7 @@ def parallelize(
     unhook(module)
     layers = list(layers_of(module))
     layouts = StageLayouts(world, resolved)
-    doors = LayoutHooks(layouts)
+    layout_hooks = LayoutHooks(layouts)
     state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
     converted: dict[int, nn.Parameter] = {}
     stages: dict[nn.Parameter, int] = {}
@@ -100,7 +100,7 @@ def parallelize(
         foreign = [
             name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
         ]
-        state.handles += doors.hook(layer, choice, following, foreign, state.on_interrupt)
+        state.handles += layout_hooks.hook(layer, choice, following, foreign, state.on_interrupt)
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, layouts, state.on_interrupt)
     module.__dict__[STATE] = state

@@ -30,8 +30,8 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     dtype = AUTOCAST_DTYPES.get(state.strategy.options.precision)
     if dtype is None:
         return []
-    handles, leave_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
-    state.on_interrupt.append(leave_all)
+    handles, end_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
+    state.on_interrupt.append(end_all)
     return handles
 
 
@@ -39,22 +39,22 @@ def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tupl
     """Let a module's forward run under ``torch.autocast``; returns the hooks, and what ends calls broken off."""
     entered: list[Any] = []  # calls may be nested
 
-    def enter(*_: Any) -> None:
+    def begin(*_: Any) -> None:
         entered.append(torch.autocast(device, dtype=dtype))
         entered[-1].__enter__()
 
-    def leave(*_: Any) -> None:
+    def end(*_: Any) -> None:
         if entered:
             entered.pop().__exit__(None, None, None)
 
-    def leave_all() -> None:
+    def end_all() -> None:
         while entered:
-            leave()
+            end()
 
     return [
-        module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(leave, always_call=True),
-    ], leave_all
+        module.register_forward_pre_hook(begin, prepend=True),
+        module.register_forward_hook(end, always_call=True),
+    ], end_all
 
 
 def unscale_gradients(

@@ -177,10 +177,10 @@ def test_other_numbers_take_other_bytes() -> None:
 def test_under_autocast_products_make_16_bits_and_norms_and_residuals_keep_32() -> None:
     """Copies of weights are no activations, and a batch has them once; those of biases are not kept."""
     costs = layer_costs(Attention, (2, 5, 16))
-    halves = {row.layer.name: row for row in costs.autocast}
-    assert halves["qkv"].itemsize == 2 and row(costs, "qkv").itemsize == 4
-    assert halves["qkv"].num_cast == 16 * 48
-    works = {work.name: work for work in halves["qkv"].own}
+    autocast = {row.layer.name: row for row in costs.autocast}
+    assert autocast["qkv"].itemsize == 2 and row(costs, "qkv").itemsize == 4
+    assert autocast["qkv"].num_cast == 16 * 48
+    works = {work.name: work for work in autocast["qkv"].own}
     assert works["linear"].saved_bytes == 5 * 16 * 2
     assert works["to"].moved_bytes == 5 * 16 * (4 + 2)
     assert layer_costs(Attention, (7, 5, 16)).autocast == costs.autocast

@@ -34,11 +34,11 @@ def train(strategy, num_ranks, body, watched=True, kind="mlp", small_buckets=Tru
         events, transport = Events(), current().transport
         start = transport.start_all_reduce
 
-        def noted(tensors, *rest):
+        def recorded(tensors, *rest):
             events.append("start")
             return start(tensors, *rest)
 
-        transport.start_all_reduce = noted
+        transport.start_all_reduce = recorded
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer.register_step_pre_hook(lambda *_: events.append("step"))
         body(model, optimizer, batch, events)

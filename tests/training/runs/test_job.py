@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", "words label")
 
 
 class Tagger(nn.Module):
-    """A class for each word; padding is told by its words."""
+    """A class for each word; padding is recognised by its words."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ MADE = {
         {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}, r"shape \(2,\) with 1 dims, a loss has"),
     "a number": ({"loss_fn": lambda out, y: 0.5}, r"loss_fn returned a float, a step needs one scalar tensor"),
 }  # fmt: skip
-NOTED = {
+RECORDED = {
     "a pair of outputs": (
         {"model_fn": lambda: Twice()}, TypeError,
         r"output is a tuple of \(float32 \(2, 4\), float32 \(2,\)\); targets is int64 \(2,\)\. .*output\[0\]"),
@@ -218,9 +218,9 @@ def test_what_a_function_makes_is_looked_at(name):
         warm_up(job_with(**mistake))
 
 
-@pytest.mark.parametrize("name", NOTED)
+@pytest.mark.parametrize("name", RECORDED)
 def test_errors_of_the_users_own_code_say_what_it_was_called_with(name):
-    mistake, kind, message = NOTED[name]
+    mistake, kind, message = RECORDED[name]
     with pytest.raises(kind) as caught:
         warm_up(job_with(**mistake))
     (note,) = caught.value.__notes__

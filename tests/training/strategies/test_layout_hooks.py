@@ -1,4 +1,4 @@
-"""What moves at the doors of layers: kinds and bytes, by dry runs, which tests hold to what ranks really send."""
+"""What moves at the layout hooks of layers: kinds and bytes, by dry runs, which tests compare with real ranks."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_weights_that_differ_between_ranks_are_named():
         ("*: data | 1x2x1 zero=4", "zero=4: ZeRO has stages 0 to 3"),
     ],
 )
-def test_strategies_that_do_not_fit_leave_the_module_as_it_was(strategy, message):
+def test_strategies_that_do_not_fit_do_not_change_the_module(strategy, message):
     models = [make("mlp") for _ in range(2)]
 
     def program(rank):

@@ -199,7 +199,7 @@ def one_step(model, optimizer, setup, number):
 @pytest.mark.parametrize(
     ("before", "after"), [(STAGED, "*: data | zero=3"), ("*: data", STAGED), ("*: model", "*: data")]
 )
-def test_state_that_is_left_behind_is_an_error_on_all_ranks(before, after):
+def test_stale_state_is_an_error_on_all_ranks(before, after):
     """Where shapes fit, one rank would go on with its state, and another begin anew."""
     setup = Setup("mlp", rate=0.0)
     models = [setup.model() for _ in range(2)]

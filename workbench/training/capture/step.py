@@ -30,7 +30,7 @@ _log = logging.getLogger("workbench.capture")
 
 
 class CaptureWarning(UserWarning):
-    """A captured step runs as it is written, because it has been recorded too often."""
+    """A captured step runs without replay, because it has been recorded too often."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class _Recording:
 
 @dataclass(slots=True)
 class _InputKind:
-    """What is known of one kind of inputs, under the same circumstances.
+    """The recordings for one kind of inputs, under the same guards.
 
     Attributes:
         leaves: of autograd, that the step works on.

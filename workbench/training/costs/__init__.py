@@ -1,6 +1,6 @@
 """What a model and a machine cost: numbers for the planner, which loads no torch.
 
-`counting` watches one forward on metadata, `layer_costs` makes costs of layers of it, `heads` finds how many a
-model has, `dry_run` counts what the real boxing plans of all ranks send; `measuring` is what this machine can do,
-by the `stopwatch`.
+`work_counter` watches one forward on metadata, and `layer_costs` turns its counts into costs of layers.
+`attention_heads` finds the number of heads. `dry_run` counts what the boxing plans of all ranks send. `machine_times`
+measures this machine with the `stopwatch`.
 """

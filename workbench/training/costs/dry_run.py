@@ -143,13 +143,13 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
     if resolved.num_stages <= _MAX_STAGES_ONE_BY_ONE or resolved.num_stages > resolved.degrees[0]:
         return stage
 
-    def told(of_stage: int) -> list[Any]:
+    def described(of_stage: int) -> list[Any]:
         pairs = zip(layers, resolved.layers, strict=True)
         return [_described(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
 
-    before, behind = told(stage - 1)[-1:], told(stage + 1)[:1]
+    before, behind = described(stage - 1)[-1:], described(stage + 1)[:1]
     widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
-    return repr((told(stage), before, behind, widths))
+    return repr((described(stage), before, behind, widths))
 
 
 def _described(layer: Layer, choice: ResolvedLayer) -> Any:
@@ -205,7 +205,7 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 class _BoxingCollector:
-    """Stands where ``wb.debug.trace()`` does: is told of every boxing, whether this rank takes part or not."""
+    """Takes the place of ``wb.debug.trace()``: receives every boxing, whether this rank takes part or not."""
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Any, int]] = {}
@@ -260,7 +260,7 @@ class _Program:
     num_samples: int
 
     def boxings(self, rank: int) -> dict[int, Kinds]:
-        """What all ranks of its stage, and maybe others, send in the boxings of a step, as ``rank`` is told of them."""
+        """What all ranks of its stage, and maybe others, send in the boxings of a step that ``rank`` sees."""
         return self._of_all_micro_batches(lambda *step: self._run(rank, *step)[0])
 
     def around_step(self, rank: int) -> Kinds:
@@ -296,7 +296,7 @@ class _Program:
         }
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
-        """A whole step of ``rank``: (what ranks send in the boxings that it is told of, what it sends besides)."""
+        """A whole step of ``rank``: (what ranks send in the boxings that it sees, what it sends besides)."""
         watcher = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)

@@ -129,7 +129,7 @@ def _without_log() -> Iterator[None]:
 
 
 class _Faker:
-    """Tensors, and whatever holds some, as fake ones of one mode; a tensor that comes twice has one stand-in."""
+    """Tensors, and whatever holds some, as fake ones of one mode; a tensor that comes twice has one fake."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self.mode, self.dtype = mode, dtype
@@ -149,7 +149,7 @@ class _Faker:
 
 
 def _fake_state(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Stand-ins of all parameters and buffers by name; tied ones share theirs."""
+    """Fake tensors for all parameters and buffers by name; tied ones share theirs."""
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return _Faker(mode, dtype)(dict(everything))
 

@@ -233,8 +233,8 @@ def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, 
     for kind, (source, target) in KINDS.items():
         yield kind, Layout(placement, (source,)), Layout(placement, (target,))
     if len(group) % 2 == 0:
-        halves = [Placement.of(device_type, half) for half in (group[: len(group) // 2], group[len(group) // 2 :])]
-        yield "send", Layout(halves[0], (split(0),)), Layout(halves[1], (split(0),))
+        parts = [Placement.of(device_type, half) for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+        yield "send", Layout(parts[0], (split(0),)), Layout(parts[1], (split(0),))
 
 
 def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:

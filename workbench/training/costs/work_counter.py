@@ -108,7 +108,7 @@ class WorkCounter(TorchDispatchMode):
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
-        """Context around forward and backward of a model with these layers on this batch (None: not told)."""
+        """Context around forward and backward of a model with these layers on this batch (None: unknown)."""
         self._note_samples(batch)
         handles = []
         for path, layer in layers.items():
@@ -173,7 +173,7 @@ class WorkCounter(TorchDispatchMode):
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 
     def _extent(self, tensor: torch.Tensor | None) -> Extent | None:
-        """How large an activation is; None where there is none, or where its samples cannot be told apart.
+        """How large an activation is; None where there is none, or where the dim of its samples is unknown.
 
         Samples flattened into the first dim with others (tokens) are cut again.
         """
@@ -197,7 +197,7 @@ class WorkCounter(TorchDispatchMode):
         return found.sizes, taken.element_size()
 
     def _input_extent(self, name: str) -> Extent | None:
-        """What a layer takes; not known of a container, whose forward runs others first, and of one never called."""
+        """What a layer takes; unknown for a container, whose forward runs others first, and of one never called."""
         if name in self._containers or name not in self._inputs:
             return None
         taken = self._inputs[name]

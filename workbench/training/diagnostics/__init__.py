@@ -1,5 +1,5 @@
 """Looking at a program while it runs: ``wb.debug.trace``, ``wb.debug.memory_report``, ``wb.debug.find_nonfinite``.
 
-`trace` tells which line caused which boxing, `memory` counts a rank's bytes by kind and `reporting` shows those of
-all, `nonfinite` looks for the first nan.
+`boxing_trace` records which line caused which boxing. `memory` counts a rank's bytes by kind, and `memory_report` shows
+those of all ranks. `nonfinite` looks for the first nan.
 """

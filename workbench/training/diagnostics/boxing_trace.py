@@ -44,7 +44,7 @@ class BoxingRecord:
 
     Attributes:
         function: folded name of the torch function that needed the boxing, ``to_global`` where the code wrote it, or
-            the name of the layer at whose door it happened.
+            the name of the layer whose layout hook boxed.
         site: the line of user code; for ``backward`` the line of the forward boxing that it belongs to.
         direction: "forward", "backward", or "step" for the gradients that an optimizer's step sums.
         change: e.g. ``"S(0) -> B"``.

@@ -43,7 +43,7 @@ class _Found:
 def find_nonfinite(module: nn.Module) -> Iterator[None]:
     """In this context every layer's parameters, results and gradients are looked through for nan and infinity.
 
-    At the end the ranks compare what they have found, and the first is told. Each look waits for the device, so this is
+    At the end the ranks compare what they have found, and report the first. Each look waits for the device, so this is
     for looking for a mistake, not for training runs. All ranks use it together.
 
     Args:

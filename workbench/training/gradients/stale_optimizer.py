@@ -1,4 +1,4 @@
-"""Optimizers that a change of strategy has left behind: their steps would train nothing, or go on with a part of it."""
+"""Optimizers that are older than a change of strategy: their steps would train nothing, or only a part of the model."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def partition_stages(
 
     Runs forward and backward of one micro-batch here, in plain torch, and takes the least time of every part over some
     repetitions and over the ranks: what else runs on a machine makes times longer only. The loss counts with the last
-    layer, the head. Cuts fall between blocks and layers, never inside a block; they are compared by what a step of the
-    schedule takes on paper. With few micro-batches that is not the cut whose slowest stage is fastest: early stages may
+    layer, the head. Cuts fall between blocks and layers, never inside a block; they are compared by the simulated
+    time of a step. With few micro-batches that is not the cut whose slowest stage is fastest: early stages may
     be slower than late ones.
 
     Args:

@@ -10,12 +10,12 @@ def check_schedule_options(strategy: Strategy) -> None:
     """Refuse what cannot run.
 
     Raises:
-        StrategyError: zero_bubble with recompute: the two halves of a backward would recompute a block twice, at times
-            of their own.
+        StrategyError: zero_bubble with recompute: both parts of a split backward would recompute a block, at
+            different times.
     """
     options = strategy.options
     if options.schedule == "zero_bubble" and options.recompute:
         raise StrategyError(
-            f"strategy {str(strategy)!r}: zero_bubble and recompute. A backward in 2 halves would recompute each block "
+            f"strategy {str(strategy)!r}: zero_bubble and recompute. A split backward would recompute each block "
             f"2 times. Use 1f1b with recompute, or leave recompute out."
         )

@@ -177,7 +177,7 @@ class Executor:
 
     @contextmanager
     def _running(self, action: Action) -> Iterator[Stage]:
-        """The context of one action; what it took is noted."""
+        """The context of one action; records its span."""
         stage, traffic = self.stages[action.stage], self.world.traffic
         started, waited = time.perf_counter(), traffic.time_s
         exchanges, sent = traffic.num_exchanges, traffic.sent_bytes

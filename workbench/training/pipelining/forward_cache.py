@@ -1,9 +1,8 @@
-"""Blocks whose calls within a scheduled step are told in short: what such a call leaves behind is noted once.
+"""Forward caches of blocks: within a scheduled step, the first call of a block is recorded and later ones replay it.
 
-A stand-in is the block's ``forward`` while a step runs. The first call with some inputs runs as it is written, and is
-watched; if all that it leaves behind besides its result can be told, later ones like it take the shortcut of the
-stand-in's kind (``placeholder_forwards``, ``local_forwards``). A block of which that cannot be said for sure runs as
-written.
+A forward cache replaces the block's ``forward`` while a step runs. The first call with some inputs runs unchanged under
+an observer. If the record covers all its effects besides its result, later calls with the same key replay the record in
+the way of the cache's kind (``placeholder_forward``, ``local_forward``). A block with other effects runs unchanged.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ class InputBoxing:
 
 @dataclass
 class CallObserver:
-    """The call that is being noted: boxings of its inputs, and whether all others are of the kind that may be left out.
+    """Observes the call that is recorded: boxings of its inputs, and whether a replay may skip all other boxings.
 
     Attributes:
         inputs: the call's global tensors.
         start: exchanges of the micro-batch before the call.
-        may_skip: (tensor, target, function) of a boxing of something else -> whether a shortcut may leave it out.
+        may_skip: (tensor, target, function) of a boxing of something else -> whether a replay may skip it.
         boxings: of inputs.
         tags: of those, their numbers among ``boxings``.
         can_skip: whether ``may_skip`` was true of all others.
@@ -75,7 +74,7 @@ class CallObserver:
     recomputes: bool = False
 
     def add(self, tensor: GlobalTensor, target: Spec, function: str, tag: int, edge: int) -> None:
-        """Take note of a boxing."""
+        """Record a boxing."""
         index = next((i for i, known in enumerate(self.inputs) if known is tensor), None)
         if index is None:
             self.can_skip = self.can_skip and self.may_skip(tensor, target, function)
@@ -86,7 +85,7 @@ class CallObserver:
 
 @dataclass
 class CallRecord:
-    """What a call has left behind besides its result: boxings of inputs, exchanges counted, random keys drawn."""
+    """Effects of a call besides its result: boxings of inputs, exchanges counted, random keys drawn."""
 
     observer: CallObserver
     num_tags: int
@@ -96,12 +95,12 @@ class CallRecord:
 class ForwardCache(ABC):
     """A block's forward within scheduled steps.
 
-    A kind says what a shortcut may leave out (``may_skip``), makes a record of a call (``record``; None where it cannot
-    be told in short), and takes the shortcut (``replay``).
+    A subclass says which boxings a replay may skip (``may_skip``), makes a record of a call (``record``; None where a
+    replay would differ), and replays it (``replay``).
     """
 
     takes_plain = False
-    """Whether a call that takes plain tensors may be told in short: their values may decide what it does."""
+    """Whether calls with plain tensors may be replayed: their values may decide what the call does."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world = module, world
@@ -113,29 +112,29 @@ class ForwardCache(ABC):
 
     @abstractmethod
     def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
-        """Whether a shortcut may leave out a boxing inside the block, of something that is not its input."""
+        """Whether a replay may skip a boxing inside the block of a tensor that is not its input."""
 
     @abstractmethod
     def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> Any:
-        """A call in short, or None."""
+        """What ``replay`` needs of this call, or None."""
 
     @abstractmethod
     def replay(self, record: Any, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
-        """The call by its record."""
+        """Replay a call from its record."""
 
     def begin_step(self) -> None:
-        """Look at the block's settings again at the next call."""
+        """Read the block's settings again at the next call."""
         self._settings = None
 
     def install(self) -> None:
-        """From now on the module's forward goes through here."""
+        """Replace the module's forward by this cache."""
         attributes = self.module.__dict__
         self._before = attributes.get("forward")
         self.forward: Callable[..., Any] = self.module.forward
         attributes["forward"] = self
 
     def remove(self) -> None:
-        """The module's forward is its own again."""
+        """Give the module its own forward back."""
         if self._before is None:
             self.module.__dict__.pop("forward", None)
         else:
@@ -144,7 +143,7 @@ class ForwardCache(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         world = self.world
-        # Somebody wants to see every boxing, or every plain tensor that enters.
+        # A tracer, recorder or agreement check must see every boxing.
         is_observed = world.tracer is not None or world.recorder is not None or world.checks_agreement
         if is_observed or world.running is None or world.running.observer is not None:
             return self.forward(*args, **kwargs)
@@ -163,12 +162,12 @@ class ForwardCache(ABC):
         return result
 
     def stop_replaying(self, record: Any) -> None:
-        """From now on, calls like the one of this record run as they are written."""
+        """From now on, calls with this record's key run unchanged."""
         self._records = {key: _NOT_CACHED if known is record else known for key, known in self._records.items()}
 
     @property
     def records(self) -> list[Any]:
-        """Of the kinds of calls so far, how each is told in short; None for those that run as written."""
+        """The record of every key so far; None for keys whose calls run unchanged."""
         return [None if record is _NOT_CACHED else record for record in self._records.values()]
 
     def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
@@ -227,7 +226,7 @@ class ForwardCache(ABC):
         return tuple(found)
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run the module and tell what it has left behind; None where a shortcut might leave something else."""
+        """Run the module and record its effects; None where a replay might have other effects."""
         world, before = self.world, self.state(inputs)
         keys_before = None if world.generator is None else world.generator.get_state()
         start = world.num_edges.get(world.micro_batch, 0)
@@ -299,7 +298,7 @@ def _keys_between(before: torch.Tensor | None, world: World) -> int | None:
 
 @contextmanager
 def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
-    """While this lasts, the forwards of these modules are noted and told in short."""
+    """While this lasts, these caches replace the forwards of their modules."""
     for module in modules:
         module.install()
     try:

@@ -1,7 +1,7 @@
 """Blocks of a stage of one rank: on one rank a layout says nothing, so such a block runs as plain torch.
 
-Inside, torch functions see shards, which are the whole tensors: no layouts are looked up, no doors box. What comes from
-other stages is boxed first, what leaves is labelled, and exchanges that the block as written would count are counted.
+Inside, torch functions see shards, which are the whole tensors: no layouts are looked up, no layout hooks
+run. Inputs from other stages are boxed first, results are wrapped, and exchange counters advance as in the block.
 A first call shows whether that is all: no random keys, nothing from other stages but inputs, nothing in the graph but
 torch's own functions of inputs and of the block's parameters.
 """
@@ -43,7 +43,7 @@ _NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
 
 @dataclass
 class LocalRecord:
-    """A call in short.
+    """What a replay of a call needs.
 
     Attributes:
         forms: for every input that lies on another stage, the boxing that brings it here.
@@ -75,7 +75,7 @@ class LocalForward(ForwardCache):
         return bool(function) and tensor._spec.layout.placement == target.layout.placement == self.placement
 
     def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
-        """The block in plain torch; as written where that fails, for code that asks a tensor for its layout."""
+        """Run the block in plain torch; run it unchanged where that fails, as in code that reads a tensor's layout."""
         forms = self.box_inputs(record.boxings, record.num_tags, inputs)
         world = self.world
         counted, given = world.num_edges[world.micro_batch], (args, kwargs)
@@ -108,7 +108,7 @@ class LocalForward(ForwardCache):
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Inside the block, doors stand open and cost nothing."""
+        """Remove the layout hooks inside the block, where they have nothing to box."""
         for part, *_ in self._hooked:
             part["_forward_pre_hooks"], part["_forward_hooks"] = _NO_HOOKS, _NO_HOOKS
         try:
@@ -201,7 +201,7 @@ def local_forwards(
     Args:
         stage_of: the stage of a parameter by its id.
         placement: the stage's ranks.
-        hooks: numbers of those that ``parallelize`` has put on layers; a block with others inside runs as written.
+        hooks: numbers of those that ``parallelize`` has put on layers; a block with other hooks inside runs unchanged.
     """
     if placement.num_ranks > 1:
         return []
@@ -216,7 +216,7 @@ def local_forwards(
 def forward_caches_of(
     module: nn.Module, state: ParallelState, stage: int, placement: Placement, world: World
 ) -> list[ForwardCache]:
-    """The stand-ins for a module's blocks, as one stage calls them; none where a call does more than it says."""
+    """The forward caches of a module's blocks on one stage; none where a call does more than its forward."""
     resolved = state.resolved
     if resolved.num_stages == 1 or not runs_once(resolved.options):
         return []

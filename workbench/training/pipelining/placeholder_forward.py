@@ -1,9 +1,9 @@
-"""Blocks and layers of other stages: what one does on placeholders is noted once, then told to the graph by one node.
+"""Forward caches of blocks and layers of other stages: the first call is recorded, later ones add one node.
 
 A rank runs the whole program, and a block that lies on another stage costs it twenty calls that do nothing. What the
-call of such a block leaves behind on this rank is little: placeholders of known layouts, linked to some of its inputs
-and parameters, the boxings of inputs, and how far counters of exchanges and random keys went. It is the same for every
-call with the same layouts and values; a block of which that cannot be said for sure runs as it is written.
+call of such a block has few effects on this rank: placeholders of known layouts, linked to some of its inputs and
+parameters, the boxings of inputs, and advanced counters of exchanges and random keys. They are the same for every call
+with the same layouts and values. A block with other effects runs unchanged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from workbench.training.strategies.layout_hooks import PrepareInput
 
 @dataclass
 class PlaceholderRecord:
-    """What a call leaves behind. Links count inputs first, then forms made by ``boxings``, then ``parameters``.
+    """The effects of a call. Links count inputs first, then forms made by ``boxings``, then ``parameters``.
 
     Attributes:
-        infos_beside_parameters: the same without links to parameters; None where these tell more than that they learn.
+        infos_of_operands: the same without links to parameters; None where a parameter has hooks or is the only link.
     """
 
     boxings: list[InputBoxing]
@@ -106,9 +106,9 @@ class PlaceholderForward(ForwardCache):
 
 
 class PlaceholderLayerForward(PlaceholderForward):
-    """A layer on another stage that is in no block, with its door: inputs need not enter, or be boxed, by themselves.
+    """A layer on another stage that is in no block: the cache runs its input hook too, so a replay skips both.
 
-    A layer that anybody else has hooked, or given another forward, stays as it is: these get what the door lets in.
+    A layer with other hooks, or with another forward, stays unchanged: these receive the boxed inputs.
     """
 
     def __init__(self, module: nn.Module, world: World) -> None:
@@ -117,7 +117,7 @@ class PlaceholderLayerForward(PlaceholderForward):
         self._input_hook: PrepareInput | None = None
 
     def install(self) -> None:
-        """Take the door's place, too."""
+        """Replace the input hook, too."""
         self._input_hook = _only_hook(self.module)
         if self._input_hook is None:
             return
@@ -131,14 +131,14 @@ class PlaceholderLayerForward(PlaceholderForward):
         self.forward, input_hook.is_disabled = forward_with_hook, True
 
     def remove(self) -> None:
-        """Give both back."""
+        """Restore the forward and the input hook."""
         if self._input_hook is not None:
             self._input_hook.is_disabled = False
             super().remove()
 
 
 def _only_hook(module: nn.Module) -> PrepareInput | None:
-    """The door of a layer that has no other hook, and the forward of its class."""
+    """The input hook of a layer that has no other hook, and the forward of its class."""
     before = list(module._forward_pre_hooks.values())
     others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks, "forward" in module.__dict__)
     return before[0] if len(before) == 1 and isinstance(before[0], PrepareInput) and not any(others) else None
@@ -171,7 +171,7 @@ def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
 
 
 def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
-    """A placeholder of its own, which is neither an input nor a view that writes would have to be told of."""
+    """Whether it is a new placeholder: neither an input nor a view, which in-place writes would have to update."""
     return (
         type(tensor) is GlobalTensor
         and tensor._spec.is_placeholder
@@ -227,8 +227,7 @@ class _Links:
 def placeholder_forwards(
     root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World
 ) -> list[PlaceholderForward]:
-    """The largest modules that can stand in for themselves, and layers in none of them: all their parameters lie on one
-    other stage.
+    """The largest modules whose parameters all lie on one other stage, and such layers in none of them.
 
     ``stage_of`` gives the stage of a parameter by its id.
     """

@@ -1,7 +1,7 @@
 """A step of a program that calls ``backward`` itself, and that says where its stages lie; ``flow.nn.Graph`` makes some.
 
-A forward is a run of the program, in which ``backward`` only notes its loss; the backward of the micro-batch starts
-from there when the table comes to it.
+A forward is a run of the program, in which ``backward`` only records its loss. The schedule runs the backward of the
+micro-batch from that loss later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train_program(
         placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
             one after the other.
         schedule: which table the stages run.
-        forward_caches: blocks whose calls are told in short; see ``forward_caches_for``.
+        forward_caches: forward caches of blocks; see ``forward_caches_for``.
         weigh: what becomes of a micro-batch's loss before its backward, such as the scaling of a ``GradScaler``.
 
     Returns:
@@ -81,7 +81,7 @@ def train_program(
 def forward_caches_for(
     modules: Iterable[nn.Module], stage_of: Mapping[int, int], placements: Sequence[Placement]
 ) -> list[ForwardCache]:
-    """What this rank may tell in short of modules whose forward is all that their call does; to be kept between steps.
+    """Forward caches for modules whose calls do no more than their forward; keep them between steps.
 
     Args:
         modules: those that the program calls.

@@ -1,4 +1,4 @@
-"""What the runtime tells the scheduled step that is running, and asks of it; it hangs on ``World.running``."""
+"""The scheduled step in progress, as boxing, dispatch and reads of values see it; ``World.running`` holds it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class RunningStep:
         table: the actions of all ranks of the pipeline axis.
         num_micro_batches: of this step.
         edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
-        watch: told of every boxing while a placeholder module is noted; else None.
-        splits_backward: whether backwards of this step come in two halves.
-        weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
+        observer: receives every boxing while a forward cache records a call; else None.
+        splits_backward: whether this step computes gradients of inputs and of weights in separate actions.
+        weight_gradients: collects deferred gradients of weights of this micro-batch; None where they are not deferred.
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
             backward. None where a backward runs when it is called.
         runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
@@ -52,12 +52,13 @@ class RunningStep:
         """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
 
         Raises:
-            StrategyError: it runs in a backward that comes in two halves: something computes it again for that.
+            StrategyError: it runs again in a split backward, as a checkpoint does.
         """
         if self.splits_backward and self.edges is None:
             raise StrategyError(
-                f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which comes in 2 halves "
-                "here: each would run it, at other times on other ranks. Use 1f1b, or leave the checkpoint out."
+                f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which has 2 parts "
+                "here (inputs, weights): each would run it, at other times on other ranks. Use 1f1b, or leave the "
+                "checkpoint out."
             )
         return self.weight_gradients
 
@@ -79,7 +80,7 @@ class RunningStep:
         return True
 
     def add_edge(self, tensor: GlobalTensor, target: Spec, function: str, tag: int) -> None:
-        """Note a boxing that goes from one stage to another.
+        """Record a boxing that goes from one stage to another.
 
         An edge back to an earlier stage blocks most schedules for ever. Every rank runs the whole program, so every
         rank sees it here, before anybody waits.

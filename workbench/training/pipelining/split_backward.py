@@ -1,8 +1,8 @@
-"""The two halves of a whole block's backward (zero bubble), read off the graph that torch made of it.
+"""Split backward of a whole block (zero bubble): gradients of inputs first, of weights later, from torch's own graph.
 
 ``dispatch/weight_gradients`` gives every function with a parameter a graph of its own. A block that runs as plain torch
-has one graph instead. The first half walks it from the results to the inputs, and keeps the gradients of the results of
-those functions that read a parameter beside an input. The second half asks each of these functions for its parameters
+has one graph instead. The first part walks it from the results to the inputs, and keeps the gradients of the results of
+those functions that read a parameter beside an input. The second part asks each of these functions for its parameters
 alone, so nothing is computed twice. (Qi et al., arXiv 2401.10241.)
 """
 
@@ -165,7 +165,7 @@ class _SplitBlock(torch.autograd.Function):
 
 
 def split_block(forward: Callable[..., Any], kept: WeightGradients, device: torch.device) -> Callable[..., Any]:
-    """A forward on plain tensors whose parameters get their gradients in the second half."""
+    """A forward on plain tensors whose parameters get their gradients in the second part."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given, structure = tree_flatten((args, kwargs))

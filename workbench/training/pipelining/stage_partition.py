@@ -1,4 +1,4 @@
-"""Where a row of parts of known costs is best cut into stages: by what a step takes on paper."""
+"""Where a row of parts of known costs is best cut into stages: by the simulated step time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from workbench.pipeline.simulate import simulate
 _MAX_CUTS = 300
 """So many are tried."""
 _SHARES = {"F": 0.4, "B": 0.6, "I": 0.4, "W": 0.35}
-"""What an action takes of its stage's cost, measured on blocks of a GPT: two halves are more than one backward."""
+"""What an action takes of its stage's cost, measured on blocks of a GPT: a split backward takes longer."""
 
 
 def fastest_partition(costs: Sequence[float], num_stages: int, num_micro_batches: int, schedule: str) -> list[int]:
-    """The stage of every part such that a step is shortest on paper.
+    """The stage of every part such that a simulated step is shortest.
 
     Filling and emptying the pipeline goes through all stages whatever the cut, so with few micro-batches it is not the
     slowest stage alone that counts: early ones, which wait for their first backward anyway, may be slower than late
@@ -57,7 +57,7 @@ def fastest_partition(costs: Sequence[float], num_stages: int, num_micro_batches
 
 
 def step_s(stages: Sequence[float], num_micro_batches: int, schedule: str) -> float:
-    """Seconds of a step on paper, by the seconds of forward and backward of one micro-batch on every stage.
+    """Seconds of a simulated step, from the seconds of forward and backward of one micro-batch on every stage.
 
     Once the pipeline is full, each further micro-batch takes as long as on the slowest stage.
     """

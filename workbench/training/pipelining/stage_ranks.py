@@ -38,7 +38,7 @@ from workbench.training.strategies.state import ROOT, ParallelState, layers_of, 
 from workbench.transport.base import PeerShape, PeerTensor, Release, Transport
 
 MessageQueues = dict[tuple[int, int, int], deque[torch.Tensor]]
-"""(source, destination, tag) -> what the stages of one rank have sent one another."""
+"""(source, destination, tag) -> messages between stages of one rank."""
 
 
 class Numbering:
@@ -225,7 +225,7 @@ class StageRank:
     def refresh(self) -> bool:
         """Before a step: take over the gradients that parameters have.
 
-        False if the module holds other tensors now, or the world was rebuilt: letters of a broken step are void.
+        False if the module holds other tensors now, or the world was rebuilt: messages of a failed step are void.
         """
         recorder = self.rank_world.recorder
         if self.world.num_rebuilds != self.rank_world.num_rebuilds:
@@ -259,7 +259,7 @@ class StageRank:
         )
 
     def step_context(self) -> AbstractContextManager[None]:
-        """The module has the stage's views, and its stand-ins, during an action only."""
+        """The module has the stage's views, and its forward caches, during an action only."""
         return nullcontext()
 
     @contextmanager

@@ -49,7 +49,7 @@ def log(
 
     A step lasts from one call to the next. Steps travel together, about three times a second, in one exchange of all
     ranks; a loss stays where it is until then, so reading it does not slow the loop. What is left when the cell ends,
-    well or not, is told then. Another ``model`` than before begins another loop. Without a notebook nothing happens.
+    well or not, is reported then. Another ``model`` begins another loop. Without a notebook nothing happens.
 
     Args:
         loss: of the step: a number, or a scalar tensor, global or not.
@@ -72,7 +72,7 @@ def log(
 
 
 def report_remaining_steps() -> None:
-    """Report the steps that loops have not told yet, each rank by itself: a cell has ended, perhaps with an error."""
+    """Report the remaining steps of all loops, each rank by itself: a cell has ended, perhaps with an error."""
     for loop in list(_loops.values()):
         if _listener is not None:
             loop.end(_listener)
@@ -112,7 +112,7 @@ class _Loop:
         self._before = (time.perf_counter(), traffic.time_s, traffic.sent_bytes)
 
     def report(self, listener: Listener) -> None:
-        """Exchange what all ranks have not told yet, and report it. All ranks call it."""
+        """Exchange what the ranks have not reported yet, and report it. All ranks call it."""
         block, _ = self._collector.collect(self._memory())
         if self.world.rank == 0 and block.samples:
             listener(block)

@@ -1,4 +1,4 @@
-"""Hooks at the doors of layers: inputs are boxed to what a layer means, so that neighbours need not know it."""
+"""Input and output layout hooks: they box a layer's inputs and results, so layers need not know their neighbours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.training.strategies.state import record_module_call
 
 
 class PrepareInput:
-    """The hook before a layer. While it ``is_disabled``, whoever has the layer's forward boxes the inputs."""
+    """The input hook of a layer. While it ``is_disabled``, a forward cache boxes the inputs instead."""
 
     def __init__(self, prepare_input: Callable[[Any], Any]) -> None:
         self._prepare_input, self.is_disabled = prepare_input, False
@@ -54,7 +54,7 @@ class LayoutHooks:
         foreign: list[str],
         on_interrupt: list[Callable[[], None]],
     ) -> list[Any]:
-        """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects.
+        """Box a layer's inputs; behind a row-split layer, box its partial sums to the layout of the next layer.
 
         ``foreign`` names the layer's parameters that live on another stage; ``on_interrupt`` gets what ends a call
         that has not ended by itself.

@@ -1,8 +1,8 @@
-"""What one call of a unit has gathered, and what autograd keeps of it: notes instead of values.
+"""What one call of a unit has gathered, and what autograd keeps of it: references instead of values.
 
-A note says of which parameter a saved tensor was a view. Backward gathers again before the unit's last node runs, so
-that all ranks do it at the same point; in which dtype follows from the layers' kinds, not from what autograd saves,
-which may differ between ranks.
+A reference names the parameter of which a saved tensor was a view. Backward gathers again before the unit's last node
+runs, so that all ranks do it at the same point; the dtype follows from the layers' kinds, not from what autograd
+saves, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GatheredCall:
         versions: of the parameters, when they were gathered.
         places: while the call lasts, by address: the number of a gathered parameter, or of its 16-bit copy.
         before: the call that ran before this one in the same call of the model.
-        saving: the context in which notes are saved; None where none are.
+        saving: the context in which references are saved; None where none are.
         under_way: what calls of this model gather for backward and have not used yet; how often the world had been
             rebuilt when each began.
     """
@@ -78,7 +78,7 @@ class GatheredCall:
     def save_references(
         self, members: Sequence[tuple[ShardedParameter, GlobalTensor]], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """From here to ``put_back`` autograd saves notes of ``wholes``, the gathered parameters."""
+        """From here to ``put_back`` autograd saves references to ``wholes``, the gathered parameters."""
         self.versions = versions_of(self.parameters)
         self.dtypes = _regather_dtypes(members, self.parameters)
         self._first_node = torch._C._autograd._get_sequence_nr()
@@ -196,7 +196,7 @@ class _SavedReference(NamedTuple):
 
 
 def _saving(call: GatheredCall) -> Any:
-    """Context in which notes are saved instead of gathered values; other tensors go to the hooks that are in force."""
+    """Context in which references are saved instead of gathered values; other tensors go to the outer hooks."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     places, dtypes = call.places, call.dtypes
 
