@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from workbench.cost.hardware_files import load_hardware
 
     hardware, constraints = load_hardware(args.hardware), dict(parse_constraint(text) for text in args.constraint)
-    # torch and the model's trace take seconds: what is wrong with the options is told before
+    # torch and the model's trace take seconds: mistakes in the options are reported first
     from workbench.session.planning import plan
 
     found = plan(

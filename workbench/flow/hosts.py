@@ -77,7 +77,7 @@ class Devices:
         return cls(world.device.type, by_host)
 
     def ranks(self, wanted: Iterable[DeviceRange], what: str) -> list[int]:
-        """The ranks that these ranges name, in their order; ``what`` is told in errors.
+        """The ranks that these ranges name, in their order; errors begin with ``what``.
 
         Raises:
             PlacementError: there is no such host or device, or one is named twice.

@@ -24,7 +24,7 @@ class Initializer:
     """A distribution for a variable.
 
     Attributes:
-        text: as it is written, for messages.
+        text: the call that makes it, for messages.
         sampler: shape -> sampler; or a number, which fills the variable.
     """
 

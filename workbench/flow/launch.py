@@ -1,7 +1,7 @@
 """Starts an eager program on several processes: ``python -m workbench.flow.launch --nproc_per_node 2 prog.py``.
 
-It hands over to torchrun (``torch.distributed.run``), which starts the processes, tells them their ranks, and ends all
-when one fails. In the program nothing has to be said about that: the ranks meet when it first uses ``flow``.
+torchrun (``torch.distributed.run``) starts the processes, sets their ranks, and ends all of them when one fails. The
+program contains no call for that: the ranks join one world when it first uses ``flow``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def arguments_for_torchrun(given: Sequence[str] | None = None) -> list[str]:
-    """What torchrun is told for the options of this command.
+    """The arguments of torchrun that correspond to the options of this command.
 
     >>> arguments_for_torchrun(["--nproc_per_node", "2", "prog.py", "--epochs", "3"])
     ['--nproc-per-node=2', '--standalone', 'prog.py', '--epochs', '3']
@@ -28,24 +28,27 @@ def arguments_for_torchrun(given: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("program", help="the program, followed by its own arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
-    told = [f"--nproc-per-node={options.nproc_per_node}"]
+    passed = [f"--nproc-per-node={options.nproc_per_node}"]
     if options.nnodes == "1" and options.master_addr is None and options.master_port is None:
-        told.append("--standalone")  # a port that is free, so that two programs can run at the same time
+        passed.append("--standalone")  # a port that is free, so that two programs can run at the same time
     else:
-        told += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
-        told += [f"--master-addr={options.master_addr or '127.0.0.1'}", f"--master-port={options.master_port or 29500}"]
+        passed += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
+        passed += [
+            f"--master-addr={options.master_addr or '127.0.0.1'}",
+            f"--master-port={options.master_port or 29500}",
+        ]
     if options.logdir is not None:
-        told += [f"--log-dir={options.logdir}", "--redirects=3"]
-    return [*told, *(["--module"] if options.module else []), options.program, *options.arguments]
+        passed += [f"--log-dir={options.logdir}", "--redirects=3"]
+    return [*passed, *(["--module"] if options.module else []), options.program, *options.arguments]
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """The command."""
-    told = arguments_for_torchrun(given)
+    passed = arguments_for_torchrun(given)
     from torch.distributed import run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say so, at length
-    run.main(told)
+    run.main(passed)
 
 
 if __name__ == "__main__":

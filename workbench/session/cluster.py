@@ -132,7 +132,7 @@ class Session:
             timeout: seconds after which ranks that still run are stopped.
 
         Raises:
-            CellError: the code does not parse, failed on a rank, or ran out of time; equal failures are told once.
+            CellError: the code does not parse, failed on a rank, or ran out of time; equal failures are shown once.
             KeyboardInterrupt: the caller was interrupted; the engines were, too.
         """
         return self.run_cell(code, ranks, timeout)
@@ -224,7 +224,7 @@ class Session:
 
     def subscribe(self, hear: OnPublished) -> Callable[[], None]:
         """Have ``hear(rank, object)`` called with what cells publish while they run, and as rank -1 with a ``RunEvent``
-        when a cell has ended and when the session is closed; returns how to end that.
+        when a cell has ended and when the session is closed; returns a function that ends the subscription.
         """
         self._subscribers.append(hear)
         return lambda: self._subscribers.remove(hear)

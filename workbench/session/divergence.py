@@ -1,4 +1,4 @@
-"""Ranks that wait for others that cannot come any more, because those have finished the cell or do not run it. Pure."""
+"""Detects ranks that wait for ranks which have finished the cell or do not run it. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FIRST_PROBE_S = 0.25
 """After the first rank was done."""
 _LONGEST_PERIOD_S = 1.0
 LOCAL_S = 1.0
-"""How long ranks of one host have to be in the same wait: all that is ever sent lies in their memory at once."""
+"""How long ranks of one host must be in the same wait: their shared memory holds every message at once."""
 REMOTE_S = 10.0
-"""The same where something may still be on its way, which is only told of a rank that runs alone."""
+"""The same where a message may still be in transit; applied only to a rank that runs alone."""
 
 
 class Divergence:
-    """Looks at the ranks that still run while others do not."""
+    """Decides whether the ranks that still run can continue, from their statuses over time."""
 
     def __init__(self) -> None:
         self._waits: dict[int, str] = {}
@@ -24,7 +24,7 @@ class Divergence:
         self.period_s = FIRST_PROBE_S  #: until the next look: as short while all of them wait, else longer and longer
 
     def is_certain(self, statuses: Mapping[int, protocol.RankStatus | None], now: float) -> bool:
-        """Whether nobody of them can go on, after what has been seen so far."""
+        """Whether none of them can continue, from all statuses so far."""
         waits = {rank: status.waits if status is not None else "" for rank, status in statuses.items()}
         if waits != self._waits:
             self._waits, self._since_s = waits, now

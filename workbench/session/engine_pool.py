@@ -1,4 +1,4 @@
-"""The engines of a session as one world: joined when it starts and again where it broke, replaced where they died."""
+"""The engines of a session as one world: they join it at the start and after a failure, and dead ones are replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.output.listeners import OutputListener
-from workbench.session.output.start_progress import StartProgress, tell
+from workbench.session.output.start_progress import StartProgress, print_progress
 from workbench.session.output.tracebacks import Interrupted, cell_error
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import LocalProcesses
@@ -32,11 +32,11 @@ _run_numbers = itertools.count(time.time_ns() // 1_000_000)
 
 
 class EnginePool:
-    """Engines, the processes they are, and the runs that are under way on them.
+    """The engines of a session, their processes, and the runs in progress on them.
 
     Args:
         processes: starts, replaces and ends the engines.
-        folder: where ranks of this host meet.
+        folder: holds the rendezvous file of ranks on this host.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EnginePool:
         self._world_is_stale = False
 
     def start(self) -> None:
-        """Start all engines and join them, saying on the way how far it is."""
+        """Start all engines, join them, and show the progress."""
         progress = StartProgress(self.num_engines)
         try:
             self._engines = Engines(self._processes.start(progress.engines_up))
@@ -100,13 +100,13 @@ class EnginePool:
         label: str = "",
         is_users: bool = False,
     ) -> Outcome:
-        """See a request to its end, and note whether the world is still whole after it.
+        """Wait for the end of a request, and record whether the world is still intact.
 
         ``is_users``: it runs code of the user, whose ranks may wait for others that are done.
         """
         live = self.live
         num_ranks = self.num_engines if is_users else 0
-        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, tell)
+        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, print_progress)
         self.active.add(run)
         try:
             outcome = wait(run)
@@ -118,7 +118,7 @@ class EnginePool:
         return outcome
 
     def prepare(self, targets: Sequence[int]) -> None:
-        """Replace engines that have died, and join a new world where the old one broke.
+        """Replace engines that have died, and join a new world if the old one has failed.
 
         Where engines cannot be replaced, the others still run what is sent to them alone.
         """
@@ -149,7 +149,7 @@ class EnginePool:
         return protocol.CellTag(next(_run_numbers), num_targets == self.num_engines, wants_values, label)
 
     def leave(self) -> None:
-        """Forget the engines; they go on by themselves."""
+        """Disconnect from the engines; they keep running."""
         for run in list(self.active):
             run.abandon("the session was closed")
         if self._engines is not None:
@@ -180,11 +180,13 @@ class EnginePool:
         self._world_is_stale = False
 
     def _choose_store(self, listener: Listener) -> str:
-        """Where the ranks of a new world meet."""
+        """The rendezvous of a new world."""
         if isinstance(self._processes, LocalProcesses):
             return self._folder.new_store()
         towards = (self._processes.controller_address,)
-        request = self.live.apply(self.ranks, find_rendezvous_address, towards, self.tag(self.ranks, label="meet"))
+        request = self.live.apply(
+            self.ranks, find_rendezvous_address, towards, self.tag(self.ranks, label="rendezvous")
+        )
         outcome = self.follow(request, listener)
         raise_unless_ok(outcome, "start")
         return rendezvous_store([outcome.replies[rank] for rank in self.ranks], self._folder)
@@ -210,7 +212,7 @@ class EnginePool:
 
 
 class _IgnoredProcesses:
-    """Processes of a session that is being closed: they are ended anyway, right after."""
+    """Processes of a session that is being closed: they end right after."""
 
     def kill(self, ranks: Sequence[int]) -> None:
         pass

@@ -98,7 +98,7 @@ def plan(
         software: what the training program does; the engines of this package by default.
         constraints: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``;
-            ``heads=`` numbers that the model degree divides, where the model does not tell its heads.
+            ``heads=`` numbers that the model degree divides, where the model does not say its heads.
 
     Raises:
         StrategyError: constraints that contradict each other, a model that fits nowhere, a module without ``inputs``.

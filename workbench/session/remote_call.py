@@ -80,7 +80,7 @@ class RemoteCall:
         self._control("stop")
 
     def send_command(self, kind: str, text: str = "") -> None:
-        """Give an order that a training run follows between two steps, on all ranks together: ``"stop"``, ``"pause"``,
+        """Send a command that a training run executes between two steps on all ranks: ``"stop"``, ``"pause"``,
         ``"go on"``, or ``"strategy"`` with the new one's text.
         """
         self._control("command", kind=kind, text=text)
@@ -108,7 +108,7 @@ class RemoteCall:
     def _follow(self) -> None:
         try:
             self._outcome = self._perform(self)
-        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             self._error = error
         finally:
             self._listener.finish()

@@ -1,4 +1,4 @@
-"""One request to the engines from sending to its last reply; nobody waits for a rank that cannot come.
+"""One request to the engines from sending to its last reply; it never waits for a rank that cannot reply.
 
 When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `StopEscalation`,
 so that control comes back within about two seconds whatever the engines are doing. Only an import may take longer.
@@ -109,9 +109,9 @@ class Run:
         timeout_s: float | None = None,
         label: str = "",
         num_ranks: int = 0,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
-        self.label, self._tell = label, tell
+        self.label, self._report = label, report
         self._num_ranks = num_ranks  # of the session, if ranks that wait for ranks that are done are to be stopped
         self._divergence, self._probes, self._next_probe_s = Divergence(), dict[int, ControlCall](), 0.0
         self._engines, self._request, self._listener = engines, request, listener
@@ -242,7 +242,7 @@ class Run:
         return "divergence" if self._have_diverged(now) else ""
 
     def _have_diverged(self, now: float) -> bool:
-        """Look now and then at what the ranks do that still run, when some do not."""
+        """Probe the ranks that still run, from time to time, once others have finished."""
         if len(self._pending) >= self._num_ranks:
             return False
         if now < self._next_probe_s:
@@ -297,7 +297,7 @@ class Run:
     def _report_import(self, ranks: Sequence[int]) -> None:
         if not self._has_reported_import:
             what = f"workbench: {describe_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
-            self._tell(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.")
+            self._report(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.")
         self._has_reported_import = True
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -306,7 +306,7 @@ class Run:
 
 
 class NullListener:
-    """Takes the place of a listener that has failed, or where there is nothing to hear."""
+    """A listener that ignores everything."""
 
     def on_event(self, event: Event) -> None:
         pass

@@ -83,7 +83,7 @@ def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[
     try:
         return request.result()
     except CellError:
-        _known[session].jobs.clear()  # a process may have been replaced; the serials tell that its variables are lost
+        _known[session].jobs.clear()  # a process may have been replaced; the serials show that its variables are lost
         raise
     except BaseException:
         request.cancel()

@@ -1,4 +1,4 @@
-"""What a graph is told about a module that it holds: its pipeline stage, and whether it is recomputed."""
+"""The settings of a module for the graph that holds it: its pipeline stage, and whether it is recomputed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _boxed(leaf: Any, placement: Placement) -> Any:
 
 
 def config_of(module: nn.Module) -> ModuleConfig | None:
-    """What graphs were told about a module; None if nothing."""
+    """The settings of a module for graphs; None if it has none."""
     config = module.__dict__.get("config")
     return config if isinstance(config, ModuleConfig) else None
 

@@ -1,4 +1,4 @@
-"""``flow.nn`` of eager programs: torch's modules, which can also be put on ranks and told their stage.
+"""``flow.nn`` of eager programs: torch's modules, which can also be placed on ranks and assigned to a stage.
 
 ``flow.nn.Linear`` is ``torch.nn.Linear`` with the methods of ``flow.nn.Module``, and so is every other module.
 """
@@ -68,7 +68,7 @@ class Module(nn.Module):
 
     @cached_property  # so that a module may have a ``config`` of its own
     def config(self) -> ModuleConfig:
-        """What a graph that holds this module is told about it, e.g. ``config.stage_id = 0``."""
+        """The settings of this module for a graph that holds it, e.g. ``config.stage_id = 0``."""
         return ModuleConfig(self)
 
     def cuda(self: Self, device: Any = None) -> Self:

@@ -1,6 +1,6 @@
 """Strategies tried on the engines of a session.
 
-`compare` is ``wb.compare``, `subject` what is known before any engine runs, `comparison` the job on the engines with
-its one-device runs, `training` what an engine runs for it; `saved_runs` keeps runs on disk, `machine` says what they
-ran on.
+`compare` is ``wb.compare``. `subject` checks the job before any engine starts. `comparison` runs it on the engines,
+`checker` compares runs with one device, `run_records` computes their figures, `training_on_engine` runs there.
+`saved_runs` keeps runs on disk, `machine` describes the hardware and versions.
 """

@@ -24,8 +24,8 @@ class RunStopped(SessionError):
 
 @dataclass(frozen=True)
 class RunObserver:
-    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now,
-    ``is_interrupted`` that nobody waits for the step that it takes either.
+    """Callbacks while one device trains: ``listen`` gets its steps, ``is_stopped`` ends it after its current step,
+    ``is_interrupted`` ends it in the middle of a step.
     """
 
     listen: Callable[[StepBlock], None]
@@ -50,7 +50,7 @@ class Checker:
         """A one-device run of at least so many steps, made when it is first asked for.
 
         Raises:
-            RunStopped: ``observer`` did not want it any more; it is made anew when it is next asked for.
+            RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         known = self._reports.get(which)
         if known is not None and len(known.losses) >= num_steps:
@@ -65,7 +65,7 @@ class Checker:
         return report
 
     def forget(self) -> None:
-        """Make all of them anew: the engine that had them is another one now."""
+        """Drop all results: the engine that held them has been replaced."""
         self._reports.clear()
         self._equal.clear()
         self._exact.clear()
@@ -77,10 +77,10 @@ class Checker:
     def verdict(
         self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, observer: RunObserver | None = None
     ) -> Verdict:
-        """Whether the run that came home with these reports equals one device in its first steps.
+        """Whether the run with these reports equals one device in its first steps.
 
         Runs one device with perturbed weights, and both in float64, only where the question is open without them, and
-        ``observer`` wants an answer. What is known of a strategy in fp32 or float64 is used in each of its precisions.
+        ``observer`` wants an answer. Results in fp32 or float64 serve all precisions of a strategy.
         """
         which = one_device_of(strategy)
         reference = self.known(which)
@@ -164,12 +164,12 @@ def _distance(reports: Sequence[RankReport], reference: RankReport, num_steps: i
 
 
 def _observe(call: RemoteCall, observer: RunObserver) -> None:
-    """Hand on the steps of a one-device run until it ends, and a stop to it."""
-    is_told = False
+    """Pass the steps of a one-device run to the observer until it ends, and pass a stop to the run."""
+    has_stopped = False
     while not call.done():
         time.sleep(_POLL_S)
-        if observer.is_stopped() and not is_told:
-            is_told = True
+        if observer.is_stopped() and not has_stopped:
+            has_stopped = True
             call.send_command("stop")
         if observer.is_interrupted():
             call.cancel()

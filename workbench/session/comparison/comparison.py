@@ -111,7 +111,7 @@ class Comparison:
         None where nothing is to be compared.
 
         Raises:
-            RunStopped: ``observer`` did not want it any more; it is made anew when it is next asked for.
+            RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         self.prepare()
         which = one_device_of(strategy) if strategy is not None else OneDevice()
@@ -152,16 +152,21 @@ class Comparison:
         self.reference(strategy, None, steps)
         planned = self.planned(label, strategy, predicted)
         file = self._keep.begin(planned) if self._keep is not None else None
-        told = f"training run {label!r}"
+        description = f"training run {label!r}"
         call = self.session.submit(
-            training_on_engine.train_strategy, self.key, str(strategy), one_device_of(strategy), steps, label=told
+            training_on_engine.train_strategy,
+            self.key,
+            str(strategy),
+            one_device_of(strategy),
+            steps,
+            label=description,
         )
         return TrainingRun(self, planned, strategy, call, file)
 
     def planned(
         self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
     ) -> RunRecord:
-        """What is known of a run before it begins; with ``error``, of one that never did."""
+        """The record of a run before it begins; with ``error``, of one that never began."""
         return RunRecord(
             name,
             str(strategy),

@@ -1,4 +1,4 @@
-"""What strategies are compared on, as far as it is known before any engine runs: mistakes are told at once."""
+"""The job on which strategies are compared. It is checked before any engine starts, so that mistakes show at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Subject:
         """
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         model = job.model()
-        job.optimizer(model)  # a mistake in it is told now
+        job.optimizer(model)  # a mistake in it shows now
         return cls(job, describe(model))
 
     @property

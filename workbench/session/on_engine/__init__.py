@@ -1,7 +1,7 @@
-"""What runs on an engine; loads nothing of the notebook's side. ``session/engine.py`` is its front.
+"""The engine's side of a session; loads nothing of the notebook's side. ``session/engine.py`` is its front.
 
-`shell` is the request that an engine runs now, `values` and `failures` what a cell's last expression and its
-exceptions become, `modes`, `waits` and `imports` let an interrupt end it cleanly; `control` answers while the main
-thread is busy, with `assist`, `debug` and `orders`; `tensor_picture` and `tensor_table` draw a global tensor, `bars`
-sends tqdm's progress bars.
+`shell` is the request that an engine runs now. `displayed_values` and `failures` send a cell's last expression and its
+exceptions. `torch_modes`, `interruptible_waits` and `deferred_interrupts` let an interrupt end it cleanly. `control`
+answers while the main thread is busy, with `completion`, `debugger` and `run_commands`. `tensor_html` and
+`tensor_table` draw a global tensor, `progress_bars` sends tqdm's bars.
 """

@@ -1,7 +1,7 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
 Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run), ``command`` (tell a training run to pause, go on, change its
+ranks), ``stop`` (make `stop_requested` true for one run), ``command`` (a training run is to pause, go on, change its
 strategy or stop), ``complete``, ``inspect`` and ``names`` (of the engine), ``debug`` (have a debugger listen).
 """
 
@@ -56,7 +56,7 @@ def _answer(content: dict[str, Any]) -> tuple[dict[str, str], list[bytes]]:
     try:
         result = _OPERATIONS[content["op"]](**content.get("arguments", {}))
         return {"status": "ok"}, [protocol.dump(result)]
-    except Exception as error:  # noqa: BLE001 - told to the notebook
+    except Exception as error:  # noqa: BLE001 - sent to the notebook
         return {"status": "error", "message": f"{type(error).__name__}: {error}"}, []
 
 

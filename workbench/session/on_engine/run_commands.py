@@ -9,7 +9,7 @@ _commands: dict[int, list[RunCommand]] = {}
 
 
 def add(run: int, kind: str, text: str = "") -> None:
-    """Note an order to a run, also to one that has not begun; called on the engine's control thread."""
+    """Record a command for a run, also for one that has not begun; called on the engine's control thread."""
     _commands.setdefault(run, []).append(RunCommand(kind, text))
 
 

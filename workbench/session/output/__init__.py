@@ -1,5 +1,5 @@
-"""What ranks print and raise, as one account: alike lines once, floods folded, all of it on disk.
+"""What ranks print and raise, merged: equal lines once, floods folded, all of it on disk.
 
-`merging`, `lines` and `bars` are pure; `listeners` bring output while it comes, `log` keeps it, `tracebacks` tells of
-failures, `progress` of a session that starts.
+`merging`, `lines` and `progress_bars` are pure; `listeners` receive output while a request runs, `log` keeps it,
+`tracebacks` describes failures, `start_progress` the start of a session.
 """

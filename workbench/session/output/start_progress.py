@@ -1,4 +1,4 @@
-"""One line that tells how far the start of a session is, in a terminal, a log or a notebook."""
+"""One line with the progress of a session's start, in a terminal, a log or a notebook."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def in_notebook() -> bool:
 
 
 def progress_stream() -> TextIO:
-    """Where progress is told: standard error, but in a notebook standard output, since pages show the former in red."""
+    """The stream for progress: standard error; in a notebook standard output, since pages show the other in red."""
     return sys.stdout if in_notebook() else sys.stderr
 
 
-def tell(text: str) -> None:
-    """Say in a line of its own what is waited for."""
+def print_progress(text: str) -> None:
+    """Print one line of progress."""
     print(text, file=progress_stream())
 
 

@@ -102,9 +102,9 @@ def consequences(outcome: Outcome) -> list[str]:
     for place, ranks in _by_place(outcome, outcome.killed).items():
         at = f" (it was {place})" if place else ""
         in_import = set(ranks) <= set(outcome.killed_in_import)
-        deaf = "did not end an import after" if in_import else "did not react to"
+        reason = "did not end an import after" if in_import else "did not react to"
         lines.append(
-            f"{describe_ranks(ranks)} {deaf} an interrupt{at} and had to be killed: "
+            f"{describe_ranks(ranks)} {reason} an interrupt{at} and had to be killed: "
             f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
         )
     return lines

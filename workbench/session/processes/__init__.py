@@ -1,6 +1,6 @@
-"""The processes of a session: started, listed, watched, ended.
+"""The processes of a session: start, list, watch, end.
 
-`launch` starts them on this host, `launch_profile` by an ipyparallel profile; `folder` lists them in the session's
-private folder, `guard` ends what outlives its notebook, `kept` finds what should; `meeting_point` is where engines
-of several hosts meet, `oom_kills` tells what the kernel ended.
+`launch` starts them on this host, `launch_profile` by an ipyparallel profile. `folder` lists them in the session's
+private folder. `watchdog` ends what outlives its notebook, `discovery` finds the sessions of this user.
+`rendezvous_address` finds the address at which engines of several hosts meet, `oom_kills` counts OOM kills.
 """

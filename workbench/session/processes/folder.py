@@ -125,7 +125,7 @@ class SessionFolder:
         return f"file://{name}"
 
     def record(self, processes: Collection[ProcessId], engines: EngineFacts | None = None, keep: bool = False) -> None:
-        """Write down whose session this is, which processes belong to it, and whether its engines outlive it."""
+        """Record the owner of the session, its processes, and whether its engines outlive the owner."""
         self._write(
             **_ownership(),
             processes=[asdict(process) for process in processes],
@@ -165,7 +165,7 @@ class SessionFolder:
         return owner is not None and owner.find() is not None
 
     def processes(self) -> list[ProcessId]:
-        """All processes of the session, as far as they are written down."""
+        """All recorded processes of the session."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return [ProcessId(**process) for process in self._state()["processes"]]
         return []

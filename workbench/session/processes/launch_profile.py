@@ -89,7 +89,7 @@ class ProfileProcesses:
             try:
                 end()
             except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
-                what = f"workbench: not all processes of profile {self.profile!r} could be told to end"
+                what = f"workbench: not all processes of profile {self.profile!r} could be ended"
                 print(f"{what}: {error}", file=sys.stderr)
 
     def kill(self, ranks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Processes that the kernel has ended because memory ran out.
+"""Processes that the kernel has killed because memory ran out (OOM kills).
 
 A process that is killed that way cannot say so itself, and whoever waits for it sees SIGKILL only. The kernel counts
 such kills in /proc/vmstat, for the whole machine, which everybody may read.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 _COUNTERS = Path("/proc/vmstat")
-_FIRST_TO_GO = 500
+_OOM_SCORE = 500
 """Half of the machine's memory is added to a process's own when the kernel looks for the largest one."""
 
 
 def count(counters: Path = _COUNTERS) -> int:
-    """How many processes the kernel has ended for want of memory since this machine started; 0 where it is not told."""
+    """How many processes the kernel has killed for lack of memory since it started; 0 where it does not say."""
     try:
         lines = counters.read_text().splitlines()
     except OSError:
@@ -23,8 +23,8 @@ def count(counters: Path = _COUNTERS) -> int:
 
 
 def raise_oom_score() -> None:
-    """Have the kernel end this process before others when memory runs out: an engine is replaced, a notebook is not."""
+    """Let the kernel kill this process before others when memory runs out: an engine is replaced, a notebook is not."""
     try:
-        Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     except OSError:  # not Linux, or already higher
         return

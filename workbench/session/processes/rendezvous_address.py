@@ -1,4 +1,4 @@
-"""Where engines of several hosts meet: the interface that leads to the controller, and an address on it.
+"""The rendezvous of engines on several hosts: the interface on the route to the controller, and an address on it.
 
 What torch.distributed opens between hosts (its store, gloo's and NCCL's connections) is bound to that interface. None
 of it asks for a password; ``docs/security.md`` says what that means.
@@ -82,11 +82,11 @@ def address_of(interface: str) -> str:
     )
 
 
-def rendezvous_store(points: Sequence[RendezvousAddress], folder: SessionFolder) -> str:
-    """Where the ranks meet: a file if all of them are on this host, else a TCP store on rank 0's interface."""
+def rendezvous_store(addresses: Sequence[RendezvousAddress], folder: SessionFolder) -> str:
+    """The rendezvous of the ranks: a file if all are on this host, else a TCP store on rank 0's interface."""
     from workbench.transport.rendezvous import host_name
 
     here = host_name()
-    if all(point.host == here for point in points):
+    if all(one.host == here for one in addresses):
         return folder.new_store()
-    return f"tcp://{points[0].address}:{points[0].port}"
+    return f"tcp://{addresses[0].address}:{addresses[0].port}"

@@ -85,7 +85,7 @@ def is_running(process: str) -> Callable[[], bool]:
 
 
 def prepare_engine(connection_file: str) -> None:
-    """Load torch, which takes longest, while the controller starts; then tell the engine where it listens.
+    """Load torch, which takes longest, while the controller starts; then pass the controller's address to the engine.
 
     There is no time limit: this process ends with its owner, and the owner notices a controller that ends.
     """
