@@ -142,7 +142,7 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
     >>> double = wb.capture(lambda x: x * 2)
     >>> [double(x).shape for _ in range(3)]
     [torch.Size([2, 2]), torch.Size([2, 2]), torch.Size([2, 2])]
-    >>> print(double.programs[0])
+    >>> print(double.traces[0])
     v2 = aten.mul.Tensor(v1, 2)
     """
     return CapturedStep(step, max_recordings)
