@@ -15,12 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
-NOT_YET = {
-    "tests/models/",
-    "tests/session/",
-}
-"""Files and folders whose words are still the old ones. Whoever renames one takes it out; the aim is an empty set."""
-
 HISTORY = ("CHANGELOG.md", "benchmarks/results/", "docs/glossary.md")
 """Documents that name old words on purpose, or that record what was measured at a time."""
 
@@ -127,7 +121,7 @@ def tracked() -> list[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(["git", "ls-files", "-z", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    done = [name for name in listed.stdout.split("\0") if name and not name.startswith((*HISTORY, *NOT_YET))]
+    done = [name for name in listed.stdout.split("\0") if name and not name.startswith(HISTORY)]
     return [name for name in done if (ROOT / name).exists() and name != "tests/test_glossary.py"]
 
 
@@ -145,10 +139,6 @@ def test_no_banned_word_is_used() -> None:
     bans = read_bans(GLOSSARY.read_text("utf-8"))
     found = [line for path in tracked() for line in broken_in(path, bans)]
     assert not found, "\n".join(found)
-
-
-def test_what_is_not_renamed_yet_is_there() -> None:
-    assert not [name for name in NOT_YET if not (ROOT / name).exists()]
 
 
 def test_every_plain_noun_is_explained_once() -> None:

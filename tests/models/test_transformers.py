@@ -259,12 +259,12 @@ def test_generated_words_are_those_of_one_device(name, mode):
 def test_everything_a_model_can_return(name, mode):
     setup = Setup(name)
     models, batch = [setup.build() for _ in range(ranks_of(mode))], setup.batch()
-    wishes = {"output_hidden_states": True, "output_attentions": True}
-    expected = setup.build()(**batch, **wishes)
+    constraints = {"output_hidden_states": True, "output_attentions": True}
+    expected = setup.build()(**batch, **constraints)
 
     def program(rank):
         model, inputs = spread(models[rank], batch, mode)
-        output = model(**inputs, **wishes)
+        output = model(**inputs, **constraints)
         assert type(output) is type(expected) and output.keys() == expected.keys()
         return [whole(tensor) for tensor in (*output.hidden_states, *output.attentions)]
 

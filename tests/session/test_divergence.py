@@ -124,5 +124,5 @@ def test_a_rank_that_waits_for_one_that_is_done_is_stopped(session, code, ranks,
 
 
 @pytest.mark.engines
-def test_a_rank_that_takes_longer_alone_is_left_alone(session):
+def test_a_rank_that_takes_longer_alone_is_not_interrupted(session):
     assert session.run("import time\nif wb.rank(): time.sleep(2.5)\nwb.rank()").values == [0, 1]

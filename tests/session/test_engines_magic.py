@@ -60,7 +60,7 @@ def test_the_comment_spelling(run):
     assert captured.stdout == "[1] 1\n"
 
 
-def test_an_ordinary_comment_is_left_alone(run, shell):
+def test_an_ordinary_comment_stays(run, shell):
     _, error = run("# a %%global that is only talked about\nlocal_only = 1")
     assert error is None
     assert shell.user_ns["local_only"] == 1

@@ -57,7 +57,7 @@ def assert_runs(panel, comparison):
 
 
 def kill(session, rank):
-    """As when the machine runs out of memory; nobody has told the panel."""
+    """As when the machine runs out of memory; the panel has had no notice."""
     (pid,) = session.run("import os; os.getpid()", ranks=[rank]).values
     os.kill(pid, signal.SIGKILL)
 

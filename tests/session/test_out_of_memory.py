@@ -1,4 +1,4 @@
-"""An engine that the kernel ends because memory ran out: the user is told so and what was lost; the next cell works."""
+"""An engine that the kernel ends because memory ran out: the output says so, and what was lost; the next cell works."""
 
 import os
 import time
@@ -71,9 +71,9 @@ def test_the_kernel_ends_an_engine_for_want_of_memory(session, limit, capfd):
     assert "its variables are lost" in text and "%workbench restart --ranks 1" in text
     assert "rank 0 was running at cell line 3" in text and "its variables are kept" in text
     assert session.run("globals().get('kept'), wb.rank()").values == [(17, 0), (None, 1)]
-    told = capfd.readouterr().err
-    assert "rank 1 died (out of memory" in told
-    assert "lost: first, kept, large, second" in told
+    printed = capfd.readouterr().err
+    assert "rank 1 died (out of memory" in printed
+    assert "lost: first, kept, large, second" in printed
 
 
 @pytest.mark.engines

@@ -34,7 +34,7 @@ def test_lines_that_differ_only_in_a_number_are_not_joined():
     assert merged({0: ["loss 1.0"], 1: ["loss 1.1"]}) == ["[0] loss 1.0", "[1] loss 1.1"]
 
 
-def test_opposite_orders_lose_nothing():
+def test_opposite_sequences_lose_nothing():
     assert merged({0: ["a", "b"], 1: ["b", "a"]}) == ["[0] a", "[all] b", "[1] a"]
 
 

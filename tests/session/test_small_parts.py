@@ -59,7 +59,7 @@ def test_escalation_ends_within_two_seconds_with_a_kill():
     assert STEPS[-1][0] <= 1.6
 
 
-def test_turns_are_first_come_first_served():
+def test_requests_are_first_come_first_served():
     requests, order = RequestQueue(), []
     tickets = [requests.enqueue() for _ in range(3)]
 
@@ -124,7 +124,7 @@ def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
     assert not made.path.exists()
 
 
-def test_a_process_with_the_same_number_but_another_start_is_left_alone(temp_base, sleeper):
+def test_a_process_with_the_same_number_but_another_start_is_spared(temp_base, sleeper):
     real = folder.ProcessId.of(sleeper.pid)
     other = folder.ProcessId(real.pid, real.started_s - 100)
     other.kill()

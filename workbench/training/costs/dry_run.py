@@ -297,15 +297,15 @@ class _Program:
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
         """A whole step of ``rank``: (what ranks send in the boxings that it sees, what it sends besides)."""
-        watcher = _BoxingCollector()
+        collector = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
-            world.tracer = watcher
+            world.tracer = collector
             world.traffic.reset()
             with _explaining_value_reads():
                 forward_backward(model, self.loss_fn, *batch)
             optimizer.step()
-            sent = watcher.sent
+            sent = collector.sent
             return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
 
     @contextmanager
