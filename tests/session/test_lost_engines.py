@@ -14,7 +14,7 @@ from workbench.core.strategy import Strategy
 from workbench.errors import NotStartedError, SessionError
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 
 pytestmark = [pytest.mark.engines]
 

@@ -33,11 +33,8 @@ def test_no_place_is_replaced_twice():
 @pytest.fixture
 def no_world():
     """Worlds that other tests have left behind, away for the time of a test."""
-    left, table._num_worlds = table._num_worlds, 1
-    table.remove()
-    yield
-    for _ in range(left):
-        table.install()
+    wb.shutdown()
+    assert table._num_worlds == 0, "a test has left a simulated world"
 
 
 def test_simulated_ranks_install_them_and_the_last_one_removes_them(no_world: None):

@@ -21,6 +21,8 @@ class _Later:
         reading = (check_reading, describe, format_values, on_all_ranks)
         vars(self).update({function.__name__: function for function in (*functions, *reading)})
         vars(self).update(checkpoint_chunks=checkpoint_chunks, copying=copying)
+        if name not in vars(self):
+            raise AttributeError(f"{__name__}: methods of GlobalTensor call nothing of the name {name!r}.")
         return vars(self)[name]
 
 
