@@ -102,6 +102,8 @@ def test_a_strategy_that_was_equal_in_fp32_is_so_in_bf16_where_the_run_begins_al
     assert open_question.missing() == "finer"
     verdict = decided(replace(open_question, equal_in="fp32"))
     assert verdict.equal and verdict.by == "fp32" and "the same strategy in fp32 is equal" in verdict.text
+    grown = Case(Distance((3e-2,) * 9, (tensor(apart=0.3),)), bf16, equal_in="fp32")
+    assert grown.missing() == "noise" and grown.num_steps("noise") == 2
     far = replace(open_question, found=Distance((3.0,), (tensor(apart=0.3),)), equal_in="fp32")
     assert decided(far).equal is False
 

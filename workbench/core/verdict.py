@@ -180,6 +180,8 @@ class Case:
 
     def num_steps(self, evidence: Evidence) -> int:
         """How many steps that evidence has to cover."""
+        if evidence == "noise" and self.equal_in:
+            return WEIGHT_STEPS  # only whether the run begins alike is still open
         if evidence == "noise":
             return max(WEIGHT_STEPS, (self.found.parted(self.tolerance) or 0) + 1) + _LOOK_AHEAD - 1
         limit = self._explained(_NOISE_FACTOR)

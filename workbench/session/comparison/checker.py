@@ -86,7 +86,10 @@ class Checker:
         reference = self.known(which)
         if reference is None or not num_steps:
             return UNKNOWN
-        case = Case(_distance(reports, reference, num_steps), TOLERANCES[reference.precision])
+        wide = strategy.with_options(precision="fp32")
+        equal_in = "fp32" if wide != strategy and str(wide) in self._equal and not reports[0].changes else ""
+        distance = _distance(reports, reference, num_steps)
+        case = Case(distance, TOLERANCES[reference.precision], equal_in=equal_in)
         try:
             while (evidence := case.missing()) is not None:
                 steps = min(case.num_steps(evidence), num_steps)
@@ -128,8 +131,6 @@ class Checker:
             return replace(case, no_float64=f"the strategy changed after step {changed}")
         which = OneDevice(strategy.options.num_micro_batches, variant="float64")
         wide = strategy.with_options(precision="fp32")
-        if str(wide) in self._equal and wide != strategy:
-            return replace(case, equal_in="fp32")
         known_steps, exact = self._exact.get(str(wide), (0, Distance()))
         if known_steps >= num_steps:
             return replace(case, exact=exact)
