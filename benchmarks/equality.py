@@ -233,7 +233,7 @@ def main() -> int:
             spent_s += total
             done = [run for run in runs if run.error is None]
             num_runs += len(done)
-            not_run += [f"{name}, {run.name}: {run.error}" for run in runs if run.error is not None]
+            not_run += [f"{name}, {run.name}: {run.error.splitlines()[0]}" for run in runs if run.error is not None]
             alarms += [f"{name}, {run.name}: {run.verdict.text}" for run in done if not run.equal]
             by.update(run.verdict.by for run in done)
             largest = max((run.loss_difference or 0.0 for run in done), default=0.0)

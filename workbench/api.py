@@ -85,13 +85,15 @@ def boxing_plan(
 @overload
 def to_global(
     tensor: torch.Tensor, placement: Placement, sbp: SbpLike, *, broadcast_from: int | None = None
-) -> GlobalTensor: ...
+) -> GlobalTensor:
+    """A plain tensor of each rank as one global tensor."""
 
 
 @overload
 def to_global(
     tensor: Sequence[GlobalTensor], placement: Placement | None = None, sbp: SbpLike | None = None
-) -> list[GlobalTensor]: ...
+) -> list[GlobalTensor]:
+    """Several global tensors in another layout."""
 
 
 @overload
@@ -101,7 +103,8 @@ def to_global(
     sbp: SbpLike | None = None,
     *,
     async_op: Literal[True],
-) -> Handle[list[GlobalTensor]]: ...
+) -> Handle[list[GlobalTensor]]:
+    """Likewise, without a wait for the exchange."""
 
 
 def to_global(

@@ -2,8 +2,13 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from workbench.session.on_engine import control
+from workbench.transport.messaging import waiter
+from workbench.transport.messaging.message_transport import MessageTransport
 from workbench.transport.network.helper_thread import HelperThread
 
 
@@ -24,3 +29,33 @@ def test_a_wait_in_a_helper_thread_is_recognised():
     helper.close()
     assert found[0].startswith("far 0.")
     assert control._wait_of(control.sys._current_frames()[main], None) == ""
+
+
+class Waiting(MessageTransport):
+    def __init__(self, has_message):
+        self.has_message = has_message
+
+    def has_message_in_flight(self):
+        return self.has_message
+
+    def _let_peers_read(self):
+        """Nothing was sent."""
+
+    def _free(self):
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(("has_message", "found"), [(False, "near 5.0"), (True, "")])
+def test_a_rank_that_has_not_taken_its_message_yet_does_not_wait(has_message, found, monkeypatch):
+    """On a machine with too much to do, a rank may get no processor for seconds though its message is there."""
+    world = SimpleNamespace(transport=Waiting(has_message), traffic=SimpleNamespace(num_exchanges=5))
+    seen = []
+
+    def sleep(seconds):
+        seen.append(control._wait_of(control.sys._current_frames()[threading.get_ident()], world))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waiter.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        waiter.Waiter.wait_for_room(None, None, 0.0)
+    assert seen == [found]

@@ -27,7 +27,7 @@ def fits(problem: Problem, found: PricedStrategy) -> bool:
     return found.estimate.peak_bytes <= problem.memory_bytes
 
 
-def beats(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> bool:
+def is_faster(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> bool:
     """Whether one device is as good or better by the objective of the search."""
     return fits(problem, alone) and alone.value[0] <= best.value[0]
 
@@ -38,7 +38,7 @@ def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStr
     figures = f"step {format_seconds(step_s)}, {format_bytes(peak_bytes)}"
     if not fits(problem, alone):
         return f"{figures}: does not fit into {format_bytes(problem.memory_bytes)}"
-    if beats(problem, alone, best):
+    if is_faster(problem, alone, best):
         return f"{figures}: nothing on {problem.num_ranks} ranks beats it"
     return f"{figures}: {step_s / best.estimate.step_s:.3g} times as long a step"
 
@@ -50,4 +50,4 @@ def _alone(problem: Problem, price: Estimate) -> Estimate:
     return replace(price, samples_per_s=price.samples_per_s * speedup, **seconds)
 
 
-__all__ = ["DEGREES", "beats", "describe_one_device", "fits", "one_device"]
+__all__ = ["DEGREES", "describe_one_device", "fits", "is_faster", "one_device"]

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from workbench.session.cluster import Session, current, find_current
-    from workbench.session.remote_call import RemoteCall
-    from workbench.session.run import CellResult
+from workbench.lazy import lazy_names
 
-__all__ = ["CellResult", "RemoteCall", "Session", "current", "find_current"]
+if TYPE_CHECKING:
+    from workbench.session.cluster import Session as Session
+    from workbench.session.cluster import current as current
+    from workbench.session.cluster import find_current as find_current
+    from workbench.session.remote_call import RemoteCall as RemoteCall
+    from workbench.session.run import CellResult as CellResult
 
 _HOMES = {
-    "Session": "workbench.session.cluster",
-    "current": "workbench.session.cluster",
-    "find_current": "workbench.session.cluster",
-    "CellResult": "workbench.session.run",
-    "RemoteCall": "workbench.session.remote_call",
+    "workbench.session.cluster": ["Session", "current", "find_current"],
+    "workbench.session.remote_call": ["RemoteCall"],
+    "workbench.session.run": ["CellResult"],
 }
+
+_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+    return _find(name)

@@ -5,19 +5,14 @@ Nothing here runs on engines. Names load on first use, because plotly and ipywid
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-_HOMES = {"Panel": "workbench.ui.panel", "write_report": "workbench.ui.runs.report"}
+from workbench.lazy import lazy_names
 
-__all__ = ["Panel", "write_report"]
+_HOMES = {"workbench.ui.panel": ["Panel"], "workbench.ui.runs.report": ["write_report"]}
+
+_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    return _find(name)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import WorldError
 from workbench.session import protocol
@@ -26,6 +26,9 @@ from workbench.session.on_engine import interruptible_waits as engine_waits
 from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
+
+if TYPE_CHECKING:
+    from workbench.transport.messaging.message_transport import MessageTransport
 
 _PACKAGE = Path(__file__).parents[2]
 _LOCAL_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
@@ -96,10 +99,19 @@ def _wait_of(frame: FrameType | None, world: Any) -> str:
     """The name of the wait that a thread is in; another wait has another name."""
     files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
     number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
-    if _LOCAL_WAITS in files:
-        is_near = world is not None and world.transport_name in ("shared", "ipc")
-        return f"{protocol.LOCAL if is_near else 'far'} {number}"
-    return f"far {number}" if any(file in files for file in _REMOTE_WAITS) else ""
+    if _LOCAL_WAITS in files and (transport := _message_transport(world)) is not None:
+        # a rank that has no processor yet to take a message that is there can go on
+        return "" if transport.has_message_in_flight() else f"{protocol.LOCAL} {number}"
+    return f"far {number}" if any(file in files for file in (_LOCAL_WAITS, *_REMOTE_WAITS)) else ""
+
+
+def _message_transport(world: Any) -> MessageTransport | None:
+    """The world's transport if all its messages lie in memory of this host. Loads torch, as a world does."""
+    if world is None:
+        return None
+    from workbench.transport.messaging.message_transport import MessageTransport
+
+    return world.transport if isinstance(world.transport, MessageTransport) else None
 
 
 def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:

@@ -57,6 +57,10 @@ class MessageTransport(ABC):
             while not link.send_queued():
                 self._waiter.wait_for_room(link, time.perf_counter() - started)
 
+    def has_message_in_flight(self) -> bool:
+        """Whether a wait of this rank is about to end; may be asked from another thread."""
+        return self._waiter.has_message_in_flight()
+
     def abort(self, reason: str) -> None:
         """See ``base.Transport``."""
         self._waiter.abort_reason = self._waiter.abort_reason or reason

@@ -101,6 +101,14 @@ class Waiter:
         taken = self._own.acks_read_word(wait.peer) if wait.for_ack else self._own.read_word(wait.peer)
         return wait.peer, ACKS if wait.for_ack else MESSAGES, wait.header, self._own.words[taken]
 
+    def has_message_in_flight(self) -> bool:
+        """Whether the message that this rank waits for is in memory; if no wait is recorded yet, whether any is."""
+        wait = self._own.wait()
+        if wait is not None:
+            return not self._has_received_all(self.rank, wait)
+        sent = {peer: link.theirs.words[link.theirs.sent_word(self.rank)] for peer, link in self._links.items()}
+        return any(count != self._own.words[self._own.read_word(peer)] for peer, count in sent.items())
+
     def is_gone(self, link: Link) -> bool:
         """Whether the peer reads no messages any more."""
         return self._end_reason(link) is not None

@@ -14,7 +14,7 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
 from workbench.planning.explain import Alternative, Explanation, explain
 from workbench.planning.incumbents import PricedStrategy
-from workbench.planning.one_device import DEGREES, beats, fits, one_device
+from workbench.planning.one_device import DEGREES, fits, is_faster, one_device
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Problem
 from workbench.planning.strategy_comparison import PARTS, StrategyDifference, WhyNot, compare_with_best
@@ -161,7 +161,7 @@ def _place_of_one_device(priced: PricedPlan) -> int:
 def _alone_text(priced: PricedPlan) -> str:
     """What has to be said when more ranks do not help."""
     best, num_ranks = priced.ranked[0], priced.problem.num_ranks
-    if num_ranks == 1 or not beats(priced.problem, priced.alone, best):
+    if num_ranks == 1 or not is_faster(priced.problem, priced.alone, best):
         return ""
     return f"One device is predicted to be as fast: nothing on {num_ranks} ranks beats it."
 

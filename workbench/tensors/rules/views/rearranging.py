@@ -79,12 +79,12 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
     ndim = input.dim()
     if len(dims) != 2 or ndim < 2 or dims[0] % ndim == dims[1] % ndim:
         return NotImplemented
-    turns = k % 4
-    if turns == 0:
+    quarters = k % 4
+    if quarters == 0:
         return input.clone()
-    if turns == 2:
+    if quarters == 2:
         return input.flip(dims)
-    return input.flip([dims[1 if turns == 1 else 0]]).transpose(dims[0], dims[1])
+    return input.flip([dims[1 if quarters == 1 else 0]]).transpose(dims[0], dims[1])
 
 
 @composite("repeat_interleave")
