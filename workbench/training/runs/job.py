@@ -156,6 +156,12 @@ class RankResult:
     course: WeightHistory | None = None
 
 
+def seed_draws(job: Job) -> None:
+    """Seed what the model draws for plain tensors: alike on all ranks."""
+    with _seeding:
+        torch.manual_seed(job.seed)
+
+
 @contextmanager
 def watch_draws() -> Iterator[Callable[[], bool]]:
     """A context whose value says whether torch's default generator was drawn from; no other job is seeded meanwhile."""
@@ -174,5 +180,6 @@ __all__ = [
     "Job",
     "RankResult",
     "checked_step",
+    "seed_draws",
     "watch_draws",
 ]

@@ -22,7 +22,7 @@ from workbench.training.diagnostics.memory import ActivationMeter, PeakMeter, mo
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
-from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step
+from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, action_spans
 from workbench.training.runs.weight_changes import state_tensors
@@ -66,7 +66,7 @@ class LiveRun:
 
     def train(self, keeps_weights: bool = False) -> RankResult:
         """Take the job's steps. All ranks call it."""
-        torch.manual_seed(self.job.seed)  # of what the model draws for plain tensors: alike on all ranks
+        seed_draws(self.job)
         with _drawing_from(self.world, self.generator):
             for step, batch in enumerate(self.job.batches()):
                 self._step(step, batch)

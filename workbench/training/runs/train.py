@@ -23,7 +23,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
+from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws, watch_draws
 from workbench.training.runs.job_checks import explained, unlike_a_mean
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
@@ -53,7 +53,7 @@ def run_one_device(
     layers = LayerTimes(model)
     if precision in AUTOCAST_DTYPES:
         autocast_forward(model, "cpu", AUTOCAST_DTYPES[precision])
-    torch.manual_seed(job.seed)  # of what the model draws for plain tensors
+    seed_draws(job)
     losses, times, weights = [], [], {}
     reported, reported_s = 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
