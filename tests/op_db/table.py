@@ -20,16 +20,16 @@ KINDS = (
 INTRODUCTION = """\
 # Torch functions on global tensors
 
-Every entry of torch's own operator database (op_db) is run on random layouts, with its gradient where it has one, and
-compared with one device: `python -m tests.op_db.sweep --table` wrote this page.
+Every entry of torch's own operator database (op_db) runs on random layouts, with its gradient if it has one, and is
+compared with one device. `python -m tests.op_db.sweep --table` writes this page.
 
-* **By rule**: most of the calls on split or partial operands ran on the shards. A rule boxes an operand where it needs
-  another layout, which is a gather where the only split dim has to be whole.
-* **Falls back**: most of them gathered their operands, ran on the whole and gave a broadcast result, with a
+* **By rule**: most calls on split or partial operands ran on the shards. A rule boxes an operand that needs another
+  layout. If its only split dim has to be whole, that is an all-gather.
+* **Falls back**: most calls gathered their operands, ran on whole tensors and returned a broadcast result, with a
   `FallbackWarning` that names the function. The numbers are right; memory and traffic are those of whole tensors.
 
-Functions of torch that are written in Python run as they are written: their parts are what has a rule. A suffix such
-as `.reflect` is op_db's name for a variant.
+A torch function that is written in Python is decomposed: the functions inside it have the rules. A suffix such as
+`.reflect` is op_db's name for a variant.
 """
 
 
