@@ -84,7 +84,7 @@ def sum_of_gradients(model: nn.Module, world: World) -> Step:
     def reduce() -> None:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         group = tuple(range(world.world_size))
-        tag = world.next_sum_tag(group)
+        tag = world.context.next_sum_tag(group)
         total = world.transport.start_all_reduce(grads, group, "sum", tag, "gradients")()
         pieces = total.split([grad.numel() for grad in grads])
         for parameter, piece in zip(parameters, pieces, strict=True):

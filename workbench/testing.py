@@ -43,7 +43,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) 
 
     def run(rank: int) -> None:
         world = World(rank, num_ranks, torch.device("cpu"), ThreadTransport(hub, rank))
-        world.generator = torch.Generator().manual_seed(seed)
+        world.context.generator = torch.Generator().manual_seed(seed)
         try:
             with Simulated(world), torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(rank) if takes_rank else fn()

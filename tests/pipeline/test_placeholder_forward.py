@@ -116,7 +116,7 @@ def program_of(models, strategy, steps=3):
             if type(placeholder) is PlaceholderForward
         ]
         assert not any("forward" in part.__dict__ for part in model.modules())
-        return losses, grads, recorded, current().num_edges
+        return losses, grads, recorded, current().context.num_edges
 
     return program
 

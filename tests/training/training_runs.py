@@ -134,7 +134,7 @@ def num_stages_of(options: str, num_layers: float = math.inf) -> int:
 
 def train(setup: Setup, model: nn.Module, optimizer: Any, run: Run, steps: range, graded: tuple[int, ...]) -> None:
     """Steps of a parallelized model; every rank calls it."""
-    generator = current().generator = torch.Generator()
+    generator = current().context.generator = torch.Generator()
     for step in steps:
         generator.manual_seed(step)
         inputs, targets = setup.batch(step)

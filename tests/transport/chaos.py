@@ -98,7 +98,7 @@ def box(layouts: Any, shape: tuple[int, int]) -> None:
 
 
 def add_up(here: world.World, group: tuple[int, ...], numel: int) -> None:
-    tag = here.next_sum_tag(group)
+    tag = here.context.next_sum_tag(group)
     total = here.transport.all_reduce(torch.full((numel,), here.rank + 1.0), group, "sum", tag, f"sum of {numel}")
     assert total.eq(sum(group) + len(group)).all()
 

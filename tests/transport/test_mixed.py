@@ -31,7 +31,7 @@ def sums(numel, dtype):
     """All ranks get the same bits, close to one device, and only the first rank of each host sends to other hosts."""
     here = current()
     for group in ([0, 1, 2, 3], [2, 0, 3], [1, 2], [0, 1]):
-        tag = here.next_sum_tag(tuple(group))
+        tag = here.context.next_sum_tag(tuple(group))
         if here.rank not in group:
             continue
         terms = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]

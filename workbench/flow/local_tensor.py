@@ -60,7 +60,7 @@ class LocalTensor(torch.Tensor):
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """``torch.Tensor.backward``; inside a step of ``nn.Graph`` it waits until the schedule comes to it."""
-        running = join().running
+        running = join().context.running
         if running is None or not running.defers_backward([self], is_plain=not args and not kwargs):
             super().backward(*args, **kwargs)
 

@@ -42,12 +42,8 @@ def check_agreement() -> Iterator[None]:
     >>> with wb.debug.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP
     ...     y = x + torch.ones(4)
     """
-    world = current()
-    before, world.checks_agreement = world.checks_agreement, True
-    try:
+    with current().context.temporarily(checks_agreement=True):
         yield
-    finally:
-        world.checks_agreement = before
 
 
 def check_plain_operand(local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None) -> None:

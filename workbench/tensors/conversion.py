@@ -95,7 +95,7 @@ def from_local(
             "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
         )
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
-    if world.checks_agreement:
+    if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
     if local.requires_grad and torch.is_grad_enabled():
         return wrap(_FromLocal.apply(local, spec), spec)

@@ -62,7 +62,7 @@ def mark_placeholder_leaves(node: Any) -> None:
 def mark_placeholder(leaf: GlobalTensor) -> None:
     """The owner of a placeholder has a gradient now; so it has after a replay of the step that is being recorded."""
     gradient_state(leaf).placeholder = True
-    recorder = leaf._spec.world.recorder
+    recorder = leaf._spec.world.context.recorder
     if recorder is not None:
         recorder.placeholders.append(leaf)
 

@@ -46,8 +46,8 @@ def manual_seed(seed: int) -> None:
     >>> wb.manual_seed(0)
     """
     world = current()
-    if world.generator is not None:
-        world.generator.manual_seed(seed)
+    if world.context.generator is not None:
+        world.context.generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
 
@@ -57,15 +57,17 @@ def draw_key(world: World, generator: torch.Generator | None = None, is_used: bo
 
     ``is_used`` is false on a rank that draws because others do, and makes no numbers of the key.
     """
-    if world.recorder is not None:
-        source = generator if world.running is None else generator or world.generator  # a step has one of its own
-        drawn: int = world.recorder.draw(_draw, world, source, is_used=is_used)
+    if world.context.recorder is not None:
+        source = (
+            generator if world.context.running is None else generator or world.context.generator
+        )  # a step has one of its own
+        drawn: int = world.context.recorder.draw(_draw, world, source, is_used=is_used)
         return drawn
     return _draw(world, generator)
 
 
 def _draw(world: World, generator: torch.Generator | None) -> int:
-    source = generator or world.generator
+    source = generator or world.context.generator
     device = None if source is None else source.device
     return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
 
@@ -81,8 +83,8 @@ def sample_shard(
         kind, *parameters = sampler.kernel
         fill_random(out, kind, key, *place_of(shape, region), *parameters)
         return out
-    if world.recorder is not None:
-        drawn: torch.Tensor = world.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
+    if world.context.recorder is not None:
+        drawn: torch.Tensor = world.context.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
         return drawn.to(world.device)
     return _blockwise(sampler, key, shape, region, dtype).to(world.device)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from workbench.core.placement import Placement
 from workbench.errors import WorldError
 from workbench.tensors import patch_table as patches
+from workbench.tensors.execution_context import ExecutionContext
 from workbench.transport import selection
 from workbench.transport.base import Traffic, Transport
 from workbench.transport.launchers import default_init_method, launcher_value
@@ -24,23 +23,11 @@ from workbench.transport.threads import ThreadHub, ThreadTransport
 DEFAULT_TIMEOUT_S = 300.0
 
 
-class ModuleCall(NamedTuple):
-    """What holds inside the call of a parallelized module, also when a part of it is recomputed in backward.
-
-    Attributes:
-        stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
-        num_samples: rows of the module's inputs, where they agree.
-    """
-
-    stage_order: tuple[Placement, ...] = ()
-    num_samples: int | None = None
-
-
-OUTSIDE = ModuleCall()
-
-
 class World:
     """The ranks that run one SPMD program, seen from one of them.
+
+    Of what a world is, only the transport changes: when the world is rebuilt, closed, or recorded. What a program does
+    in it, and what a context manager sets for a while, is in ``context``.
 
     Attributes:
         rank: this rank's number.
@@ -50,38 +37,23 @@ class World:
         traffic: what this rank has sent.
         generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
         num_rebuilds: how often this world went on after it broke; what was under way before then is void.
-        generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
-        implicit_boxing_allowed: False under ``wb.debug.explicit_boxing()``.
-        checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
-        call: what holds inside the call of a parallelized module in progress.
-        tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
-        recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
+        context: the state of the program that runs in this world.
+        specs: the interned layouts with shapes (see ``spec``).
+        plans: what to do for a function and its arguments (see ``dispatch.planning``).
         on_plan: called with (function, args, kwargs) for every call that needs a new plan.
         casts: in a dry run, adds autocast's casts to a local function, given the function's name; else None.
         splits_backward: whether plans for functions of parameters compute weight gradients apart (split backward).
-        running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
-        differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
         self.traffic = Traffic()
         self.generation = self.num_rebuilds = 0
-        self.generator: torch.Generator | None = None
+        self.context = ExecutionContext()
         self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
-        self.micro_batch = 0
-        self.num_edges: dict[int, int] = {}
-        self.num_sums: dict[tuple[int, ...], int] = {}
-        self.call = OUTSIDE
-        self.implicit_boxing_allowed = True
-        self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
-        self.tracer: Any = None
-        self.recorder: Any = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
-        self.running: Any = None
-        self.differentiates_within_steps = False
         self.splits_backward = False
 
     @property
@@ -98,20 +70,6 @@ class World:
     def transport_groups(self) -> tuple[str, ...]:
         """Which ranks use what, and why: ``ranks [0, 1]: shared (one host, alpha)``, by host."""
         return tuple(map(str, getattr(self.transport, "groups", ())))
-
-    def next_tag(self) -> int:
-        """A number for the next exchange: (micro-batch, position in the program), the same on every rank.
-
-        Every rank counts every boxing call, involved or not; the backward of a call is its tag with the low bit set.
-        """
-        edge = self.num_edges.get(self.micro_batch, 0)
-        self.num_edges[self.micro_batch] = edge + 1
-        return (self.micro_batch << 17 | (edge & 0xFFFF) << 1) & 0x3FFFFFFF
-
-    def next_sum_tag(self, group: tuple[int, ...]) -> int:
-        """A number for the next sum over ``group``, of a range of its own: only the group's ranks count it."""
-        number = self.num_sums[group] = self.num_sums.get(group, 0) + 1
-        return 0x20000000 | (number & 0xFFFF) << 1
 
     def forget_decisions(self) -> None:
         """Drop plans that depend on the cost of a transport: ranks that have joined since would plan otherwise."""
@@ -304,10 +262,8 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     if transport.cost != left.transport.cost:
         left.forget_decisions()
     left.transport = transport
-    left.num_edges.clear()
-    left.num_sums.clear()
     left.num_rebuilds += 1
-    left.micro_batch, left.call, left.running = 0, OUTSIDE, None
+    left.context.forget_progress()
     for forget in _at_rebuild:
         forget()
     return left

@@ -98,7 +98,7 @@ def test_contexts_nest_and_end():
                 for _ in range(3):
                     x.to_global(sbp="S(1)")
         x.to_global(sbp="B")
-        assert current().tracer is None
+        assert current().context.tracer is None
         assert [r.num_boxings for r in inner.records] == [3] and len(outer.records) == 2
         assert outer.wire_bytes == inner.wire_bytes + 32
         with wb.debug.trace() as empty:

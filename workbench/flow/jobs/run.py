@@ -71,16 +71,12 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits,
     running = RunningJob(
         job.name, job.view, job.trains, store, store.devices.placement(ranks), default_dtype=job.config.dtype
     )
-    world = store.world
     if running.is_mirrored:
         _check_lengths(job, arrays, ranks)
-    before, world.generator = world.generator, _generator(job, store)
-    try:
-        with JobContext(running), torch.set_grad_enabled(job.trains):
-            training.clear_gradients(store)
-            result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
-    finally:
-        world.generator = before
+    draws = store.world.context.temporarily(generator=_generator(job, store))
+    with draws, JobContext(running), torch.set_grad_enabled(job.trains):
+        training.clear_gradients(store)
+        result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
     with torch.no_grad():
         if running.is_mirrored:
             return result if on_rank_0 else _by_device(result, ranks, store)

@@ -38,11 +38,11 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     source = tensor._spec
     if target is source:
         return tensor
-    world = source.world
-    tag = world.next_tag()
-    if world.running is not None:
-        world.running.add_edge(tensor, target, function, tag)
-    site = _trace_forward(tensor, source, target, function) if world.tracer is not None else None
+    context = source.world.context
+    tag = context.next_tag()
+    if context.running is not None:
+        context.running.add_edge(tensor, target, function, tag)
+    site = _trace_forward(tensor, source, target, function) if context.tracer is not None else None
     with local_torch():
         if tensor.requires_grad and torch.is_grad_enabled():
             check_differentiable(source, target, function)
@@ -60,7 +60,7 @@ def box_placeholder(placeholder: torch.Tensor, target: Spec, tag: int) -> Global
 
 
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
-    tracer = source.world.tracer
+    tracer = source.world.context.tracer
     site = tracer.site(function)
     in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that became global
     tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
@@ -88,7 +88,7 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     source = tensor._spec
     if source.layout == layout:
         return tensor
-    if not source.world.implicit_boxing_allowed:
+    if not source.world.context.implicit_boxing_allowed:
         check_explicit(function, [Need("an operand", tensor, layout)])
     state = _state_of(tensor)
     if state is None:
@@ -103,7 +103,7 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
 
 def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
     """The result of an earlier implicit boxing to a placement, in any layout; None if there is none."""
-    if not tensor._spec.world.implicit_boxing_allowed:
+    if not tensor._spec.world.context.implicit_boxing_allowed:
         return None
     cache: dict[Any, GlobalTensor] = tensor.__dict__.get("_boxing_cache", {})
     here = [key for key in cache if key[0].placement == placement]
@@ -121,7 +121,7 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
         if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
             return None
         # A step that is being recorded must box what an earlier one has boxed already.
-        recorder = tensor._spec.world.recorder
+        recorder = tensor._spec.world.context.recorder
         return tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
 
 
@@ -168,7 +168,7 @@ def _apply_box(*args: Any) -> torch.Tensor:
 
 def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
     """The boxing of a gradient, linked to it where it is differentiated again; ``site`` is its line in traces."""
-    tracer = incoming.world.tracer
+    tracer = incoming.world.context.tracer
     if tracer is not None:
         tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():

@@ -65,7 +65,7 @@ def _time_gather(world: World, numel: int, num_times: int) -> float:
         local = torch.zeros(source.local_shape, device=world.device)
         for _ in range(_WARM_UP + num_times):
             started = time.perf_counter()
-            exchange.run(local, world.next_tag())
+            exchange.run(local, world.context.next_tag())
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
             times.append(time.perf_counter() - started)

@@ -42,12 +42,8 @@ def explicit_boxing() -> Iterator[None]:
     >>> y.sbp
     (S(0),)
     """
-    world = current()
-    before, world.implicit_boxing_allowed = world.implicit_boxing_allowed, False
-    try:
+    with current().context.temporarily(implicit_boxing_allowed=False):
         yield
-    finally:
-        world.implicit_boxing_allowed = before
 
 
 def check_explicit(function: str, needs: Sequence[Need]) -> None:

@@ -92,7 +92,7 @@ def box_many(tensors: Sequence[GlobalTensor], targets: Sequence[Spec], is_later:
     ``is_later``: the tensors may be written before the wait.
     """
     world = tensors[0]._spec.world
-    if world.running is not None or world.recorder is not None:  # both follow single boxings
+    if world.context.running is not None or world.context.recorder is not None:  # both follow single boxings
         done = [box_to(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
         return Handle(lambda: done)
     moving = [i for i, target in enumerate(targets) if target is not tensors[i]._spec]
@@ -131,11 +131,11 @@ def _cut(tensors: Sequence[GlobalTensor], moving: Sequence[int]) -> Iterator[lis
 def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bool) -> Callable[[], list[GlobalTensor]]:
     pairs = [(tensor._spec, target) for tensor, target in zip(tensors, targets, strict=True)]
     world, dtype = pairs[0][0].world, tensors[0].dtype
-    work = _BoxingWork(pairs, world, dtype, world.next_tag(), is_later)
-    if world.tracer is not None:
-        site = world.tracer.site("to_global_many")
+    work = _BoxingWork(pairs, world, dtype, world.context.next_tag(), is_later)
+    if world.context.tracer is not None:
+        site = world.context.tracer.site("to_global_many")
         for plan in work.plans:
-            world.tracer.add(site, "forward", plan, dtype)
+            world.context.tracer.add(site, "forward", plan, dtype)
     with local_torch():
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             for source, target in pairs:
@@ -283,9 +283,9 @@ class _BoxMany(torch.autograd.Function):
         ]
         work = _BoxingWork(duals, world, dtype, tag | 1, False)
         results = _BoxMany.apply(work, True, *whole)
-        if world.tracer is not None:
+        if world.context.tracer is not None:
             for plan in work.plans:
-                world.tracer.add(world.tracer.site(), "backward", plan, dtype)
+                world.context.tracer.add(world.context.tracer.site(), "backward", plan, dtype)
         keeps = torch.is_grad_enabled()
         found = [r if keeps or not out.is_placeholder else None for r, (_, out) in zip(results, duals, strict=True)]
         return (None, None, *found)

@@ -79,7 +79,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     losses = _listed(options["tensors"])
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
-    running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
+    running = next((loss._spec.world.context.running for loss in losses if isinstance(loss, GlobalTensor)), None)
     if running is not None and running.defers_backward(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
     _record_differentiation(losses)
@@ -101,8 +101,8 @@ def _record_differentiation(results: list[Any]) -> None:
     """A program of a scheduled step that differentiates on its own may ask for any leaf's gradient."""
     for result in results:
         world = result._spec.world if isinstance(result, GlobalTensor) else None
-        if world is not None and world.running is not None and not world.running.runs_backward:
-            world.differentiates_within_steps = True
+        if world is not None and world.context.running is not None and not world.context.running.runs_backward:
+            world.context.differentiates_within_steps = True
 
 
 @handler("grad")

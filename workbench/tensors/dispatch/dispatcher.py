@@ -195,9 +195,9 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     world = known[0]._spec.world
     placement = known[0]._spec.layout.placement
     if not all(placement.has_ranks_of(other) for other in placements):
-        if not placements <= set(world.call.stage_order):
+        if not placements <= set(world.context.call.stage_order):
             refuse_two_placements(func, args, kwargs, known)
-        placement = max(placements, key=world.call.stage_order.index)
+        placement = max(placements, key=world.context.call.stage_order.index)
     if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
         placement = leaves[0]._spec.layout.placement  # what is written stays where it is
     layout = Layout(placement, (broadcast,) * placement.num_axes)
@@ -227,7 +227,7 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
 
 
 def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    if not plan.world.implicit_boxing_allowed:
+    if not plan.world.context.implicit_boxing_allowed:
         check_plan(plan, func, args, kwargs)
     if plan.outputs is None:
         return run_fallback(plan, func, args, kwargs)
@@ -235,7 +235,7 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
     if operands[0]._spec.is_placeholder:
         for _ in range(plan.num_tags):
-            plan.world.next_tag()
+            plan.world.context.next_tag()
         result = _run_on_placeholders(plan, func, args, kwargs, operands)
         if not plan.name.in_place and not plan.num_tags:
             remember_placeholder_base(plan.name.folded, operands[0], result)

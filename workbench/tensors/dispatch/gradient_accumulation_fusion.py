@@ -50,7 +50,7 @@ def _step_that_adds(weight: Any) -> Any:
     """The scheduled step whose micro-batches accumulate in place; None where torch makes the weight's gradient."""
     if weight.numel() < SMALLEST_NUMEL or not is_parameter(weight) or not weight.requires_grad:
         return None
-    running = weight._spec.world.running
+    running = weight._spec.world.context.running
     if running is None or running.num_micro_batches == 1 or running.splits_backward or not torch.is_grad_enabled():
         return None
     if not weight.is_floating_point():

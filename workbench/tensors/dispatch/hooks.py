@@ -101,7 +101,7 @@ class AfterAccumulation:
         self._hook, self._world = hook, world
 
     def __call__(self, leaf: GlobalTensor) -> None:
-        running = self._world.running
+        running = self._world.context.running
         waiting = _behind_this_backward(self._world) if running is None else running.hooks
         waiting[self.number] = functools.partial(self._hook, leaf)
 

@@ -30,7 +30,7 @@ def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
     Raises:
         StrategyError: inside a scheduled step of several stages.
     """
-    running = tensor._spec.world.running
+    running = tensor._spec.world.context.running
     if running is not None:
         running.check_reading(tensor)
     return box(tensor, _whole(tensor))
@@ -43,7 +43,7 @@ def check_reading(tensor: GlobalTensor, function: str) -> None:
         ExplicitBoxingError: it has to move from one placement to another.
     """
     spec, whole = tensor._spec, _whole(tensor)
-    if not spec.world.implicit_boxing_allowed and whole.placement != spec.layout.placement:
+    if not spec.world.context.implicit_boxing_allowed and whole.placement != spec.layout.placement:
         check_explicit(function, [Need("the tensor", tensor, whole)])
 
 

@@ -81,8 +81,8 @@ def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any
     """``local``, whose parameters get their gradients later wherever the world's running step keeps them back."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        defers = world.running is not None and torch.is_grad_enabled()
-        kept = world.running.deferred_weight_gradients() if defers else None
+        defers = world.context.running is not None and torch.is_grad_enabled()
+        kept = world.context.running.deferred_weight_gradients() if defers else None
         if kept is None:
             return local(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))

@@ -89,7 +89,7 @@ def collect(function: Callable[..., Any], operands: Iterable[Any]) -> list[Examp
     operands = list(operands)
     for entry in (Split(0), broadcast, partial_sum):
         world = World(0, 1, torch.device("cpu"), ThreadTransport(ThreadHub(1), 0))
-        world.generator = torch.Generator().manual_seed(0)
+        world.context.generator = torch.Generator().manual_seed(0)
         world.on_plan = lambda func, args, kwargs: _keep(found, func, args, kwargs)
         with Simulated(world), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fallbacks and what torch deprecates are not the question here

@@ -55,13 +55,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     world = joined()
     if world is None or (world.world_size == 1 and not _is_global(function, args, kwargs)):
         return _original(function, *args, **kwargs)
-    if world.running is not None and world.running.observer is not None:
-        world.running.observer.recomputes = True
+    if world.context.running is not None and world.context.running.observer is not None:
+        world.context.running.observer.recomputes = True
     options = {**kwargs, "use_reentrant": False, "early_stop": False}
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
     pins: list[Any] = []
-    call = world.call
+    call = world.context.call
     given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     with local_torch():
         specs = [
@@ -76,14 +76,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             pins.append(node)
             return function(*inputs, **named)
         inputs, named = _wrapped(specs, inputs, named)
-        before, call_before = _generator_state(world), world.call
+        before = _generator_state(world)
         _set_generator_state(world, random_state)
-        world.call = call
         try:
-            return function(*inputs, **named)
+            with world.context.temporarily(call=call):
+                return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
-            world.call = call_before
 
     result = _original(pinned, *args, **options)
     # The function outlives the call, in what the pin has saved; a pin that it knew would keep it for ever.
@@ -137,12 +136,12 @@ def _is_global(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _generator_state(world: World) -> torch.Tensor | None:
-    return None if world.generator is None else world.generator.get_state()
+    return None if world.context.generator is None else world.context.generator.get_state()
 
 
 def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
-    if state is not None and world.generator is not None:
-        world.generator.set_state(state)
+    if state is not None and world.context.generator is not None:
+        world.context.generator.set_state(state)
 
 
 # torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set.

@@ -172,7 +172,8 @@ class CapturedStep:
         """Run the step, record it, or replay it."""
         world = current()
         leaves, structure = tree_flatten((args, kwargs))
-        if world.tracer is not None or world.recorder is not None:
+        context = world.context
+        if context.tracer is not None or context.recorder is not None:
             return self._step(*args, **kwargs)  # somebody wants to see every call
         key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
@@ -248,13 +249,19 @@ def _record(
     recorder = Recorder(world, inputs, [grad for _, grad in graded])
     args, kwargs = tree_unflatten(given, structure)
     before, transport = _TrafficCount.so_far(world.traffic), world.transport
-    world.recorder, world.transport = recorder, RecordedTransport(recorder, transport)
+    world.transport = RecordedTransport(recorder, transport)
+    is_recording = world.context.temporarily(recorder=recorder)
     try:
-        with optimizer_listener(recorder), RejectValueReads(), recorder, recorded_module_calls() as modules:
+        with (
+            is_recording,
+            optimizer_listener(recorder),
+            RejectValueReads(),
+            recorder,
+            recorded_module_calls() as modules,
+        ):
             result = step(*args, **kwargs)
             end_sums(modules)
     finally:
-        world.recorder = None
         restore_transport(world, transport)
     parts, result_structure = tree_flatten(result)
     leaves = _with_those_of(recorder.originals, leaves)

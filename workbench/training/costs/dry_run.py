@@ -300,7 +300,7 @@ class _Program:
         collector = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
-            world.tracer = collector
+            world.context.tracer = collector
             world.traffic.reset()
             with _explaining_value_reads():
                 forward_backward(model, self.loss_fn, *batch)
@@ -311,7 +311,7 @@ class _Program:
     @contextmanager
     def _on(self, rank: int) -> Iterator[World]:
         world = World(rank, self.num_ranks, META, FakeTransport(self.num_ranks, self.cost))
-        world.generator = torch.Generator().manual_seed(0)
+        world.context.generator = torch.Generator().manual_seed(0)
         world.casts = _cast
         with Simulated(world), _Shards():
             yield world

@@ -255,7 +255,7 @@ def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[]
     buckets = itertools.cycle([torch.ones(numel, device=world.device)] for _ in range(min(number, _MOST_BUCKETS)))
 
     def reduce() -> None:
-        tag = world.next_sum_tag(tuple(group))
+        tag = world.context.next_sum_tag(tuple(group))
         world.transport.start_all_reduce(next(buckets), tuple(group), "sum", tag, "calibration of sums")()
 
     return 2 * (len(group) - 1) * numel * 4 / len(group), reduce
@@ -267,7 +267,7 @@ def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
     Every rank trains one of its own: exchanges are measured elsewhere.
     """
     alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0))
-    alone.generator = torch.Generator().manual_seed(0)
+    alone.context.generator = torch.Generator().manual_seed(0)
     steps = [_tiny_step(alone, depth) for depth in _DEPTHS]
     with Simulated(alone):
         for step in steps:

@@ -198,11 +198,9 @@ def trace() -> Iterator[BoxingTrace]:
     {'to_global': Totals(num_boxings=1, sent_bytes=0, wire_bytes=0)}
     """
     world = current()
-    outer, world.tracer = world.tracer, BoxingTrace(world, world.tracer)
-    try:
-        yield world.tracer
-    finally:
-        world.tracer = outer
+    traced = BoxingTrace(world, outer=world.context.tracer)
+    with world.context.temporarily(tracer=traced):
+        yield traced
 
 
 def find_site(function: str = "") -> Site:

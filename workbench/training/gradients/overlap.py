@@ -189,7 +189,7 @@ class GradientReducer:
 
 def _from_first(parameter: GlobalTensor, group: tuple[int, ...], mine: torch.Tensor) -> list[int]:
     world = parameter._spec.world
-    tag, header = world.next_sum_tag(group), "the order of gradients"
+    tag, header = world.context.next_sum_tag(group), "the order of gradients"
     if world.device.type == "meta":  # a dry run, in which nobody answers
         return list(map(int, mine.tolist()))
     mine = mine.to(world.device)

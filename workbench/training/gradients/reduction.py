@@ -205,11 +205,11 @@ def _start_all_reduce(bucket: list[Term]) -> Finish:
     locals_ = [term.local for term in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
     header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes"
-    wait = world.transport.start_all_reduce(locals_, group, "sum", world.next_sum_tag(group), header)
+    wait = world.transport.start_all_reduce(locals_, group, "sum", world.context.next_sum_tag(group), header)
     sent = 2 * (len(group) - 1) * num_bytes // len(group)
     started = _count(world, "gradients", sent, started)
-    if world.tracer is not None:
-        world.tracer.add_reduction(group, locals_)
+    if world.context.tracer is not None:
+        world.context.tracer.add_reduction(group, locals_)
 
     def finish() -> Sums:
         started = time.perf_counter()
@@ -228,8 +228,8 @@ def _start_scatter(bucket: list[Term]) -> Finish:
     header = f"reduction of {len(bucket)} gradients to shards, {sum(local.nbytes for local in locals_)} bytes"
     sent, wait = start_scatter(world, shards, locals_, _tag(world, group), header)
     _count(world, "gradients", sent, started)
-    if world.tracer is not None:
-        world.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
+    if world.context.tracer is not None:
+        world.context.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
 
     def finish() -> Sums:
         started = time.perf_counter()
@@ -269,14 +269,14 @@ def _start_gather(bucket: list[Term]) -> Callable[[], None]:
     ]
     sent, wait = start_gather(world, shards, parts, _tag(world, group))
     _count(world, "parameters", sent, started)
-    if world.tracer is not None:
-        world.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
+    if world.context.tracer is not None:
+        world.context.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
     return lambda: wait(locals_)
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:
     """A number for the messages of one exchange in ``group``; two groups may have exchanges under way at once."""
-    return world.next_sum_tag(group) & 0x20001FFF | (crc32(repr(group).encode()) & 0x7FFF) << 13
+    return world.context.next_sum_tag(group) & 0x20001FFF | (crc32(repr(group).encode()) & 0x7FFF) << 13
 
 
 def _count(world: World, kind: str, sent: int, started: float) -> float:

@@ -147,7 +147,7 @@ class Executor:
                 self.running.runs_backward = False
 
     def _seed(self, micro_batch: int) -> None:
-        recorder = self.world.recorder
+        recorder = self.world.context.recorder
         if recorder is None:
             _set_seed(self.generator, self.seed, micro_batch)
         else:
@@ -155,7 +155,6 @@ class Executor:
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
-        world, generator = self.world, self.world.generator
         try:
             with ExitStack() as around:
                 for stage in self.stages.values():
@@ -164,9 +163,7 @@ class Executor:
         except BaseException as error:
             self._close_world(error)
             raise
-        finally:
-            world.micro_batch, world.running, world.generator = 0, None, generator
-        world.transport.flush()
+        self.world.transport.flush()
 
     def _close_world(self, error: BaseException) -> None:
         """Ranks are at different micro-batches now, unless all saw in their first one what was refused."""
@@ -181,11 +178,11 @@ class Executor:
         stage, traffic = self.stages[action.stage], self.world.traffic
         started, waited = time.perf_counter(), traffic.time_s
         exchanges, sent = traffic.num_exchanges, traffic.sent_bytes
-        with stage.activated():
-            world = stage.world
-            world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
+        context = stage.world.context
+        state = context.temporarily(micro_batch=action.micro_batch, running=self.running, generator=self.generator)
+        with stage.activated(), state:
             if action.kind == "F":
-                world.num_edges.pop(action.micro_batch, None)
+                context.position = 0
                 self._seed(action.micro_batch)
             yield stage
         self.running.edges = self.running.weight_gradients = None

@@ -142,10 +142,10 @@ class ForwardCache(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        world = self.world
+        context = self.world.context
         # A tracer, recorder or agreement check must see every boxing.
-        is_observed = world.tracer is not None or world.recorder is not None or world.checks_agreement
-        if is_observed or world.running is None or world.running.observer is not None:
+        is_observed = context.tracer is not None or context.recorder is not None or context.checks_agreement
+        if is_observed or context.running is None or context.running.observer is not None:
             return self.forward(*args, **kwargs)
         leaves, structure = _flattened(args, kwargs)
         key = self._key(leaves, structure)
@@ -172,17 +172,17 @@ class ForwardCache(ABC):
 
     def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
         """Box inputs as the block does, and count its exchanges; the forms, in the order of ``boxings``."""
-        world, forms = self.world, []
-        start = world.num_edges.get(world.micro_batch, 0)
+        context, forms = self.world.context, []
+        start = context.position
         for boxing in boxings:
-            world.num_edges[world.micro_batch] = start + boxing.offset
+            context.position = start + boxing.offset
             forms.append(box_implicitly(inputs[boxing.index], boxing.layout, boxing.function))
-        world.num_edges[world.micro_batch] = start + num_tags
+        context.position = start + num_tags
         return forms
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
         """All that the outcome depends on, or None where a value cannot be compared."""
-        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.call.num_samples]
+        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.context.call.num_samples]
         with local_torch():
             if self._settings is None:
                 if len(self._known_settings) >= _MAX_RECORDS:
@@ -227,21 +227,21 @@ class ForwardCache(ABC):
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run the module and record its effects; None where a replay might have other effects."""
-        world, before = self.world, self.state(inputs)
-        keys_before = None if world.generator is None else world.generator.get_state()
-        start = world.num_edges.get(world.micro_batch, 0)
-        world.running.observer = observer = CallObserver(inputs, start, self.may_skip)
+        context, before = self.world.context, self.state(inputs)
+        keys_before = None if context.generator is None else context.generator.get_state()
+        start = context.position
+        context.running.observer = observer = CallObserver(inputs, start, self.may_skip)
         try:
             result = self.forward(*args, **kwargs)
         finally:
-            world.running.observer = None
-        num_keys = _keys_between(keys_before, world)
+            context.running.observer = None
+        num_keys = _keys_between(keys_before, self.world)
         has_forms = any(
             isinstance(leaf, GlobalTensor) and leaf.__dict__.get("_boxing_cache") for leaf in tree_leaves(result)
         )
         if not observer.can_skip or num_keys is None or has_forms or not same(before, self.state(inputs)):
             return result, None
-        call = CallRecord(observer, world.num_edges.get(world.micro_batch, 0) - start, num_keys)
+        call = CallRecord(observer, context.position - start, num_keys)
         return result, self.record(result, inputs, call)
 
     def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
@@ -285,9 +285,9 @@ def same(before: list[Any], after: list[Any]) -> bool:
 
 def _keys_between(before: torch.Tensor | None, world: World) -> int | None:
     """How many random keys were drawn since the generator's state was ``before``; None if it is hard to say."""
-    if before is None or world.generator is None:
+    if before is None or world.context.generator is None:
         return 0
-    counting, now = torch.Generator(), world.generator.get_state()
+    counting, now = torch.Generator(), world.context.generator.get_state()
     counting.set_state(before)
     for count in range(_MAX_KEYS):
         if torch.equal(counting.get_state(), now):

@@ -77,8 +77,8 @@ class LocalForward(ForwardCache):
     def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """Run the block in plain torch; run it unchanged where that fails, as in code that reads a tensor's layout."""
         forms = self.box_inputs(record.boxings, record.num_tags, inputs)
-        world = self.world
-        counted, given = world.num_edges[world.micro_batch], (args, kwargs)
+        context = self.world.context
+        counted, given = context.position, (args, kwargs)
         if record.forms:
             here = {id(inputs[index]): forms[boxing] for index, boxing in record.forms.items()}
             if len(args) == 1 and not kwargs and id(args[0]) in here:  # nearly always
@@ -90,11 +90,11 @@ class LocalForward(ForwardCache):
         except (AttributeError, TypeError, WorkbenchError):
             self.stop_replaying(record)
             result = self.forward(*args, **kwargs)
-            world.num_edges[world.micro_batch] = counted
+            context.position = counted
             return result
 
     def _run(self, record: LocalRecord, args: Any, kwargs: Any) -> Any:
-        running = self.world.running
+        running = self.world.context.running
         kept = None if running is None or not torch.is_grad_enabled() else running.deferred_weight_gradients()
         with local_torch(), self._without_hooks():
             forward = self.forward if kept is None else split_block(self.forward, kept, self.world.device)

@@ -68,12 +68,12 @@ class PlaceholderForward(ForwardCache):
         for _ in range(record.num_keys):
             draw_key(world)
         operands = [*inputs, *forms]
-        if record.infos_of_operands is None or world.differentiates_within_steps:
+        if record.infos_of_operands is None or world.context.differentiates_within_steps:
             placeholders = placeholder_outputs(
                 record.infos, [*operands, *record.parameters], record.specs, world.device
             )
         else:
-            mark = partial(_mark_parameters, record.parameters, world.running)
+            mark = partial(_mark_parameters, record.parameters, world.context.running)
             infos = record.infos_of_operands
             placeholders = placeholder_outputs(infos, operands, record.specs, world.device, on_backward=mark)
         if record.structure.is_leaf() and len(placeholders) == 1:

@@ -105,13 +105,10 @@ def _stage_of(world: World, placements: Sequence[Placement]) -> int:
 def run_program(program: Program, inputs: Any) -> tuple[Any, int]:
     """What a program returns, without gradients, and how many losses it called ``backward`` on."""
     world = current()
-    before, world.running = world.running, RunningStep((_everywhere(world),), "", [[]], 1)
-    try:
-        with torch.no_grad():
-            output, losses = _losses_of(world.running, program, inputs)
-        return output, len(losses)
-    finally:
-        world.running = before
+    running = RunningStep((_everywhere(world),), "", [[]], 1)
+    with world.context.temporarily(running=running), torch.no_grad():
+        output, losses = _losses_of(running, program, inputs)
+    return output, len(losses)
 
 
 def _losses_of(running: RunningStep, program: Program, inputs: Any) -> tuple[Any, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The scheduled step in progress, as boxing, dispatch and reads of values see it; ``World.running`` holds it."""
+"""The scheduled step in progress, as boxing, dispatch and reads see it; ``world.context.running`` holds it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RunningStep:
         """
         source = tensor._spec
         if self.observer is not None:
-            self.observer.add(tensor, target, function, tag, source.world.num_edges[source.world.micro_batch] - 1)
+            self.observer.add(tensor, target, function, tag, source.world.context.position - 1)
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))

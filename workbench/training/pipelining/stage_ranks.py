@@ -173,7 +173,7 @@ class StageRank:
         self.rank_world, self._numbering, self._own_layouts = rank_world, numbering, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
-        self.world.checks_agreement = False  # compares over all ranks
+        self.world.context.checks_agreement = False  # compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
@@ -227,7 +227,7 @@ class StageRank:
 
         False if the module holds other tensors now, or the world was rebuilt: messages of a failed step are void.
         """
-        recorder = self.rank_world.recorder
+        recorder = self.rank_world.context.recorder
         if self.world.num_rebuilds != self.rank_world.num_rebuilds:
             return False
         for cache in self._forward_caches:
@@ -265,16 +265,17 @@ class StageRank:
     @contextmanager
     def activated(self) -> Iterator[None]:
         """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
-        world, rank_world = self.world, self.rank_world
-        world.tracer, world.implicit_boxing_allowed = rank_world.tracer, rank_world.implicit_boxing_allowed
-        world.num_rebuilds, world.recorder = rank_world.num_rebuilds, rank_world.recorder
+        around = self.rank_world.context
+        observed = self.world.context.temporarily(
+            tracer=around.tracer, recorder=around.recorder, implicit_boxing_allowed=around.implicit_boxing_allowed
+        )
+        layouts, caches = self._own_layouts.answered_by(self._layouts), cached_forwards(self._forward_caches)
         for holder, name, _, view in self._views:
             holder[name] = view
         try:
-            with self._own_layouts.answered_by(self._layouts), Simulated(world), cached_forwards(self._forward_caches):
+            with layouts, observed, Simulated(self.world), caches:
                 yield
         finally:
-            world.micro_batch, world.running, world.generator, world.recorder = 0, None, None, None
             for position, (holder, name, own, view) in enumerate(self._views):
                 if holder[name] is not view and not own._is_param:  # a forward has put another buffer in its place
                     own, view = self._replaced(own, holder[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class LiveRun:
     def train(self, keeps_weights: bool = False) -> RankResult:
         """Take the job's steps. All ranks call it."""
         seed_draws(self.job)
-        with _drawing_from(self.world, self.generator):
+        with self.world.context.temporarily(generator=self.generator):
             for step, batch in enumerate(self.job.batches()):
                 self._step(step, batch)
                 if keeps_weights and step == checked_step(self.job):
@@ -220,15 +220,6 @@ def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (value_on_all_ranks(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
         for name, value in state_tensors(model).items()
     }
-
-
-@contextlib.contextmanager
-def _drawing_from(world: World, generator: torch.Generator) -> Iterator[None]:
-    before, world.generator = world.generator, generator
-    try:
-        yield
-    finally:
-        world.generator = before
 
 
 def _median(values: list[int]) -> int:

@@ -45,7 +45,7 @@ def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], di
 
 
 def _generator(world: World) -> torch.Generator:
-    return world.generator or torch.default_generator
+    return world.context.generator or torch.default_generator
 
 
 def _state_of(part: str, value: Any, parts: Mapping[str, Any]) -> Any:

@@ -15,8 +15,8 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
+from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.world import OUTSIDE, ModuleCall
 from workbench.training.batches import count_samples
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import record_module_call
@@ -82,7 +82,7 @@ class LayoutHooks:
             world = self.layouts.world
             value = from_local(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
-        num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
+        num_samples = self.layouts.world.context.call.num_samples or (shape[0] if shape else 0)
         layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
@@ -145,11 +145,11 @@ def hook_root(module: nn.Module, layouts: StageLayouts, on_interrupt: list[Calla
         leaves = (
             args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
         )
-        layouts.world.call = ModuleCall(layouts.stage_order, count_samples(leaves))
+        layouts.world.context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
         record_module_call(module)
 
     def restore_call(*_: Any) -> None:
-        layouts.world.call = OUTSIDE
+        layouts.world.context.call = OUTSIDE
 
     on_interrupt.append(restore_call)
     return [

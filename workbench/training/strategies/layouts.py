@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import TABLE, TRANSPOSED_KINDS, feature_dim
-from workbench.tensors.world import ModuleCall, World
+from workbench.tensors.execution_context import ModuleCall
+from workbench.tensors.world import World
 
 
 class StageLayouts:
@@ -108,15 +109,9 @@ class StageLayouts:
         """For ``ModuleCall``: where operands of different stages may meet; empty for a single stage."""
         return (self.everywhere, *self.placements) if len(self.placements) > 1 else ()
 
-    @contextmanager
-    def combining_on_latest_stage(self) -> Iterator[None]:
+    def combining_on_latest_stage(self) -> AbstractContextManager[None]:
         """Outside of the module's call, operands of different stages meet as they do inside it."""
-        world, before = self.world, self.world.call
-        world.call = ModuleCall(self.stage_order)
-        try:
-            yield
-        finally:
-            world.call = before
+        return self.world.context.temporarily(call=ModuleCall(self.stage_order))
 
     def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
         """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.

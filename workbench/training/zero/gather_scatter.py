@@ -84,7 +84,7 @@ def _shared_all_gather_of(world: World, group: tuple[int, ...]) -> Any:
 
     None while a step is recorded, too: whether there is room is found anew each time, and a replay asks nothing.
     """
-    if len(group) == 1 or world.recorder is not None:
+    if len(group) == 1 or world.context.recorder is not None:
         return None
     transport: Any = world.transport
     for_ranks = getattr(transport, "for_ranks", None)
@@ -123,9 +123,9 @@ def scatter(world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor]
 
 
 def _trace(world: World, shards: list[Shard], dtype: torch.dtype, change: str, kind: str, sent: int, what: str) -> None:
-    if world.tracer is not None:
+    if world.context.tracer is not None:
         shapes = [torch.empty(shard.of.local_shape, dtype=dtype, device="meta") for shard in shards]
-        world.tracer.add_reduction(shards[0].group, shapes, change, kind, sent, what)
+        world.context.tracer.add_reduction(shards[0].group, shapes, change, kind, sent, what)
 
 
 def gather(

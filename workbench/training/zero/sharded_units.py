@@ -119,7 +119,7 @@ class ExecutionOrder:
         position = len(self._now)
         if not self._depth or position >= len(self._order) or self._order[position - 1] is not self._now[-1]:
             return
-        tag = world.next_tag()
+        tag = world.context.next_tag()
         unit = self._order[position]
         parameters, shards = unit.parameters_to_gather()
         work = _start_gather(parameters, shards, tag)
@@ -188,7 +188,7 @@ class ShardedUnit:
 
     def _gather(self, present: list[tuple[ShardedParameter, GlobalTensor, Shard]]) -> GatheredCall:
         execution_order, world = self.execution_order, present[0][1]._spec.world
-        tag, tag_again = world.next_tag(), world.next_tag()
+        tag, tag_again = world.context.next_tag(), world.context.next_tag()
         call = GatheredCall(world, tag_again, *self.parameters_to_gather(), under_way=execution_order.under_way)
         work = execution_order.take_prefetched(self, call.parameters, call.shards, tag)
         once = {id(p): (p, shard) for _, p, shard in present}

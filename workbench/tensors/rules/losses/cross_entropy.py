@@ -101,7 +101,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
         known = spec.plans[key]
     except KeyError:
         known = spec.plans[key] = _place_of_labels(spec, tuple(target.shape))
-    if known is None or spec.world.checks_agreement:
+    if known is None or spec.world.context.checks_agreement:
         return None
     out, place = known
     if out.is_placeholder:

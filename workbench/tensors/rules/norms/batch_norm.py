@@ -153,8 +153,8 @@ def _normalized(
 ) -> GlobalTensor:
     spec = x._spec
     weight, bias = _on_channels(weight, x, way), _on_channels(bias, x, way)
-    tag = spec.world.next_tag()
-    site = None if spec.world.tracer is None else spec.world.tracer.site("batch_norm")
+    tag = spec.world.context.next_tag()
+    site = None if spec.world.context.tracer is None else spec.world.context.tracer.site("batch_norm")
     with local_torch():
         if not spec.is_placeholder:
             return wrap(_apply(x, weight, bias, mean, variance, eps, way, tag, site), spec)

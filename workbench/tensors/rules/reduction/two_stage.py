@@ -213,7 +213,7 @@ def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTens
     """``value``, differentiated as if it were the sum that ``sum_terms`` are the terms of."""
     world = value._spec.world
     with local_torch():
-        result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.next_tag(), value.detach())
+        result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.context.next_tag(), value.detach())
     return wrap(result, value._spec)
 
 

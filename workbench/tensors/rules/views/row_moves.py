@@ -174,8 +174,10 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, world, tag, site, dtype = ctx.map
         back = plan.transposed
-        if world.tracer is not None:
-            world.tracer.add(site or world.tracer.site(), "backward", back.account(dtype.itemsize), dtype)
+        if world.context.tracer is not None:
+            world.context.tracer.add(
+                site or world.context.tracer.site(), "backward", back.account(dtype.itemsize), dtype
+            )
         filled = [
             torch.zeros(side.layout.local_shape(side.shape, world.rank), dtype=dtype, device=world.device)
             if grad is None
@@ -187,18 +189,18 @@ class _Rows(torch.autograd.Function):
 
 def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local shards of the results; every rank of the placement calls it, and every other one draws a tag."""
-    if plan.crosses and not world.implicit_boxing_allowed:
+    if plan.crosses and not world.context.implicit_boxing_allowed:
         first, last = plan.sources[0], plan.results[0]
         raise ExplicitBoxingError(
             f"rows of {tuple(first.shape)} in {first.layout} have to move to {tuple(last.shape)} in {last.layout}, a "
             f"boxing that the code does not write. Under wb.debug.explicit_boxing() write "
             f"x.to_global(sbp={last.layout.broadcast().sbp}) first."
         )
-    tag = world.next_tag()
+    tag = world.context.next_tag()
     site, dtype = None, locals_[0].dtype
-    if world.tracer is not None:
-        site = world.tracer.site()
-        world.tracer.add(site, "forward", plan.account(dtype.itemsize), dtype)
+    if world.context.tracer is not None:
+        site = world.context.tracer.site()
+        world.context.tracer.add(site, "forward", plan.account(dtype.itemsize), dtype)
     with local_torch():
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in locals_):
             return list(_Rows.apply(plan, world, tag, site, *locals_))

@@ -1,0 +1,106 @@
+"""What changes in a world while a program runs, apart from what the world is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.core.placement import Placement
+
+
+class ModuleCall(NamedTuple):
+    """What holds inside the call of a parallelized module, also when a part of it is recomputed in backward.
+
+    Attributes:
+        stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
+        num_samples: rows of the module's inputs, where they agree.
+    """
+
+    stage_order: tuple[Placement, ...] = ()
+    num_samples: int | None = None
+
+
+OUTSIDE = ModuleCall()
+
+
+def _checks_by_default() -> bool:
+    return os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
+
+
+@dataclass(slots=True)
+class ExecutionContext:
+    """The state of the program that runs in a world, as ``world.context``: what it is in, and what it has counted.
+
+    Attributes:
+        generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
+        implicit_boxing_allowed: False under ``wb.debug.explicit_boxing()``.
+        checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
+        tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
+        recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
+        call: what holds inside the call of a parallelized module in progress.
+        running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
+        micro_batch: the micro-batch of that step that runs now; 0 outside of one.
+        num_edges: by micro-batch, how many boxings were called so far.
+        num_sums: by group of ranks, how many sums were called so far.
+        differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
+    """
+
+    generator: torch.Generator | None = None
+    implicit_boxing_allowed: bool = True
+    checks_agreement: bool = field(default_factory=_checks_by_default)
+    tracer: Any = None
+    recorder: Any = None
+    call: ModuleCall = OUTSIDE
+    running: Any = None
+    micro_batch: int = 0
+    num_edges: dict[int, int] = field(default_factory=dict)
+    num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)
+    differentiates_within_steps: bool = False
+
+    @contextmanager
+    def temporarily(self, **values: Any) -> Iterator[None]:
+        """Set attributes, and give them back the values from before: ``with context.temporarily(tracer=tracer):``."""
+        before = {name: getattr(self, name) for name in values}
+        self._set(values)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def forget_progress(self) -> None:
+        """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""
+        self.num_edges.clear()
+        self.num_sums.clear()
+        self.micro_batch, self.call, self.running = 0, OUTSIDE, None
+
+    @property
+    def position(self) -> int:
+        """How many boxings of this micro-batch were called so far: the position in the program."""
+        return self.num_edges.get(self.micro_batch, 0)
+
+    @position.setter
+    def position(self, count: int) -> None:
+        self.num_edges[self.micro_batch] = count
+
+    def next_tag(self) -> int:
+        """A number for the next exchange: (micro-batch, position in the program), the same on every rank.
+
+        Every rank counts every boxing call, involved or not; the backward of a call is its tag with the low bit set.
+        """
+        edge = self.num_edges.get(self.micro_batch, 0)
+        self.num_edges[self.micro_batch] = edge + 1
+        return (self.micro_batch << 17 | (edge & 0xFFFF) << 1) & 0x3FFFFFFF
+
+    def next_sum_tag(self, group: tuple[int, ...]) -> int:
+        """A number for the next sum over ``group``, of a range of its own: only the group's ranks count it."""
+        number = self.num_sums[group] = self.num_sums.get(group, 0) + 1
+        return 0x20000000 | (number & 0xFFFF) << 1
