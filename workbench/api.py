@@ -31,7 +31,7 @@ from workbench.training.pipelining.step import evaluate, forward_backward
 
 
 class _PlacementFactory:
-    """``wb.placement("cpu", ranks=[0, 1])``; nested ranks make a grid, their order is meaningful."""
+    """``wb.placement("cpu", ranks=[0, 1])``. Nested lists of ranks make a grid; the order counts."""
 
     def __call__(self, type: str, ranks: Any) -> Placement:
         placement = Placement.of(type, ranks)
@@ -44,16 +44,17 @@ class _PlacementFactory:
 
 
 placement = _PlacementFactory()
-"""``wb.placement("cpu", ranks=[0, 1])``: a ``Placement`` on ranks that exist in the current world.
+"""``wb.placement("cpu", ranks=[0, 1])``: a ``Placement`` on ranks of the current world.
 
-Nested ranks make a grid with several axes; their order is meaningful. ``wb.placement.all("cpu")`` takes all ranks.
+Nested lists of ranks make a grid with several axes. The order of ranks counts. ``wb.placement.all("cpu")`` takes all
+ranks.
 
 Args:
     type: ``"cpu"`` or ``"cuda"``.
     ranks: a list, or nested lists of equal lengths.
 
 Raises:
-    PlacementError: a rank that does not exist, or twice.
+    PlacementError: a rank that does not exist, or appears twice.
 
 >>> wb.placement("cpu", ranks=[[0], [1]]).shape
 (2, 1)
@@ -68,10 +69,10 @@ LayoutLike = Layout | tuple[Placement, SbpLike]
 def boxing_plan(
     source: LayoutLike, destination: LayoutLike, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> BoxingPlan | BoxingPath:
-    """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none.
+    """The plan that brings a tensor from one layout to another; ``print`` it. It needs no data and moves none.
 
-    It is the plan for this world's transport: one exchange, or a path of several where that is faster. Layouts are
-    ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
+    The plan is for this world's transport: one exchange, or a path of several where that is faster. A layout is a
+    ``(placement, sbp)`` pair, or ``x.layout_on_ranks``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
@@ -115,25 +116,25 @@ def to_global(
     broadcast_from: int | None = None,
     async_op: bool = False,
 ) -> GlobalTensor | list[GlobalTensor] | Handle[list[GlobalTensor]]:
-    """Plain tensors, one per rank, as one global tensor; or several global tensors in another layout at once.
+    """A global tensor from plain tensors, one per rank; or several global tensors in another layout, in one exchange.
 
-    All ranks of the world call it. Of a plain tensor, S concatenates the ranks' tensors (of any sizes), P takes them as
-    terms of a sum, and B says that they are equal, which is checked. Several global tensors share one message per pair
-    of ranks for each dtype, which saves time where they are small.
+    All ranks of the world call it. From plain tensors, S concatenates the tensors of the ranks (of any sizes), P takes
+    them as terms of a sum, and B requires equal values on all ranks, which it checks. Several global tensors share one
+    message per pair of ranks and dtype, which saves time for small tensors.
 
     Args:
-        tensor: this rank's tensor, ignored on ranks outside the placement; or a list of global tensors, the same ones
-            in the same order on all ranks.
-        placement: the ranks that hold the result; for a list, default those of each tensor.
-        sbp: one entry per axis of the placement; for a list, default those of each tensor.
-        broadcast_from: the rank whose plain tensor all take, e.g. 0.
+        tensor: this rank's tensor, ignored on ranks outside the placement; or a list of global tensors, the same
+            tensors in the same order on all ranks.
+        placement: the ranks that hold the result. Default for a list: those of each tensor.
+        sbp: one entry per axis of the placement. Default for a list: those of each tensor.
+        broadcast_from: the rank whose plain tensor all ranks get, e.g. 0.
         async_op: for a list, return a handle whose ``wait()`` gives the results.
 
     Raises:
-        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor; an empty list, or
-            one with a plain tensor.
+        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor; an empty list, or a
+            list with a plain tensor.
 
-    On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3), and
+    On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
     """
     if not isinstance(tensor, torch.Tensor):

@@ -40,7 +40,7 @@ class WorkbenchError(Exception):
 
 
 class LayoutError(WorkbenchError, ValueError):
-    """A layout that cannot be, or that does not fit the tensor it is asked for."""
+    """A layout that is impossible, or that does not fit its tensor."""
 
 
 class SbpError(LayoutError):
@@ -56,19 +56,21 @@ class StrategyError(WorkbenchError, ValueError):
 
 
 class HardwareError(WorkbenchError, ValueError):
-    """A machine that is not known, or whose numbers are missing or cannot be."""
+    """An unknown machine, or one with missing or impossible numbers."""
 
 
 class TableError(WorkbenchError, ValueError):
-    """A table of training runs with a missing or contradictory value; names row and column."""
+    """A table of training runs with a missing or inconsistent value; it names row and column."""
 
 
 class RunError(WorkbenchError, ValueError):
-    """What is to be trained cannot be: no steps, a batch larger than the data, a model instead of what makes it."""
+    """A training that is impossible: no steps, a batch larger than the data, a model instead of the function that makes
+    it.
+    """
 
 
 class CaptureError(WorkbenchError, RuntimeError):
-    """A step handed to ``wb.capture`` that cannot be replayed: it decides by values, or keeps what it made."""
+    """A step that ``wb.capture`` cannot replay: it depends on values, or keeps tensors."""
 
 
 class NonFiniteError(WorkbenchError, ArithmeticError):
@@ -76,11 +78,11 @@ class NonFiniteError(WorkbenchError, ArithmeticError):
 
 
 class ExplicitBoxingError(WorkbenchError):
-    """A boxing that the code did not write, under ``wb.debug.explicit_boxing()``."""
+    """An implicit boxing under ``wb.debug.explicit_boxing()``."""
 
 
 class WorldError(WorkbenchError, RuntimeError):
-    """This process is not part of a world, or the world cannot do what was asked."""
+    """This process is not part of a world, or the world does not support the request."""
 
 
 class CollectiveAborted(WorkbenchError, RuntimeError):
@@ -92,15 +94,15 @@ class CheckpointError(WorkbenchError, RuntimeError):
 
 
 class JobError(WorkbenchError, RuntimeError):
-    """A job function of ``workbench.flow`` that cannot run unchanged, or is called where it cannot."""
+    """A job function of ``workbench.flow`` that cannot run unchanged, or that is called in the wrong place."""
 
 
 class CommandError(WorkbenchError):
-    """The command line cannot do what was asked: a file that is not there or lacks what the command needs."""
+    """The command line cannot do what was asked: a file does not exist or lacks an entry that the command needs."""
 
 
 class SessionError(WorkbenchError, RuntimeError):
-    """Something on the notebook's side of a cluster of engines went wrong."""
+    """A failure on the notebook's side of a cluster of engines."""
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks show: the message, without a traceback through our own code."""
@@ -112,13 +114,13 @@ class NotStartedError(SessionError):
 
 
 class EngineStartError(SessionError):
-    """Engines did not come up; the message carries the last lines of their logs."""
+    """Engines did not start; the message has the last lines of their logs."""
 
 
 class CellError(SessionError):
-    """Code failed on one or more ranks; the message groups equal failures, first cause first.
+    """Code failed on one or more ranks; the message groups equal failures, the cause first.
 
-    ``failures``: what each failing rank reported (`workbench.session.protocol.Failure`), by rank.
+    ``failures``: the failure of each rank (`workbench.session.protocol.Failure`), by rank.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Boxing: changing the layout of a tensor, as a plan that can be printed, priced and executed.
 
-One formulation covers every case. A layout says which region of the logical tensor a rank holds (S, B) or contributes
-a term to (P). A boxing is therefore, for each destination rank, a list of moves: *this slice of that source rank's
-shard goes there in my shard, copied or reduced*. Uneven sizes, permuted ranks, hierarchies, overlapping and disjoint
-placements are no cases of it; they are only other slices.
+One formulation covers every case. A layout says which region of the logical tensor a rank holds (S, B) or has a term of
+(P). A boxing is therefore, for each destination rank, a list of moves: *this slice of that source rank's shard goes
+there in my shard, copied or reduced*. Uneven sizes, permuted ranks, grids, overlapping and disjoint placements need no
+special cases; they only change the slices.
 
-Nothing here knows torch or a network: prices come from a ``LinkCost`` that is passed in.
+This module imports neither torch nor a transport; prices come from the ``LinkCost`` of the caller.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ _MAX_COUNTED_MOVES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What moving bytes costs on one transport: a start-up time, and a rate at which a rank sends and receives."""
+    """The cost of moving bytes over one transport: a start-up time, and the rate at which a rank sends and receives.
+
+    Attributes:
+        latency_s: seconds to start an exchange.
+        bandwidth_bytes_per_s: bytes per second that a rank sends, and at the same time receives.
+        one_shot_bytes: up to this size, every rank adds all p terms of a sum itself: one start-up, but p - 1 times the
+            bytes.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     one_shot_bytes: int = 0
-    """Up to this size, every rank adds all p terms itself: one start-up, but p - 1 times the bytes."""
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for one message of ``size_bytes``; nothing to move costs nothing."""
@@ -47,8 +53,8 @@ class LinkCost:
 class BoxingPlan:
     """How one logical tensor gets from layout ``source`` to layout ``destination``.
 
-    ``kind`` names the pattern: none, slice, zero-fill and relabel move nothing; all-reduce runs as the transport's own
-    collective; all-gather, reduce-scatter, all-to-all and send are exchanges of the slices in ``moves_to``.
+    ``kind`` names the pattern. None, slice, zero-fill and relabel move nothing. An all-reduce is the transport's own
+    collective. All-gather, reduce-scatter, all-to-all and send exchange the slices of ``moves_to``.
     """
 
     source: Layout
@@ -68,7 +74,7 @@ class BoxingPlan:
 
     @cached_property
     def reduction(self) -> str | None:
-        """How slices that arrive at the same place are combined, or None where each place gets one slice."""
+        """The reduction of slices that arrive at the same place; None where each place gets one slice."""
         return next((entry.reduction for entry in self.source.sbp if isinstance(entry, Partial)), None)
 
     @cached_property
@@ -77,16 +83,16 @@ class BoxingPlan:
         return tuple(move for rank in self.destination.placement for move in self.moves_to(rank))
 
     def moves_to(self, rank: int) -> tuple[Move, ...]:
-        """What ``rank`` receives (its own slices included), in the order in which it is to be combined."""
+        """The moves to ``rank``, with those from itself, in the order of their combination."""
         return moves_to(self.source, self.destination, self.shape, rank) if rank in self.destination.placement else ()
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
-        """What ``rank`` sends (its own slices included)."""
+        """The moves from ``rank``, with those to itself."""
         return moves_from(self.source, self.destination, self.shape, rank) if rank in self.source.placement else ()
 
     @property
     def is_local(self) -> bool:
-        """Whether no rank needs another one."""
+        """Whether the boxing needs no communication."""
         return self.kind in LOCAL_KINDS
 
     @cached_property
@@ -186,7 +192,7 @@ class BoxingPlan:
 
     @cached_property
     def title(self) -> str:
-        """What is boxed from where to where, on one line: the name of the exchange in messages between ranks."""
+        """Source, destination and shape on one line: the name of the exchange in messages between ranks."""
         return f"boxing {self.source} -> {self.destination} of {self.shape}"
 
     def on(self, cost: LinkCost) -> BoxingPlan:
@@ -201,7 +207,7 @@ class BoxingPlan:
         return cost.time_s(busiest) + (cost.latency_s if busiest and is_two_shot else 0.0)
 
     def describe(self, max_moves: int = 16) -> str:
-        """The plan for people: kind, who sends what to whom, bytes per rank, temporary bytes, predicted time."""
+        """The plan as text: kind, moves, bytes per rank, temporary bytes, predicted time."""
         lines = [
             f"boxing {self.source} -> {self.destination}",
             f"  {self.kind} of {tuple(self.shape)}, {format_bytes(math.prod(self.shape) * self.itemsize)} logical",

@@ -1,10 +1,10 @@
-"""Boxing paths: a boxing made of several, one after the other, where that is cheaper than the direct exchange.
+"""Boxing paths: several boxings in order, where that is cheaper than the direct exchange.
 
-The direct exchange brings every rank each slice and each term that it needs, once. Two things can be cheaper: *sums of
-which several ranks need the result* (directly, each of them reads all terms; P -> S -> B adds up every slice once), and
-*few ranks that have what many need* (directly, they send the same slice to each; S on few -> S on many -> B sends it
-once). So the search is a shortest path over layouts on the two placements, priced by the link's constants alone: every
-rank finds the same path without communication. Layouts in between split or copy the tensor; they have no terms.
+The direct exchange brings each rank every slice and term that it needs, once. Two kinds of boxing can be cheaper in
+steps. *A sum that several ranks need*: directly, each of them reads all terms; P -> S -> B adds each slice once. *Few
+ranks that hold what many need*: directly, they send the same slice to each; S on few -> S on many -> B sends it once.
+The search is a shortest path over layouts on the two placements, priced by the link's constants alone, so every rank
+finds the same path without communication. Layouts in between split or copy the tensor; they have no terms.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NUM_LONGEST_DIMS = 2
 
 @dataclass(frozen=True)
 class BoxingPath:
-    """Several boxings, one after the other, that together bring a tensor from ``source`` to ``destination``.
+    """Several boxings in order that together bring a tensor from ``source`` to ``destination``.
 
-    It prints, prices and counts like a ``BoxingPlan``; ``steps`` are plans, and each one starts where
-    the last one ends. No layout in between has terms, so a sum is completed in one step, of the same terms in the same
-    order as directly: a destination without terms gets the same bits either way, on all its ranks.
+    It prints, prices and counts like a ``BoxingPlan``. ``steps`` are plans; each starts where the last one ends. No
+    layout in between has terms, so one step completes a sum, of the same terms in the same order as the direct
+    exchange. A destination without terms therefore gets the same bits on all ranks, on a path or directly.
     """
 
     steps: tuple[BoxingPlan, ...]
@@ -43,17 +43,17 @@ class BoxingPath:
 
     @property
     def source(self) -> Layout:
-        """Where the tensor lies."""
+        """The layout before the first step."""
         return self.steps[0].source
 
     @property
     def destination(self) -> Layout:
-        """Where it will lie."""
+        """The layout after the last step."""
         return self.steps[-1].destination
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """All layouts on the way, the first and the last among them."""
+        """All layouts of the path, including source and destination."""
         return (self.source, *(step.destination for step in self.steps))
 
     @property
@@ -94,7 +94,7 @@ class BoxingPath:
 
     @property
     def title(self) -> str:
-        """What is boxed from where to where, on one line."""
+        """Source, destination and shape on one line."""
         return f"boxing {self.source} -> {self.destination} of {self.shape}"
 
     def time_s(self, cost: LinkCost) -> float:
@@ -102,7 +102,7 @@ class BoxingPath:
         return sum(step.time_s(cost) for step in self.steps)
 
     def describe(self, max_moves: int = 16) -> str:
-        """The path for people: its steps, who sends what to whom in each, and the sums over all of them."""
+        """The path as text: the plan of each step, and the totals."""
         lines = [f"boxing {self.source} -> {self.destination}", f"  in {len(self.steps)} steps"]
         for number, step in enumerate(self.steps, 1):
             text = step.describe(max_moves)

@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, placement: Placement, sbp: Sbp | str | Iterable[Sbp | str]) -> Layout:
-        """A layout from what people write; raises ``SbpError`` if the number of entries is not the number of axes."""
+        """A layout from an sbp in any spelling; raises ``SbpError`` if it has not one entry per axis."""
         entries = as_nd_sbp(sbp)
         if len(entries) != placement.num_axes:
             example = ", ".join(["S(0)", *["B"] * (placement.num_axes - 1)])
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Product of the sizes of the broadcast axes; a loss is seeded with one over it."""
+        """Product of the sizes of the broadcast axes. Backward seeds a loss with one over it."""
         return math.prod(
             size for size, entry in zip(self.placement.shape, self.sbp, strict=True) if isinstance(entry, Broadcast)
         )
@@ -118,7 +118,7 @@ class Layout:
         return Layout(self.placement, (broadcast,) * self.placement.num_axes)
 
     def region(self, shape: Shape, rank: int) -> Region:
-        """The interval of every dim that ``rank`` holds (or contributes a term to)."""
+        """The interval of every dim that ``rank`` holds, or has a term of."""
         return _region(self, shape, rank)
 
     def local_shape(self, shape: Shape, rank: int) -> Shape:

@@ -220,22 +220,20 @@ class Segment(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord(JsonRecord):
-    """One finished run of one strategy, over all ranks.
+    """One finished run of one strategy, over all ranks. A failed run has its reason in ``error``, and empty figures.
 
-    ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one
-    engine. Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
-    ``weight_difference`` are the largest ``difference`` to one device, of losses in the first steps and of weights
-    after two of them; ``equal`` says whether that is rounding, ``verdict`` what shows it.
-    A run that failed has its reason in ``error`` and empty figures.
+    ``samples_per_s`` is the batch size over the median step time without warm-up steps. ``speedup`` is over one engine.
+    ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and ``weight_difference``
+    are the largest ``difference`` to one device: of losses in the first steps, and of weights after two of them.
+    ``equal`` says whether that is rounding; ``verdict`` has the evidence.
 
     ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were recorded.
-    ``layer_forward_s`` and ``layer_backward_s`` have the seconds that a layer computes in a step, on the slowest of its
-    ranks, under the last strategy. ``changes`` has (step, strategy) for every change on the way, and ``segments`` then
-    what belongs to each strategy (``core.segments.by_strategy``); other figures are of the whole run, ``strategy`` and
-    ``predicted`` of its first one. ``predicted`` holds what was
-    expected before: step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained
-    with what: model, seed, optimizer, versions, machine. ``started`` is local time (ISO 8601), ``run_id`` names the
-    run's file.
+    ``layer_forward_s`` and ``layer_backward_s`` are the seconds that a layer computes in a step, on the slowest of its
+    ranks, under the last strategy. ``changes`` has (step, strategy) for every change during the run, and ``segments``
+    the figures of each strategy (``core.segments.by_strategy``). Other figures are of the whole run; ``strategy`` and
+    ``predicted`` are of its first strategy. ``predicted`` holds the prediction: step_s, samples_per_s, peak_bytes,
+    boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and machine. ``started`` is local time (ISO
+    8601); ``run_id`` names the run's file.
     """
 
     name: str

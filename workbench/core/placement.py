@@ -105,11 +105,11 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks hold (a part of) the tensor."""
+        """Number of ranks."""
         return len(self.grid)
 
     def has_ranks_of(self, other: Placement) -> bool:
-        """Whether both are grids of one shape of the same ranks, in whatever order.
+        """Whether both are grids of one shape with the same ranks, in any order.
 
         >>> Placement.of("cpu", [0, 1]).has_ranks_of(Placement.of("cpu", [1, 0]))
         True
@@ -119,7 +119,7 @@ class Placement:
 
     @property
     def num_axes(self) -> int:
-        """How many entries an nd-sbp on this placement has."""
+        """Number of axes; an nd-sbp on this placement has one entry for each."""
         return len(self.shape)
 
     @cached_property

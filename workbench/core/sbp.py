@@ -90,10 +90,10 @@ def split(dim: int) -> Split:
 
 
 def parse(text: str) -> NdSbp:
-    """Entries of a text such as ``"S(0), B"``; what ``str`` prints of an nd-sbp parses to the same value.
+    """Parse a text such as ``"S(0), B"``. The ``str`` of an nd-sbp parses to the same value.
 
     Raises:
-        SbpError: anything in it that is no entry.
+        SbpError: a part of the text is not an entry.
 
     >>> parse("S(0), P(max)")
     (S(0), P(max))
@@ -112,7 +112,7 @@ def _entry(match: re.Match[str]) -> Sbp:
 
 
 def as_nd_sbp(value: Sbp | str | Iterable[Sbp | str]) -> NdSbp:
-    """One entry per axis from what people write: an entry, a text, or a list of these.
+    """One entry per axis, from an entry, a text, or a list of these.
 
     >>> as_nd_sbp(split(0)), as_nd_sbp("S(0), B"), as_nd_sbp([broadcast])
     ((S(0),), (S(0), B), (B,))
@@ -136,8 +136,8 @@ def as_nd_sbp(value: Sbp | str | Iterable[Sbp | str]) -> NdSbp:
 def dual(entry: Sbp) -> Sbp:
     """The layout of a gradient: ``dual(S(d)) = S(d)``, ``dual(B) = P``, ``dual(P) = B``.
 
-    Local autograd computes the gradient of the sum over ranks of the local results; hence every copy of a broadcast
-    tensor gets one term of its gradient, and every term of a partial sum gets the whole.
+    Local autograd computes the gradient of the sum over ranks of the local results. Every copy of a broadcast tensor
+    therefore gets one term of its gradient, and every term of a partial sum gets the whole gradient.
 
     >>> dual(split(0)), dual(broadcast), dual(partial_sum)
     (S(0), P, B)

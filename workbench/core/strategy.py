@@ -94,14 +94,14 @@ class ResolvedStrategy:
 
 
 class Strategy:
-    """Which layer is data parallel, model parallel, and on which pipeline stage.
+    """Which layer is data parallel, which model parallel, and on which pipeline stage.
 
     Args:
-        rows: the text of rows and options as described in this module (``"data"`` alone means ``"*: data"``), or the
-            rows as a dict, ``{pattern: choice}``; ``with_options`` adds options.
+        rows: the text of rows and options, as described in this module (``"data"`` alone means ``"*: data"``); or the
+            rows as a dict, ``{pattern: choice}``. ``with_options`` adds options.
 
     Raises:
-        StrategyError: a row or an option does not parse; all mistakes are listed at once.
+        StrategyError: a row or an option does not parse. It lists all mistakes.
 
     >>> Strategy("conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b").options.degrees
     (2, 1, 2)
@@ -140,7 +140,7 @@ class Strategy:
         return Strategy.from_rows(self.rows, replace(self.options, **changes))
 
     def to_json(self) -> str:
-        """The one-line text; ``Strategy(text)`` brings it back."""
+        """The one-line text; ``Strategy(text)`` parses it."""
         return str(self)
 
     def __str__(self) -> str:
@@ -163,11 +163,11 @@ class Strategy:
         self.__init__(text)  # type: ignore[misc]
 
     def row_of(self, name: str) -> Row | None:
-        """The row that decides for a layer: the last one that matches."""
+        """The row that applies to a layer: the last one that matches."""
         return next((row for row in reversed(self.rows) if row.matches(name)), None)
 
     def rows_of(self, layers: Sequence[Layer]) -> list[Row]:
-        """The row that decides for each layer; one that says ``data`` where none matches."""
+        """The row that applies to each layer; a row that says ``data`` where none matches."""
         return list(_deciding_rows(self.rows, tuple(layer.name for layer in layers)))
 
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
@@ -179,7 +179,7 @@ class Strategy:
         """The choice of every layer.
 
         Raises:
-            StrategyError: with all mistakes.
+            StrategyError: the strategy does not fit. It lists all mistakes.
         """
         mistakes = self.check(layers, num_ranks)
         if mistakes:

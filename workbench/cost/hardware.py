@@ -33,26 +33,27 @@ class Hardware:
     """One kind of machine, from the point of view of one rank.
 
     Attributes:
-        name: "a100-80gb-selene".
-        memory_bytes: of one rank.
+        name: such as "a100-80gb-selene".
+        memory_bytes: memory of one rank.
         memory_bandwidth_bytes_per_s: of a large copy, read and written bytes together.
         matmul_flops_per_s: by dtype ("fp32", "bf16", "fp16", "fp8"): the rate of large matrix products.
         matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
         op_s: seconds to start a function.
-        links: ascending by span; the last one joins everything.
+        links: ascending by span; the last one joins all ranks.
         function_bytes_per_s: bytes per second of functions that are slower than a copy, by ``OpCost.name``.
-        function_flops_per_s: the same of products by name ("conv2d", "scaled_dot_product_attention"), of any size.
-        exchanges: latency and bandwidth by kind of boxing among all ranks, where kinds were measured apart.
-        alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
-            engines on two cores have half a core each, and where two of them wait the others have a whole one.
+        function_flops_per_s: operations per second of products by name ("conv2d", "scaled_dot_product_attention"), of
+            any size.
+        exchanges: (latency, bandwidth) by kind of boxing among all ranks, for kinds that were measured separately.
+        alone_speedup: how much faster a rank computes while all others wait. All other rates hold while all ranks work:
+            four engines on two cores have half a core each, and a whole one while two of them wait.
         step_s: seconds of a step besides its functions.
-        weight_bytes_per_s: at which a product goes through weights, and what they are multiplied with, that no cache
-            holds, besides its operations; 0 where it does so while it computes.
-        one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
-            the bytes. 0 where a ring makes them all.
-        exchanges_on_cores: ranks move what they exchange with the cores that they compute on, so that nothing of it
-            hides behind compute, and every bucket's start counts.
-        sources: where each number comes from, by field name.
+        weight_bytes_per_s: the rate at which a product reads weights and activations that no cache holds, in addition
+            to its operations. 0: it reads them while it computes.
+        one_shot_bytes: up to this size, every rank makes a sum from all terms: one start, but p - 1 times the bytes. 0:
+            a ring makes all sums.
+        exchanges_on_cores: exchanges run on the cores that compute. None of them overlap with compute, and the start of
+            each bucket counts.
+        sources: the source of each number, by field name.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Hardware:
 
     @property
     def link_cost(self) -> LinkCost:
-        """The narrowest link, as boxings are carried out by: for ``dry_run(cost=...)``."""
+        """The narrowest link, for ``dry_run(cost=...)``."""
         last = self.links[-1]
         return LinkCost(last.latency_s, last.bandwidth_bytes_per_s, int(self.one_shot_bytes))
 

@@ -58,9 +58,9 @@ class WhyNot:
     Attributes:
         reason: "cannot run", "memory", "parts of heads", "slower", "more memory" or "dearer" (by the objective),
             "equal", "better".
-        text: the answer as a sentence, with figures.
-        estimate: of the strategy; None if it cannot run.
-        difference: from the plan to it; None if it cannot run.
+        text: the answer as a sentence, with numbers.
+        estimate: the estimate of the strategy; None if it cannot run.
+        difference: the difference from the plan to the strategy; None if it cannot run.
     """
 
     reason: str

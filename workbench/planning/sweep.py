@@ -70,7 +70,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a simulation, the last list's values running fastest.
+    """All points of a simulation; the values of the last list vary fastest.
 
     Attributes:
         points: one for every combination.
@@ -89,10 +89,10 @@ class Sweep:
 
     @property
     def estimate(self) -> Estimate:
-        """Of the only point.
+        """The estimate of the only point.
 
         Raises:
-            StrategyError: there are several.
+            StrategyError: there are several points.
         """
         if len(self.points) != 1 or self.points[0].estimate is None:
             raise StrategyError(f"simulate: {len(self.points)} points have no single estimate. Use .points or .table.")
@@ -131,11 +131,11 @@ def simulate(
 
     Args:
         model: costs of its layers (``wb.planner.layer_costs``), a ``Transformer`` or the name of one, or a function of
-            ``sizes`` that gives one.
-        strategy: a text, a ``wb.Strategy``, ``"best"`` for what the planner finds, or a function of ``gpus``,
-            ``batch_size`` and ``sizes``, those that it names.
+            ``sizes`` that returns one of these.
+        strategy: a text, a ``wb.Strategy``, ``"best"`` for the planner's choice, or a function of any of ``gpus``,
+            ``batch_size`` and ``sizes``.
         hardware: a machine, its name or its file.
-        gpus: how many ranks.
+        gpus: number of ranks.
         batch_size: samples per step.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: properties of the training program.
@@ -143,8 +143,8 @@ def simulate(
         sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.
 
     Returns:
-        ``.table`` (pandas), ``.points``; of a single point ``.estimate``.
-        ``workbench.ui.planning.sweep_figures`` draws them.
+        A ``Sweep``: ``.table`` (pandas), ``.points``, and ``.estimate`` of a single point.
+        ``workbench.ui.planning.sweep_figures`` draws it.
 
     Raises:
         StrategyError: the only point is impossible. In a sweep, the row of the point has the error.

@@ -1,4 +1,4 @@
-"""``wb.planner.calibrate``: what the machine at hand really does, as constants that planner and simulator go by."""
+"""``wb.planner.calibrate``: measures this machine, as constants for planner and simulator."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ if TYPE_CHECKING:
 def calibrate(
     session: Session | None = None, path: str | os.PathLike[str] | None = None, *, name: str | None = None
 ) -> Hardware | LinkCost:
-    """Measure this machine: from a notebook with a session all of it, inside a rank what its exchanges cost.
+    """Measure this machine: all of it from a notebook with a session, or the cost of exchanges from inside a rank.
 
-    With a session, all engines measure at once, since they share cores, memory and links: rates of matrix products by
-    size and dtype, of copies and of the functions that models are made of, the time that starting a function takes,
-    latency and bandwidth of every kind of boxing within groups of 2, 4, ... ranks. It takes about 10 s, longer where
-    engines share cores; nothing else should run on the machine. Without one, all ranks call it, and boxing decides by
-    what comes back from now on (see ``runtime.calibrating``).
+    With a session, all engines measure at once, because they share cores, memory and links. They time matrix products
+    by size and dtype, copies, the functions of models, the start of a function, and each kind of boxing in groups of 2,
+    4, ... ranks. This takes about 10 s, longer where engines share cores. Nothing else should run on the machine.
+    Without a session, all ranks call it, and from then on boxing decides with the measured link.
 
     Args:
-        session: engines to measure on.
+        session: the engines to measure.
         path: a hardware file to write.
         name: of the machine in the file.
 
     Returns:
-        The machine with the source of every number; without a session, the link's cost.
+        The machine, with the source of every number; without a session, the ``LinkCost``.
 
     Raises:
         CellError: a rank failed.
 
-    ``hardware = wb.planner.calibrate(session, "here.json")``, and then ``wb.planner.plan(model, hardware=hardware)``.
+    ``hardware = wb.planner.calibrate(session, "here.json")``, then ``wb.planner.plan(model, hardware, ...)``.
     """
     if session is None:
         return calibration.calibrate()

@@ -37,14 +37,14 @@ class Session:
             session.run("wb.rank()").values        # [0, 1]
 
     Args:
-        engines: how many; by default one per GPU, or 2 on the CPU.
-        profile: an ipyparallel profile whose launchers start the engines, on other hosts for example.
+        engines: number of engines; default: one per GPU, or 2 on the CPU.
+        profile: an ipyparallel profile whose launchers start the engines, for example on other hosts.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for CUDA where there is a GPU.
-        keep: let the engines outlive this notebook, with their variables, until a session with them is closed;
-            another notebook goes on with them by `attach`.
+        keep: engines outlive this notebook, with their variables, until a session that holds them is closed. Another
+            notebook takes them over with `attach`.
 
     Raises:
-        EngineStartError: an engine did not come up; the message has the last lines of its log.
+        EngineStartError: an engine did not start; the message has the last lines of its log.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Session:
 
     @classmethod
     def attach(cls, name: str | None = None) -> Session:
-        """Go on with the engines of an earlier notebook (``keep=True``), and with the variables that they hold.
+        """Take over the engines of an earlier notebook (``keep=True``), with their variables.
 
         Args:
-            name: which ones; may be left out where there is one (`workbench.session.processes.discovery.kept_sessions`
+            name: of the session; not needed if there is only one (`workbench.session.processes.discovery.kept_sessions`
                 lists them).
 
         Raises:
@@ -114,7 +114,7 @@ class Session:
 
     @staticmethod
     def current() -> Session:
-        """The session that ``%workbench start`` or ``wb.Session`` has opened last.
+        """The session that ``%workbench start`` or ``wb.Session`` opened last.
 
         Raises:
             NotStartedError: none is open.
@@ -125,15 +125,16 @@ class Session:
         return current()
 
     def run(self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> CellResult:
-        """Run code on all engines, or on some, as one program; prints nothing itself.
+        """Run code on all engines, or on some, as one program. The call itself prints nothing.
 
         Args:
-            ranks: where to run; all ranks by default. Code on some ranks must not use collectives of all.
+            code: Python, as in a cell.
+            ranks: the ranks that run it; default: all. Code on some ranks must not use collectives of all.
             timeout: seconds after which ranks that still run are stopped.
 
         Raises:
-            CellError: the code does not parse, failed on a rank, or ran out of time; equal failures are shown once.
-            KeyboardInterrupt: the caller was interrupted; the engines were, too.
+            CellError: the code does not parse, failed on a rank, or timed out; equal failures are shown once.
+            KeyboardInterrupt: the caller was interrupted; so were the engines.
         """
         return self.run_cell(code, ranks, timeout)
 
@@ -150,15 +151,15 @@ class Session:
         show_unfinished: ShowUnfinished | None = None,
         show_bars: ShowBars | None = None,
     ) -> CellResult:
-        """`run` with what a front end needs besides.
+        """`run` with options of a front end.
 
         Args:
             show: called with each piece of output while the code runs.
-            merge: give alike output of several ranks once.
-            values: bring back the last expression's value.
-            label: a name for this cell, shown while others wait for it.
-            show_unfinished: called with all unfinished lines as one text, whenever they have changed.
-            show_bars: the same with progress bars; without it they are text, shown once at the end.
+            merge: show equal output of several ranks once.
+            values: return the value of the last expression.
+            label: a name for this cell, shown while other requests wait for it.
+            show_unfinished: called with all unfinished lines as one text, each time they change.
+            show_bars: the same with progress bars. Without it, bars are text, shown once at the end.
         """
         targets = self._check(ranks)
         check_syntax(code)
@@ -184,8 +185,8 @@ class Session:
     ) -> RemoteCall:
         """Start ``fn(*args, **kwargs)`` on the engines and return at once.
 
-        The function travels by cloudpickle, so it may be defined in the notebook. Requests that come
-        later wait for it, and say so with its ``label``.
+        cloudpickle sends the function, so it may be defined in the notebook. Later requests wait for it, and name its
+        ``label``.
         """
         targets = self._check(ranks)
         payload = protocol.dump((fn, args, kwargs))
@@ -223,8 +224,8 @@ class Session:
         return pulled
 
     def subscribe(self, hear: OnPublished) -> Callable[[], None]:
-        """Have ``hear(rank, object)`` called with what cells publish while they run, and as rank -1 with a ``RunEvent``
-        when a cell has ended and when the session is closed; returns a function that ends the subscription.
+        """Call ``hear(rank, object)`` with everything that cells publish while they run; with rank -1, a ``RunEvent``
+        when a cell or the session has ended. Returns a function that ends the subscription.
         """
         self._subscribers.append(hear)
         return lambda: self._subscribers.remove(hear)
@@ -234,18 +235,18 @@ class Session:
             hear(rank, published)
 
     def status(self) -> list[protocol.RankStatus]:
-        """What each rank is doing now; answers also while a cell runs or a rank is stuck."""
+        """The present activity of each rank. It answers also while a cell runs or a rank is stuck."""
         return self._pool.status()
 
     def ask(self, rank: int, operation: str, timeout_s: float = 1.0, **arguments: Any) -> Any:
-        """What a rank's control thread answers, also while a cell runs; None when no answer comes in time."""
+        """The answer of a rank's control thread, also while a cell runs; None if no answer comes in time."""
         return self._pool.ask(rank, operation, timeout_s, **arguments)
 
     def interrupt(self) -> Outcome:
-        """Stop what the engines run: a call of `submit`, or a cell that another thread has sent; waits until it ends.
+        """Stop the engines' present work, a call of `submit` or a cell of another thread, and wait until it has ended.
 
         Returns:
-            How the ranks ended; of no ranks where nothing ran.
+            How each rank ended; empty if nothing ran.
         """
         active = list(self._pool.active)
         for run in active:
@@ -255,9 +256,9 @@ class Session:
         return active[0].outcome if active else Outcome(())
 
     def restart(self, ranks: Iterable[int] | None = None) -> None:
-        """Replace engines by new ones, all of them by default; what runs on them ends, their variables are lost.
+        """Replace engines by new ones; default: all. Their work ends, and their variables are lost.
 
-        Other ranks keep their variables, and all ranks join a new world.
+        Other ranks keep their variables. All ranks join a new world.
         """
         targets = self._check(ranks)
         for run in list(self._pool.active):
@@ -266,14 +267,14 @@ class Session:
             self._pool.replace(targets)
 
     def close(self) -> None:
-        """End the engines and everything the session started; safe to call twice."""
+        """End the engines and everything else that the session started; safe to call twice."""
         if self._forget():
             self._pool.close()
             self._folder.remove()
             self._notify_subscribers(-1, RunEvent("closed", 0))
 
     def detach(self) -> None:
-        """Leave the engines to another notebook, which goes on with them by `attach`; safe to call twice.
+        """Leave the engines to another notebook, which takes them over with `attach`; safe to call twice.
 
         Raises:
             SessionError: the engines end with this notebook, because they were started without ``keep=True``.

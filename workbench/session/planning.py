@@ -1,4 +1,4 @@
-"""``wb.planner.plan``: the best strategy for a model on a machine, and what its layers cost. No cluster is needed."""
+"""``wb.planner.plan``: the best strategy for a model on a machine, and the costs of its layers. Needs no cluster."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def layer_costs(
     *,
     dtype: str | None = None,
 ) -> ModelCosts:
-    """What a model's layers cost, counted without a cluster and without weights.
+    """The costs of a model's layers, counted on metadata: no cluster, no weights.
 
     Args:
-        model: a module, or a function that makes it; nothing of it is computed.
+        model: a module, or a function that makes it. Nothing is computed.
         inputs: a batch: a tensor, several, or keyword arguments; or the shape of a tensor.
-        loss_fn: ``(output, targets) -> scalar``; its functions are counted as a layer of their own. None: the model's
-            own loss, or all that it returns.
-        targets: what ``loss_fn`` compares with; None: a dict's ``labels``, as for ``wb.forward_backward``.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default as the model is.
+        loss_fn: ``(output, targets) -> scalar``; counted as a layer of its own. None: the model's own loss, or all its
+            results.
+        targets: the second argument of ``loss_fn``. None: a dict's ``labels``, as for ``wb.forward_backward``.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default: the model's.
 
     Returns:
-        For every layer the operations, the bytes moved and those kept for backward, of one sample (``ModelCosts``).
+        For each layer the operations, the bytes moved and the bytes kept for backward, for one sample (``ModelCosts``).
 
     >>> [layer.name for layer in wb.planner.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
     ['0']
@@ -58,7 +58,7 @@ def layer_costs(
 def first_batch(
     dataset: Any, loss_fn: Callable[..., Any] | None, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Batch:
-    """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
+    """The first two samples of a data set as a batch: inputs of the model, targets of the loss, and their shapes."""
     from workbench.training.datasets import first_batch as take
 
     return take(dataset, loss_fn, collate_fn=collate_fn)
@@ -81,27 +81,27 @@ def plan(
     software: Software = WORKBENCH,
     **constraints: Any,
 ) -> Plan:
-    """The strategy that is predicted to be best for a model on a machine that need not be there.
+    """The strategy with the best prediction for a model on a machine. The machine need not exist here.
 
     Args:
-        model: a module or a function that makes it (traced with ``inputs``, nothing is allocated), costs that are known
-            already, a ``Transformer``, or the name of one ("gpt3-175b", "llama2-7b", ...).
+        model: a module or a function that makes it (traced with ``inputs``, without allocating weights), known costs of
+            layers, a ``Transformer``, or the name of one ("gpt3-175b", "llama2-7b", ...).
         hardware: a machine, its name ("a100-80g-selene"), or the path of a hardware file.
-        num_ranks: how many there are.
+        num_ranks: number of ranks.
         batch_size: samples per step, all ranks together.
-        inputs, loss_fn, targets: a batch of any size, and the loss that is taken of it; for modules only.
-        objective: "throughput", "memory" (the smallest peak) or "cost" (the fewest rank-seconds, on as many ranks
-            or fewer).
-        memory_bytes: that a rank may hold. None: all that the hardware has.
-        precision: "fp32", "bf16" or "fp16". None: as the model is.
+        inputs, loss_fn, targets: for modules: a batch of any size, and its loss.
+        objective: "throughput" (the shortest step), "memory" (the smallest peak) or "cost" (the fewest rank-seconds, on
+            all ranks or fewer).
+        memory_bytes: the most bytes that a rank may hold. None: the hardware's memory.
+        precision: "fp32", "bf16" or "fp16". None: the model's.
         optimizer: "adamw", "adam", "momentum" or "sgd".
-        software: what the training program does; the engines of this package by default.
-        constraints: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
-            ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``;
-            ``heads=`` numbers that the model degree divides, where the model does not say its heads.
+        software: properties of the training program; default: the engines of this package.
+        constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
+            ``zero=`` (one value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``,
+            and ``heads=``, numbers that the model degree must divide, for a model that does not name its heads.
 
     Raises:
-        StrategyError: constraints that contradict each other, a model that fits nowhere, a module without ``inputs``.
+        StrategyError: constraints that conflict, a model that fits nowhere, or a module without ``inputs``.
 
     >>> plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).resolved.degrees
     (1, 8, 1)

@@ -30,13 +30,14 @@ def content_hash(local: torch.Tensor) -> int:
 
 @contextmanager
 def check_agreement() -> Iterator[None]:
-    """In this context, plain tensors that meet global ones are compared over the ranks; ``WORKBENCH_CHECK=1`` for all.
+    """In this context, plain tensors that meet global ones are compared over the ranks; ``WORKBENCH_CHECK=1`` does it
+    always.
 
-    A plain tensor counts as B, the same value on every rank of the placement. Each one costs a hash of its bytes and an
-    exchange of eight bytes per rank, so this is for looking for a mistake, not for training runs.
+    A plain tensor counts as B: it must be equal on all ranks of the placement. Each comparison costs a hash of the
+    bytes and an exchange of eight bytes per rank. Use it to look for a mistake, not in training runs.
 
     Raises:
-        LayoutError: the ranks disagree; it names function, argument, ranks, both values and the fix.
+        LayoutError: the ranks disagree. It names the function, the argument, the ranks, both values and the fix.
 
     >>> x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B")
     >>> with wb.debug.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP

@@ -100,7 +100,7 @@ def ones(
 def empty(
     *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """``torch.empty`` as a global tensor: the values are those that lie in memory, different on every rank.
+    """``torch.empty`` as a global tensor: the values are undefined and differ between ranks.
 
     >>> wb.empty(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
     torch.Size([4, 3])
@@ -224,7 +224,7 @@ def randint(
     sbp: SbpLike,
     dtype: torch.dtype = torch.int64,
 ) -> GlobalTensor:
-    """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout.
+    """Random integers in [low, high), or in [0, low) without ``high``; the same for every layout.
 
     >>> wb.randint(10, (4, 5), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").dtype
     torch.int64
@@ -236,7 +236,7 @@ def randint(
 
 
 def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
-    """The numbers below ``n`` in random order, the same for every layout.
+    """The numbers from 0 to n - 1 in random order, the same for every layout.
 
     >>> wb.randperm(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
     torch.Size([4])

@@ -47,11 +47,10 @@ def is_below_autograd() -> bool:
 
 
 class GlobalTensor(Annotated):
-    """One logical tensor over the ranks of a placement; this object holds the shard of the rank it lives on.
+    """One logical tensor over the ranks of a placement. The object on each rank holds that rank's shard.
 
-    Made by ``wb.randn(..., placement=, sbp=)`` and its like, by ``wb.to_global``, or by ``wb.parallelize``. Everything
-    torch does with a tensor works on it and gives the numbers of one device; where layouts do not fit, the operation
-    boxes its operands.
+    Creators such as ``wb.randn(..., placement=, sbp=)``, ``wb.to_global`` and ``wb.parallelize`` make it. torch's
+    functions work on it and give the numbers of one device. Where layouts do not fit, an operation boxes its operands.
 
     >>> x = wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0))
     >>> x.shape, x.to_local().shape
@@ -72,7 +71,9 @@ class GlobalTensor(Annotated):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The logical shape. Inside torch's own Python functions, run on shards, the shard's; so in dispatch modes."""
+        """The logical shape. Inside torch's own Python functions that run on shards, and in dispatch modes, the shard's
+        shape.
+        """
         if _torch_function_enabled() and not _is_excluded(_AUTOGRAD):
             return torch.Size(self._spec.shape)
         with local_torch():
@@ -90,12 +91,12 @@ class GlobalTensor(Annotated):
 
     @property
     def layout_on_ranks(self) -> Layout:
-        """Placement and sbp together (``Tensor.layout`` is torch's strided / sparse)."""
+        """Placement and sbp together. (``Tensor.layout`` is torch's word for strided or sparse.)"""
         return self._spec.layout
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether this rank holds nothing of the tensor."""
+        """Whether this rank holds no part of the tensor."""
         return self._spec.is_placeholder
 
     @property
@@ -130,7 +131,7 @@ class GlobalTensor(Annotated):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
+        """The gradient: a global tensor in the dual layout. The gradient of a B tensor is P, one term on each rank."""
         if not _torch_function_enabled():
             return grad_slot.__get__(self)
         with local_torch():
@@ -185,7 +186,7 @@ class GlobalTensor(Annotated):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values and layout without history; writes to it are not recorded."""
+        """The same values and layout without history; autograd does not record writes to it."""
         if self._is_grad:
             forget_sum_of(self)  # no version tells of writes through it
         with local_torch():
@@ -229,11 +230,12 @@ class GlobalTensor(Annotated):
     def to_global(self, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
         """The same logical tensor in another layout: a boxing. All ranks of the world call it.
 
-        In the layout that it has already it is the tensor itself; in every other one the result has memory of its own.
+        In the layout that it already has, the result is the tensor itself. In any other layout the result has its own
+        memory.
 
         Args:
-            placement: the ranks that hold the result; default those of the tensor.
-            sbp: one entry per axis of the placement; default those of the tensor.
+            placement: the ranks that hold the result; default: those of the tensor.
+            sbp: one entry per axis of the placement; default: those of the tensor.
 
         Raises:
             SbpError: wrong number of entries, or a split dim out of range.
@@ -258,17 +260,18 @@ class GlobalTensor(Annotated):
     def to_global_async(self, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
         """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
 
-        It sends what the tensor holds now: the tensor may be written before the wait. The result has a gradient like
-        any boxing's. To the layout that the tensor has already nothing is sent: the result is the tensor itself, as of
-        ``to_global``, and shows what is written meanwhile.
+        It sends the present values, so the tensor may be written before the wait. The result has a gradient like that
+        of any boxing. In the layout that the tensor already has, nothing is sent: the result is the tensor itself and
+        shows later writes.
 
-        ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is under way.
+        ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while the exchange is in
+        progress.
         """
         handle: Handle[GlobalTensor] = later.to_global_async(self, placement, sbp)
         return handle
 
     def boxing_plan(self, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingPath:
-        """What ``to_global`` with the same arguments would do; printable, moves nothing.
+        """The plan of ``to_global`` with the same arguments. It can be printed, and moves nothing.
 
         >>> p = wb.placement("cpu", ranks=[0, 1])
         >>> wb.ones(4, 4, placement=p, sbp="S(0)").boxing_plan(sbp="B").bytes_sent
@@ -284,28 +287,28 @@ class GlobalTensor(Annotated):
     def to_local(self, *, grad_sbp: Any = None) -> torch.Tensor:
         """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
 
-        A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one
-        n-th, so that the same plain loss on all ranks gives one device's gradient.
+        A loss that is computed from it counts once per rank for splits and partial sums. For copies (B) on n ranks,
+        each rank's loss counts 1/n: the same plain loss on all ranks gives the gradient of one device.
 
         Args:
-            grad_sbp: how the gradient that will come back lies, one entry per axis; default B where the tensor is B.
-                P where every rank makes a loss of its own of a B tensor.
+            grad_sbp: the layout of the gradient of the result, one entry per axis. Default: B where the tensor is B.
+                Give P where each rank computes its own loss from a B tensor.
 
         Raises:
-            SbpError: ``grad_sbp`` is no layout that a gradient of this tensor can have.
+            SbpError: a gradient of this tensor cannot have the layout ``grad_sbp``.
         """
         local: torch.Tensor = later.to_local(self, grad_sbp)
         return local
 
     def full_tensor(self) -> torch.Tensor:
-        """The logical tensor as a plain one, on every rank of the world, those outside its placement too.
+        """The logical tensor as a plain tensor, on every rank of the world. All ranks call it, also those outside the
+        placement.
 
-        All ranks call it.
-        It keeps its history: a loss made of it counts once if all ranks make it.
+        The result keeps its history. A loss that all ranks compute from it counts once.
 
         Raises:
             StrategyError: inside a scheduled step of several stages, where ranks are at different micro-batches.
-            ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, of a tensor that some rank has no part of.
+            ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, if a rank holds no part of the tensor.
 
         >>> last = wb.placement("cpu", ranks=[0])
         >>> wb.ones(2, 3, placement=last, sbp="B").full_tensor().sum()

@@ -41,7 +41,8 @@ _BLOCK = 1 << 16
 
 
 def manual_seed(seed: int) -> None:
-    """Seed this rank's generator of keys (and torch's default one); call it with the same seed on all ranks.
+    """Seed the random numbers of global tensors, and torch's default generator. Call it with the same seed on all
+    ranks.
 
     >>> wb.manual_seed(0)
     """

@@ -1,4 +1,4 @@
-"""``wb.GlobalDataLoader``: batches as global tensors, of which every rank reads the part that it holds."""
+"""``wb.GlobalDataLoader``: batches as global tensors. Each rank reads only the rows that it holds."""
 
 from __future__ import annotations
 
@@ -29,34 +29,36 @@ Rows = tuple[int, int]
 
 
 class GlobalDataLoader:
-    """Batches of a dataset as global tensors, split along dim 0; every rank reads its rows only.
+    """Batches of a dataset as global tensors, split along dim 0. Each rank reads only its rows.
 
-    The order follows from ``seed`` and the epoch alone, and so do the random numbers that the dataset draws from torch
-    for a sample (augmentation): not from the strategy, the number of ranks or of workers. The last batch of an epoch
-    may be smaller, even smaller than the number of ranks. Iterating goes through one epoch, the next time through the
-    next.
+    The order of samples depends on ``seed`` and the epoch, not on the strategy or the number of ranks or workers. So do
+    the random numbers that the dataset draws from torch for a sample (augmentation). The last batch of an epoch may be
+    smaller, even smaller than the number of ranks. Each iteration over the loader is one epoch.
 
     Args:
         dataset: all samples in arrays (a tuple or dict of them), or a map-style dataset of tensors, arrays or numbers,
-            or of tuples or dicts of them. Iterable datasets are refused: they have no positions, so every rank would
-            have to read everything.
+            or of tuples or dicts of them.
         batch_size: samples of a global batch, over all ranks.
-        module: a parallelized module, whose strategy says who reads what: inputs are split over the data axis of the
-            first stage, targets over that of the last (of a tuple its last entry, of a dict the ``TARGET_KEYS``).
-        placement, sbp: a layout instead, of S(0) and B; default all ranks of the world, S(0) on the first axis.
-        shuffle: another order in every epoch; else that of the dataset.
-        drop_last: leave out an uneven last batch.
-        num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``; what ``collate_fn`` makes of a
-            rank's samples is that rank's part of the batch, so it must not depend on the other samples. Mappings
-            (``BatchEncoding``) become dicts. Numbers and what all samples share (no dims, one row, positions ``(T,)``
-            beside words ``(N, T)``) must be alike on all ranks, and come as they are; one row may come once per sample.
+        module: a parallelized module. Its strategy gives the layouts: inputs are split over the data axis of the first
+            stage, targets over the data axis of the last. Targets are a tuple's last entry, or a dict's
+            ``TARGET_KEYS``.
+        placement, sbp: a layout of S(0) and B, without a module. Default: all ranks of the world, S(0) on the first
+            axis.
+        shuffle: a new order in every epoch. Default: the dataset's order.
+        seed: of the order and of the samples' random numbers.
+        drop_last: leave out a last batch with fewer samples.
+        num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``. ``collate_fn`` gets the samples of
+            one rank, so its result may not depend on other samples. Mappings (``BatchEncoding``) become dicts. Numbers,
+            and tensors that all samples share (no dims, one row, positions ``(T,)`` beside words ``(N, T)``), must be
+            equal on all ranks and stay plain; one row may come once per sample.
 
     Raises:
         RunError: a dataset without positions, such as an iterable one or a loader.
         LayoutError: a layout that splits another dim than 0, or parts of a batch that do not fit together.
+        ValueError: a batch size below 1, or both module and placement.
 
-    Of ``loader = wb.GlobalDataLoader(dataset, batch_size=2, module=model, shuffle=True)`` over 5 pairs, ``for inputs,
-    targets in loader`` gives global tensors of 2, 2 and 1 rows, on any ranks.
+    With ``loader = wb.GlobalDataLoader(dataset, batch_size=2, module=model, shuffle=True)`` and 5 pairs,
+    ``for inputs, targets in loader`` gives global tensors of 2, 2 and 1 rows, on any number of ranks.
     """
 
     def __init__(
@@ -83,17 +85,17 @@ class GlobalDataLoader:
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self._given = None if placement is None else _checked_layout(placement, sbp)
         self.epoch = 0
-        """The epoch that the current or the next iteration goes through."""
+        """The epoch of the current or the next iteration."""
         self._position = 0
         self._starts_anew = False
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in a whole epoch."""
         count, rest = divmod(self._num_samples, self.batch_size)
         return count + (rest > 0 and not self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: behind the batch that was handed out last."""
+        """The position of the loader: after the last batch that it returned."""
         order = {"seed": self.seed, "shuffle": self.shuffle, "num_samples": self._num_samples}
         if self._is_at_end():
             return {**order, "epoch": self.epoch + 1, "position": 0}
@@ -104,10 +106,11 @@ class GlobalDataLoader:
         return left <= 0 or (self.drop_last and left < self.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the next iteration gives the rest of that epoch, in batches of this loader's size.
+        """Continue at a saved position: the next iteration gives the rest of that epoch, in batches of this loader's
+        size.
 
         Raises:
-            ValueError: the state is of a loader with another order.
+            ValueError: the state is of a loader with another dataset size, seed or shuffle.
         """
         own = self.state_dict()
         wrong = [f"{n}={state[n]}, here {own[n]}" for n in ("seed", "shuffle", "num_samples") if state[n] != own[n]]
@@ -119,7 +122,7 @@ class GlobalDataLoader:
         self.epoch, self._position, self._starts_anew = state["epoch"], state["position"], False
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one epoch (of the rest of it, after ``load_state_dict``). All ranks iterate together."""
+        """The batches of one epoch, or of its rest after ``load_state_dict``. All ranks iterate together."""
         if self._starts_anew:
             self.epoch, self._position = self.epoch + 1, 0
         self._starts_anew = True
@@ -150,7 +153,7 @@ class GlobalDataLoader:
         return last
 
     def _reader(self, epoch: int, batches: list[torch.Tensor]) -> Iterable[Any]:
-        """Reads this rank's samples; it may not touch torch's own generator, which all ranks advance alike."""
+        """Read this rank's samples, without torch's default generator: all ranks must advance it equally."""
         if isinstance(self.dataset, (tuple, Mapping)):
             return (take(self.dataset, batch) for batch in batches if len(batch))
         keys = [[(epoch, int(index)) for index in batch] for batch in batches if len(batch)]
@@ -198,7 +201,7 @@ def _checked_layout(placement: Placement, sbp: Any) -> Layout:
 
 
 def _layouts_of(module: nn.Module) -> _Layouts:
-    """Where a strategy wants its inputs, and where its loss is."""
+    """The layouts of inputs and targets under a strategy."""
     state = state_of(module)
     first, last = state.resolved.layers[0], state.resolved.layers[-1]
     keeps_whole = last.split == "column"
@@ -220,19 +223,19 @@ def _needed_rows(layouts: _Layouts, num_rows: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What the ranks that hold nothing of a batch must know of one of its tensors with a row per sample."""
+    """Description of a tensor with one row per sample, for ranks that hold no part of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def may_be(self, value: Any) -> bool:
-        """Whether it may be ``value``, of which a rank has as many rows as samples by chance."""
+        """Whether the tensor may be ``value``: a shared tensor may have as many rows as samples by chance."""
         return isinstance(value, torch.Tensor) and (value.dtype, tuple(value.shape[1:])) == (self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A number, or a tensor that belongs to all samples: on every rank the same."""
+    """A number, or a tensor that belongs to all samples; equal on all ranks."""
 
     value: Any
 
@@ -249,7 +252,7 @@ class _Shared:
 
 
 def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, world: World, what: str) -> Any:
-    """A batch of global tensors from what this rank has read (None: nothing); ``rows`` says which rows those are."""
+    """A batch of global tensors from the rows ``rows`` that this rank has read (None: none)."""
     part = as_tensors(part)
     known = [found for found in all_gather_object(_described(part, len(rows), what), world, what) if found is not None]
     leaves = [_agreed(several, what) for several in zip(*(tree_leaves(one) for one in known), strict=True)]
@@ -263,7 +266,7 @@ def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, w
 
 
 def _described(part: Any, num_rows: int, what: str) -> Any:
-    """Every leaf of a rank's part as a ``_Leaf`` or as ``_Shared``; None of no part."""
+    """Each leaf of a rank's part as a ``_Leaf`` or ``_Shared``; None for no part."""
     if part is None:
         return None
     is_clear = count_samples(tree_leaves(part)) == num_rows
@@ -286,7 +289,7 @@ def _described(part: Any, num_rows: int, what: str) -> Any:
 
 
 def _agreed(several: Sequence[_Leaf | _Shared], what: str) -> _Leaf | _Shared:
-    """One leaf as all ranks that read it know it; it is shared if it is so on any of them."""
+    """The description of one leaf, from all ranks that read it. It is shared if any of them says so."""
     first = next((one for one in several if isinstance(one, _Shared)), several[0])
     for other in several:
         if first != other:
@@ -299,7 +302,7 @@ def _agreed(several: Sequence[_Leaf | _Shared], what: str) -> _Leaf | _Shared:
 
 
 def _target_leaves(described: Any) -> list[bool]:
-    """For every tensor of a batch, whether it belongs to the loss."""
+    """For each tensor of a batch, whether it is a target."""
     if isinstance(described, (tuple, list)) and len(described) > 1:
         last = len(described) - 1
         return [index == last for index, entry in enumerate(described) for _ in tree_leaves(entry)]

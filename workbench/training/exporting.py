@@ -42,23 +42,22 @@ class _File:
 def export_safetensors(
     module: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write a module's parameters and persistent buffers whole, whatever its strategy is. All ranks call it.
+    """Write a module's parameters and persistent buffers as whole tensors, under any strategy. All ranks call it.
 
-    Tensors go to their file one by one, so no rank ever holds more than one of them whole; files are shared out over
-    the ranks. Tied parameters are written once, under their first name. A ``transformers`` model gets its
-    ``config.json`` too: ``AutoModel.from_pretrained(directory)`` loads it, and so does
-    ``wb.checkpoint.load_safetensors``.
+    Tensors are written one by one, so no rank holds more than one whole tensor; the ranks share the files. Tied
+    parameters are written once, under their first name. A ``transformers`` model also gets its ``config.json``:
+    ``AutoModel.from_pretrained(directory)`` loads it, and so does ``wb.checkpoint.load_safetensors``.
 
     Args:
-        directory: made if need be, on a file system that all ranks share; earlier weights in it are replaced.
-        max_shard_bytes: a file gets no more than that, unless one tensor alone is larger; with several files there is
-            an index beside them.
+        directory: on a file system that all ranks share. It is made if it does not exist; weights in it are replaced.
+        max_shard_bytes: the largest file, unless one tensor is larger. With several files there is an index beside
+            them.
 
     Returns:
-        the directory.
+        The directory.
 
     Raises:
-        CheckpointError: a state that is no tensor, or a dtype that safetensors does not know.
+        CheckpointError: a state that is not a tensor, or a dtype that safetensors does not have.
 
     ``wb.checkpoint.export_safetensors(model, "gpt2-tuned")``
     """

@@ -48,24 +48,25 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
 def parallelize(
     module: nn.Module, strategy: StrategyLike, *, optimizer: Optimizer | None = None, init: Init = None
 ) -> nn.Module:
-    """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
+    """Shard ``module`` over the ranks of the world, in place. All ranks call it with equal weights.
 
-    Afterwards ``torch.optim`` over ``module.parameters()`` works as written: gradients are reduced in buckets before
-    the step, which runs on the local shards. Called again with another strategy, it boxes the weights to the new
-    layouts; the parameters stay the same objects.
+    Afterwards an optimizer of ``torch.optim`` over ``module.parameters()`` works unchanged: its step first completes
+    the sums of gradients, in buckets, and then updates the local shards. Called again with another strategy, it boxes
+    the weights to the new layouts; the parameters stay the same objects.
 
     Args:
         module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
-        strategy: a ``wb.Strategy``, its text, e.g. ``"fc1: data; fc2: model"``, its rows as a dict, e.g.
-            ``{"fc1": "data", "fc2": "model"}``, a file of its text (``Path``), or the name of a preset, which
-            is made for the module: ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, maybe with options:
-            ``"pipeline | mb=8"``.
-        optimizer: one over the module's parameters, whose state is to move with them.
-        init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
-            (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from
-            safetensors files, see ``wb.checkpoint.load_safetensors``; a function: called with every submodule,
-            children first;
-            ``"empty"``: only what is in no checkpoint is computed, ``wb.checkpoint.load`` brings the rest.
+        strategy: a ``wb.Strategy``; its text, e.g. ``"fc1: data; fc2: model"``; its rows as a dict, e.g.
+            ``{"fc1": "data", "fc2": "model"}``; a file of its text (``Path``); or a preset, made for the module:
+            ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``.
+        optimizer: an optimizer over the module's parameters. Its state gets the new layouts.
+        init: values of a module on meta, shard by shard. None: its modules' ``reset_parameters`` (of ``transformers``:
+            ``_init_weights``), with the same numbers for every strategy. A path: safetensors files, see
+            ``wb.checkpoint.load_safetensors``. A function: called with every submodule, children first. ``"empty"``:
+            computes only what no checkpoint contains; ``wb.checkpoint.load`` brings the rest.
+
+    Returns:
+        The module.
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;

@@ -45,44 +45,44 @@ _NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here ho
 
 
 class Panel(widgets.VBox):
-    """A strategy that is toggled, run and compared, layer by layer.
+    """Choose a strategy layer by layer, train it, and compare the runs.
 
-    Runs do not block the cell: a thread follows them and draws, ten times a second at most. Each run starts from the
-    same weights and takes the same batches, and is compared with one device.
+    Runs do not block the cell: a thread follows them and draws, at most ten times a second. Each run starts from the
+    same weights, takes the same batches, and is compared with one device.
 
     Args:
-        session: the engines to train on; None for a panel that only predicts, for ``hardware`` and ``num_ranks``.
+        session: the engines to train on; None for a panel that only predicts, with ``hardware`` and ``num_ranks``.
         model_fn: makes the model, ``() -> nn.Module``.
         dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
-            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
-        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
-            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
-            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
-            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
-            count by their samples, on one device too.
-        strategy: where to start: a preset (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), a strategy's
-            text, a dict of rows, a file (``Path``, or a name in .strategy; ``workbench plan --out`` writes one), or a
-            ``wb.Strategy``.
+            tuples or dicts of these. A dict gives keyword arguments to the model, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. The targets are a tuple's last entry, or a dict's
+            ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict); the model does not get
+            them. None: the model returns its own loss, as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar, and gets all entries. Losses of micro-batches are weighted by their samples, on one
+            device too.
+        strategy: the first one: a preset (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), the text of a
+            strategy, a dict of rows, a file (a ``Path`` or a name that ends in .strategy; ``workbench plan --out``
+            writes one), or a ``wb.Strategy``.
         batch_size: samples per step, all ranks together.
         steps: steps per run.
         optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
         seed: of weights and data order.
         collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
-        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
-        drop_last: leave out the uneven batch at the end of an epoch.
-        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
-            the words that count, for example.
-        trainer: what describes the model and starts runs; default: the session's engines.
-        hardware: the machine to predict for: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
-            nothing is predicted.
-        num_ranks: where there is no session.
+        shuffle: a new order of the samples in every epoch, from the seed. Default: the data set's order.
+        drop_last: leave out a last batch of an epoch with fewer samples.
+        count: (inputs, targets) -> the number of terms of a micro-batch's mean loss, if that is not its number of
+            samples: for example, of words that count.
+        trainer: describes the model and starts runs; default: the session's engines.
+        hardware: the machine of the predictions: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
+            no predictions.
+        num_ranks: number of ranks, without a session.
         costs: of the model's layers; default: counted from the model on metadata.
-        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
-        check_steps: first steps that one device trains too, to be compared with; 0 for none. The panel's switch
-            "check against one device" turns it off and on.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
+        check_steps: number of first steps that one device trains too, for the comparison; 0 for none. The panel's
+            switch "check against one device" changes it.
 
     Raises:
-        StrategyError: ``strategy`` does not parse. One that does not fit the model is shown with its mistakes.
+        StrategyError: ``strategy`` does not parse. A strategy that does not fit the model is shown with its mistakes.
         HardwareError: no such machine or file.
         ValueError: neither a session nor ``num_ranks``.
 
@@ -208,22 +208,22 @@ class Panel(widgets.VBox):
 
     @property
     def state(self) -> PanelState:
-        """The strategy while it is edited: mistakes, undo, what rows are shown."""
+        """The strategy during editing: mistakes, undo, visible rows."""
         return self._editor.state
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy as it stands in the panel."""
+        """The strategy that the panel shows."""
         return self.state.strategy
 
     @property
     def running(self) -> bool:
-        """Does a run hold the engines?"""
+        """Whether a run holds the engines."""
         return self._runs_section.busy
 
     @property
     def check_steps(self) -> int:
-        """First steps of the next run that one device trains too, to be compared with; 0 for none."""
+        """Number of first steps of the next run that one device trains too, for the comparison; 0 for none."""
         return self._runs_section.check_steps
 
     @property
@@ -233,20 +233,20 @@ class Panel(widgets.VBox):
 
     @property
     def baseline(self) -> RunRecord | None:
-        """The run on one device, once there is one."""
+        """The run on one device; None before there is one."""
         return self._runs_section.baseline
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the last run, as the panel shows it, too; None where nothing did."""
+        """The error that ended the last run, which the panel also shows; None without an error."""
         return self._runs_section.error
 
     def run(self, steps: int | None = None) -> None:
-        """Train with the panel's strategy; returns at once. ``wait`` waits, ``stop`` stops, ``runs`` has the results.
+        """Train with the panel's strategy. Returns at once: ``wait`` waits, ``stop`` stops, ``runs`` has the results.
 
         Raises:
-            RuntimeError: a run is going on already.
-            StrategyError: the strategy has mistakes; all of them are listed.
+            RuntimeError: a run is already in progress.
+            StrategyError: the strategy has mistakes; it lists all of them.
             SessionError: the panel has no engines.
         """
         if self._no_run:
@@ -254,8 +254,8 @@ class Panel(widgets.VBox):
         self._runs_section.run(steps)
 
     def stop(self) -> None:
-        """Ask the run to end after its current step; its weights and figures stay. Once more: end it now, in the middle
-        of its step.
+        """Ask the run to end after its current step; its weights and figures stay. A second call ends it at once,
+        inside its step.
         """
         self._runs_section.stop()
 
@@ -264,33 +264,33 @@ class Panel(widgets.VBox):
         self._runs_section.pause()
 
     def go_on(self) -> None:
-        """Let a paused run go on."""
+        """Continue a paused run."""
         self._runs_section.go_on()
 
     def apply(self) -> None:
-        """Have the run go on under the panel's strategy from its next step, with the same weights and optimizer state.
+        """Change the run to the panel's strategy at its next step, with the same weights and optimizer state.
 
         Raises:
-            RuntimeError: no run is going on.
-            StrategyError: the strategy has mistakes; all of them are listed.
+            RuntimeError: no run is in progress.
+            StrategyError: the strategy has mistakes; it lists all of them.
         """
         self._runs_section.apply()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no run holds the engines; False when ``timeout_s`` passed before.
+        """Wait until no run holds the engines. False if ``timeout_s`` passed first.
 
-        A kernel hears no clicks while a cell runs: those of this time are done when the cell has ended.
+        A kernel handles no clicks while a cell runs. It handles the clicks of that time when the cell has ended.
         """
         return self._runs_section.wait(timeout_s)
 
     # ---- callbacks of the runs -------------------------------------------------------------------
 
     def wanted(self) -> tuple[Strategy, str]:
-        """The strategy as it stands and its name; raises ``StrategyError`` with all its mistakes."""
+        """The panel's strategy and its name; raises ``StrategyError`` with all its mistakes."""
         return self._editor.wanted()
 
     def estimate(self) -> Estimate | None:
-        """What is predicted for the strategy, once its layers are counted; None where nothing can be."""
+        """The prediction for the strategy, once its layers are counted; None if there is no prediction."""
         if self._counting.is_alive():
             self._counting.join(_COUNTING_S)
         return self._editor.estimate()
@@ -312,7 +312,7 @@ class Panel(widgets.VBox):
         self._keep_static()
 
     def load(self, text: str) -> None:
-        """Load a strategy's text; undo brings the old one back."""
+        """Load the text of a strategy; undo restores the one before."""
         self._editor.open(text)
         self.tabs.chosen = "strategy"
 

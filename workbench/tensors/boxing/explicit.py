@@ -28,17 +28,18 @@ class Need(NamedTuple):
 
 @contextmanager
 def explicit_boxing() -> Iterator[None]:
-    """In this context, a boxing that communicates and that the code did not write raises.
+    """In this context, an implicit boxing that communicates is an error.
 
-    Boxings that move nothing between ranks (B to S, B to P) stay implicit, and so do the backwards of written ones.
+    Implicit boxings that move nothing between ranks (B to S, B to P) stay allowed, and so do the backwards of explicit
+    ones.
 
     Raises:
-        ExplicitBoxingError: names the function, the argument, both layouts and the ``to_global`` to write.
+        ExplicitBoxingError: it names the function, the argument, both layouts and the ``to_global`` to add.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 6, placement=p, sbp="S(0)"), wb.ones(6, 2, placement=p, sbp="B")
     >>> with wb.debug.explicit_boxing():
-    ...     y = x @ w                   # S(0) with B needs nothing
+    ...     y = x @ w                   # S(0) with B moves nothing
     >>> y.sbp
     (S(0),)
     """

@@ -42,28 +42,29 @@ def register_rule(
     prove: Sequence[Any] | None = None,
     meta: Callable[..., Any] | None = None,
 ) -> Any:
-    """Give a function an equation, by its name or as a decorator.
+    """Give a function a rule, as an equation, by its name or as a decorator.
 
     ``wb.register_rule("mylib::scale", "b d, d -> b d")``, or ``@wb.register_rule("b d, d -> b d")``.
 
     The letters of an equation name the dims of the operands and of the result. A small letter is a dim that may be
-    split, and one that the result lacks was summed over; a capital is a dim that must stay whole; ``...`` are leading
-    dims, ``1`` is a dim of size one, ``+`` marks an addend of a sum. What follows from an equation: under which layouts
-    the function runs on shards without communication, what its result then lies as, and its gradient.
+    split; one that is missing in the result was summed over. A capital is a dim that must stay whole. ``...`` are
+    leading dims, ``1`` is a dim of size one, ``+`` marks an addend of a sum. From the equation follow the layouts under
+    which the function runs on shards without communication, the layout of its result, and its gradient.
 
     Args:
         function: the folded name of a torch function, ``"namespace::name"`` of an operator of ``torch.library``, the
-            operator itself, or a Python function; as a decorator, the equation alone.
+            operator itself, or a Python function. As a decorator: the equation alone.
         equation: for one call, with one term per tensor among the arguments.
-        prove: arguments of an example call; every layout that the equation allows is then run by brute force on two
-            and three ranks (``wb.debug.prove`` finds missing ones too).
-        meta: for a Python function that does not run on tensors without data: the same arguments, empty results.
+        prove: arguments of an example call. Every layout that the equation allows is run by brute force on two and
+            three ranks. (``wb.debug.prove`` also finds missing layouts.)
+        meta: for a Python function that does not run on tensors without data: takes the same arguments, returns empty
+            results.
 
     Returns:
-        the function to call: of a Python function, one that takes global tensors too; of anything else, ``function``.
+        For a Python function, a function that also takes global tensors; otherwise ``function``.
 
     Raises:
-        LayoutError: the equation does not parse, does not fit a call, or is proved wrong; then it is not registered.
+        LayoutError: the equation does not parse, does not fit a call, or is wrong by proof; then it is not registered.
 
     >>> @wb.register_rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
     ... def soft_scale(x, weight):

@@ -31,30 +31,31 @@ def local_map(
     out_shape: Any = None,
     meta: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """``function`` on shards: its operands are boxed to ``in_sbp``, what it returns on each rank lies as ``out_sbp``.
+    """``function`` on shards: operands are boxed to ``in_sbp``, and each rank's result is its shard of layout
+    ``out_sbp``.
 
-    The way in for a custom ``autograd.Function`` or a kernel of your own. The function gets plain tensors, this rank's
-    shards, and is not run on ranks outside the placement. Where no argument is a global tensor it is simply called.
+    Use it for a custom ``autograd.Function`` or your own kernel. The function gets this rank's shards as plain tensors.
+    It does not run on ranks outside the placement. Without a global tensor among the arguments, it is simply called.
 
     Args:
-        function: any function of tensors; a custom ``autograd.Function``'s ``apply`` among them.
-        in_sbp: one entry per positional argument, each what ``to_global`` takes as ``sbp``; None for an argument that
-            is no tensor. A list of tensors as one argument has one entry for all. Plain tensors count as B.
-        out_sbp: the layout of the result; for a function that returns several tensors, a list with one per result.
-        in_grad_sbp: what the function's backward gives each operand, where that is not the dual of ``in_sbp`` (S to S,
-            B to P, P to B): B for an operand B whose backward already gives the whole gradient on every rank.
-            None for an argument leaves it alone.
+        function: any function of tensors, such as the ``apply`` of a custom ``autograd.Function``.
+        in_sbp: one entry per positional argument, each as in ``to_global(sbp=)``; None for an argument that is not a
+            tensor. One entry serves all tensors of a list. Plain tensors count as B.
+        out_sbp: the layout of the result; for several tensors, a list with one per result.
+        in_grad_sbp: the layouts of the gradients that the function's backward returns, where they are not the dual of
+            ``in_sbp`` (S to S, B to P, P to B). Example: B for an operand B whose backward returns the whole gradient
+            on every rank. None keeps the dual.
         out_shape: logical shape of the result, or a list of them, where it cannot be inferred. The results have the
             dtype of the first floating-point operand.
-        meta: the function for tensors without data, which says shapes and dtypes; default ``function`` itself.
+        meta: computes shapes and dtypes on tensors without data; default: ``function`` itself.
 
     Returns:
-        a function of global tensors. Its results' logical shapes are put together from the shards' shapes on all ranks,
-        which every rank computes without asking another.
+        A function of global tensors. Each rank computes the results' logical shapes from the shards' shapes on all
+        ranks, without communication.
 
     Raises:
         SbpError: another number of entries than arguments, results or axes; a split dim out of range.
-        LayoutError: results that are no tensors, or whose shapes on the ranks are not those of the declared layout.
+        LayoutError: results that are not tensors, or whose shapes on the ranks do not fit the declared layout.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> halves = wb.local_map(lambda x, k: (x * k, x.sum(0)), in_sbp=["S(0)", None], out_sbp=["S(0)", "P"])

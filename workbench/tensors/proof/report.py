@@ -38,14 +38,14 @@ class Finding:
 
 @dataclass
 class Proof:
-    """The outcome of ``wb.debug.prove``. ``print`` it; ``bool(proof)`` is whether no signature was wrong.
+    """The result of ``wb.debug.prove``. ``print`` it; ``bool(proof)`` is whether no signature is wrong.
 
     Attributes:
-        wrong: declared signatures whose results or gradients are not one device's.
+        wrong: declared signatures whose results or gradients differ from one device's.
         missing: right signatures that are not declared, where the rule's plan moves bytes and this one would not.
-        num_calls: different calls of functions that were looked at.
-        num_checked: declared signatures that were checked, each with its gradients.
-        skipped: calls that could not be judged, and why.
+        num_calls: number of different calls of functions.
+        num_checked: number of declared signatures that were checked, each with its gradients.
+        skipped: calls that could not be checked, with the reason.
     """
 
     wrong: list[Finding] = field(default_factory=list)

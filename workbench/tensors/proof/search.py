@@ -39,20 +39,20 @@ def prove(
 ) -> Proof:
     """Check the rules of the torch functions that ``function(*operands)`` calls, by brute force on one axis.
 
-    Each call is run under every layout of its operands (S of each dim, B, P; at most ``max_combinations``, chosen by a
-    fixed seed) on shards of uneven sizes and on terms of 0.6 and 0.4. Where the rule declares the layout, results and
-    gradients must be one device's. Where it does not, and the function on the shards would have been right without
-    moving anything, the signature is missing.
+    Each call runs under every layout of its operands (S of each dim, B, P; at most ``max_combinations``, chosen by a
+    fixed seed), on shards of uneven sizes and on terms of 0.6 and 0.4. Where the rule declares a layout, results and
+    gradients must equal those of one device. Where it does not, and the function on the shards would have been right
+    without a boxing, the signature is missing.
 
     Args:
-        function: any function of tensors; also one of your own that ``wb.register_rule`` knows.
-        operands: plain tensors, the logical values; other arguments are handed on.
+        function: a function of tensors; also one that you passed to ``wb.register_rule``.
+        operands: plain tensors, the logical values. Other arguments are passed on.
         num_ranks: sizes of the axis.
-        max_combinations: bound on the undeclared layouts that are tried per call.
-        finds_missing: whether undeclared layouts are tried at all.
+        max_combinations: the most undeclared layouts to try per call.
+        finds_missing: whether to try undeclared layouts.
 
     Returns:
-        a ``Proof``: ``print`` it; ``proof.wrong`` and ``proof.missing`` hold the findings.
+        A ``Proof``: ``print`` it; ``proof.wrong`` and ``proof.missing`` hold the findings.
 
     >>> proof = wb.debug.prove(torch.add, torch.randn(5, 4), torch.randn(5, 4))
     >>> proof.wrong, proof.missing

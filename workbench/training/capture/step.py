@@ -114,29 +114,29 @@ class _InputKind:
 def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedStep:
     """A training step that runs as a local program: no layouts, no dispatch, no autograd, the same numbers.
 
-    The first call with inputs of some shapes and layouts runs ``step`` as it is, the second records what it does on
-    this rank, every later one replays that: torch's operators on this rank's shards, the exchanges between ranks, the
-    optimizers. Parameters, buffers and optimizer state are written in place; random draws (dropout) go on as they
-    would; an optimizer reads its settings at every step, so a scheduler may change them in between.
+    The first call with inputs of some shapes and layouts runs ``step`` normally. The second records this rank's work.
+    Every later call replays the record: torch's operators on this rank's shards, the exchanges between ranks, the
+    optimizers. A replay writes parameters, buffers and optimizer state in place. Random draws (dropout) continue as
+    without capture. An optimizer reads its settings at every step, so a scheduler outside may change them.
 
-    A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.debug.timeline``
-    shows the
-    last one that ran as written.
+    A step with micro-batches is replayed in the order of its schedule. ``wb.debug.timeline`` shows the last step that
+    ran normally.
 
-    Inputs of another shape or layout, other values of arguments that are no tensors, parameters that have moved, and
-    parallelized modules that have another strategy, mode (``train()``, ``eval()``) or other frozen parameters now are
-    recorded anew, up to ``max_recordings`` times in all; after that calls run as written, with a warning. All ranks
-    call it alike, with inputs of the same logical shapes.
+    A call records again if its inputs have another shape or layout, if another argument has another value, if
+    parameters have moved, or if a parallelized module has another strategy, mode (``train()``, ``eval()``) or set of
+    frozen parameters. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same
+    calls, with inputs of equal logical shapes.
 
-    A replay runs no Python of the step: what depends on the time of day, counts calls or prints stays as it was in the
-    recording. Gradients are what the step leaves in ``.grad``; results have no history.
+    A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
+    Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     Args:
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
+        max_recordings: the most records that are kept.
 
     Raises:
-        CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), makes a shape of values,
-            steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
+        CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
+            values, steps an optimizer with a closure, steps a scheduler, or keeps tensors for its next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)

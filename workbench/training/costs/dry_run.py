@@ -1,14 +1,14 @@
-"""``wb.planner.dry_run``: a training step of a strategy on ranks that nobody has, to count what it sends.
+"""``wb.planner.dry_run``: one training step of a strategy, without its ranks, to count the bytes that they would send.
 
-The program is the real one: ``parallelize``, forward, backward and optimizer run in this process, with the real boxing
-plans, on tensors without data, through a transport that moves nothing. So what is counted are the bytes that the ranks
-would send, not a formula's.
+It runs the real program in this process: ``parallelize``, forward, backward and optimizer, with the real boxing plans,
+on tensors without data, over a transport that moves nothing. So it counts the bytes of the program, not those of a
+formula.
 
-Thousands of ranks are not run one by one. A boxing's plan says what each of its ranks sends, and every rank of a stage
-passes every boxing of it: so one rank's forward and backward tell of its whole stage. What goes around the optimizer's
-step (sums of gradients, shards of ZeRO) a rank knows of itself alone: the corners of a stage's grid are asked, and all
-its ranks where these are not alike. Stages of many that have the same layers between the same neighbours do the same.
-And every micro-batch is like the other: two tell of all.
+It does not run thousands of ranks one by one. A boxing plan says what each of its ranks sends, and every rank of a
+stage passes all boxings of the stage. One rank's forward and backward therefore give the bytes of the whole stage. A
+rank knows only its own exchanges around the optimizer's step (sums of gradients, shards of ZeRO): the dry run asks the
+corners of a stage's grid, and all its ranks if the corners differ. Stages with the same layers between the same
+neighbours run once. Two micro-batches stand for all.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the ranks would send in a training step.
+    """The bytes that ranks would send in a training step.
 
     Attributes:
-        strategy: as it was resolved.
+        strategy: the resolved strategy.
         sent_bytes: by rank.
-        by_kind: bytes of all ranks by kind of exchange; "gradients" and "parameters" are those around the optimizer's
-            step, the others are boxings.
-        num_run: how many ranks were run; the others are like one of them.
+        by_kind: bytes of all ranks by kind of exchange; "gradients" and "parameters" are exchanges around the
+            optimizer's step, the others are boxings.
+        num_run: number of ranks that were run; each other rank equals one of them.
     """
 
     strategy: ResolvedStrategy
@@ -63,7 +63,7 @@ class DryRun:
 
     @property
     def boxed_bytes(self) -> int:
-        """Of all ranks together."""
+        """Bytes of all ranks together."""
         return sum(self.sent_bytes)
 
     def __str__(self) -> str:
@@ -85,15 +85,17 @@ def dry_run(
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
     cost: LinkCost = ThreadTransport.cost,
 ) -> DryRun:
-    """Run one training step of ``strategy`` on metadata for ``num_ranks`` ranks and count the bytes they send.
+    """Run one training step of ``strategy`` on metadata for ``num_ranks`` ranks, and count the bytes that they send.
 
-    No weight is allocated and no device is needed: a model of any size, on any number of ranks.
+    It needs no device and allocates no weight: the model may have any size, on any number of ranks.
 
     Args:
         model_fn: makes the model; called with ``meta`` as the default device.
-        inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes are looked at.
+        strategy: as for ``wb.parallelize``.
+        num_ranks: number of ranks.
+        inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes matter.
         optimizer_fn: parameters -> torch optimizer; default SGD.
-        cost: of the link that boxing decides by: paths, and in how many steps sums are made.
+        cost: the link by which boxing chooses paths and the number of steps of a sum.
 
     Raises:
         StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.

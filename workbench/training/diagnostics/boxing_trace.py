@@ -76,10 +76,10 @@ class Totals(NamedTuple):
 
 
 class BoxingTrace:
-    """What ``wb.debug.trace()`` gives: the boxings that ran while it was in force. ``print`` it for a table.
+    """The boxings that ran in a ``wb.debug.trace()`` context. ``print`` it for a table.
 
     Attributes:
-        rank: the rank whose boxings these are. Counts and ``wire_bytes`` are the same on all ranks.
+        rank: the rank whose boxings these are. Counts and ``wire_bytes`` are equal on all ranks.
     """
 
     def __init__(self, world: World, outer: BoxingTrace | None = None) -> None:
@@ -88,12 +88,12 @@ class BoxingTrace:
 
     @property
     def records(self) -> list[BoxingRecord]:
-        """One record per line, function, direction, layouts and shape; what moved most comes first."""
+        """One record per line, function, direction, layouts and shape. Most bytes first."""
         return sorted(self._records.values(), key=lambda record: -record.wire_bytes)
 
     @property
     def by_function(self) -> dict[str, Totals]:
-        """Totals per function, forward and backward together; what moved most comes first."""
+        """Totals per function, forward and backward together. Most bytes first."""
         totals: dict[str, Totals] = {}
         for record in self.records:
             before = totals.get(record.function, Totals(0, 0, 0))
@@ -133,9 +133,9 @@ class BoxingTrace:
         sent_bytes: int | None = None,
         what: str = "gradients",
     ) -> None:
-        """Count one bucket of gradients (or parameters) that ``group``, this rank among it, exchanges around a step.
+        """Count one bucket of gradients (or parameters) that ``group``, with this rank, exchanges around a step.
 
-        ``sent_bytes`` is what this rank sends, by default its part of a ring all-reduce.
+        ``sent_bytes`` is this rank's share of the bytes; by default its part of a ring all-reduce.
         """
         num_elements, size_bytes = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
         site, dtype = find_site(what), tensors[0].dtype
@@ -152,7 +152,7 @@ class BoxingTrace:
             self._outer.add_reduction(group, tensors, change, kind, sent_bytes, what)
 
     def site(self, function: str = "") -> Site:
-        """Where the boxing that is about to run comes from."""
+        """The line and function of the boxing that is about to run."""
         return find_site(function)
 
     def __str__(self) -> str:

@@ -18,9 +18,9 @@ KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "tran
 
 
 class MemoryReport:
-    """Bytes by rank and kind; ``print`` it, or take ``to_dict()``. See ``memory_report``.
+    """Bytes by rank and kind; ``print`` it, or call ``to_dict()``. See ``memory_report``.
 
-    As a context it also counts activations: the most that autograd has held for backward at any moment inside.
+    As a context it also counts activations: the most that autograd has kept for backward at any moment inside.
     """
 
     def __init__(self, modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -79,19 +79,19 @@ class MemoryReport:
 
 
 def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
-    """What every rank holds of modules and optimizers, in bytes of storage. All ranks of the world call it.
+    """The bytes of storage of modules and optimizers on every rank. All ranks of the world call it.
 
-    A storage counts once, for the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
-    ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors that lie
-    in it (results of boxings may).
+    A storage counts once, as the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
+    ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors in it
+    (results of boxings may lie there).
 
     Args:
         things: modules and optimizers.
 
     Raises:
-        TypeError: something else.
+        TypeError: any other object.
 
-    Around a step, the activations that autograd keeps for backward are counted too, at their largest::
+    As a context around a step it also counts activations: the most that autograd kept for backward::
 
         with wb.debug.memory_report(model, optimizer) as report:
             loss(model(inputs)).backward()

@@ -41,17 +41,17 @@ class _Found:
 
 @contextmanager
 def find_nonfinite(module: nn.Module) -> Iterator[None]:
-    """In this context every layer's parameters, results and gradients are looked through for nan and infinity.
+    """In this context, each layer's parameters, results and gradients are searched for nan and infinity.
 
-    At the end the ranks compare what they have found, and report the first. Each look waits for the device, so this is
-    for looking for a mistake, not for training runs. All ranks use it together.
+    At the end the ranks compare their findings and report the first. All ranks use it together. Each search waits for
+    the device: use it to look for a mistake, not in training runs.
 
     Args:
-        module: the model, plain or parallelized; layers are called by their names in it.
+        module: the model, plain or parallelized. The error uses its names of layers.
 
     Raises:
-        NonFiniteError: on all ranks: which layer, on which rank, what (its parameter, its result, the gradient of its
-            result), how many values, and whether they came in or came to be there.
+        NonFiniteError: on all ranks. It names the layer, the rank, the tensor (parameter, result, gradient of the
+            result), the number of values, and whether the layer received them or made them.
 
     >>> model = wb.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), "*: data")
     >>> with wb.debug.find_nonfinite(model):

@@ -250,11 +250,11 @@ def _has_copies(layout: Layout) -> bool:
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Context in which backwards only accumulate: their gradients' sums are not started.
+    """Context in which backwards only accumulate gradients and start no sums over ranks.
 
-    Hardly ever needed: without it the step before tells which backward is the last one, and an optimizer's step sums
-    whatever has not been summed. Under ``zero=2`` and ``zero=3`` gradients are scattered after every backward all the
-    same, because that is what saves the memory.
+    You rarely need it. Without it, the step before shows which backward is the last one, and an optimizer's step
+    completes all missing sums. Under ``zero=2`` and ``zero=3``, each backward still scatters its gradients, because
+    this saves the memory.
 
     Raises:
         StrategyError: the module has no parameters of ``wb.parallelize``.

@@ -23,12 +23,12 @@ from workbench.training.strategies.state import STATE, describe, layers_of
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages of measured cost; ``print`` it.
+    """Stages with measured costs; ``print`` it.
 
     Attributes:
-        strategy: a row per part, on its stage.
+        strategy: one row per part, with its stage.
         costs_s: seconds of forward and backward of every part of the model, in order. A part is an element of a list of
-            modules (a block), or a layer by itself.
+            modules (a block), or a single layer.
         stages: the stage of every part.
     """
 
@@ -59,24 +59,24 @@ def partition_stages(
     schedule: str | None = None,
     num_repeats: int = 5,
 ) -> Balance:
-    """Cut a model into stages such that a step takes as little time as can be, by measuring it. All ranks call it.
+    """Cut a model into stages for the shortest step, by measuring its layers. All ranks call it.
 
-    Runs forward and backward of one micro-batch here, in plain torch, and takes the least time of every part over some
-    repetitions and over the ranks: what else runs on a machine makes times longer only. The loss counts with the last
-    layer, the head. Cuts fall between blocks and layers, never inside a block; they are compared by the simulated
-    time of a step. With few micro-batches that is not the cut whose slowest stage is fastest: early stages may
-    be slower than late ones.
+    It runs forward and backward of one micro-batch on this rank, in plain torch, and takes the least time of each part
+    over the repetitions and over the ranks, because other programs on the machine only make times longer. The loss
+    counts with the last layer. Cuts fall between blocks and layers, never inside a block. It compares cuts by the
+    simulated time of a step. With few micro-batches the best cut is not the one with the fastest slowest stage: early
+    stages may be slower than late ones.
 
     Args:
-        module: the whole model, before ``wb.parallelize``; parameters, gradients and buffers stay as they are.
+        module: the whole model, before ``wb.parallelize``. Its parameters, gradients and buffers do not change.
         loss_fn, inputs, targets: the loss and one micro-batch, as for ``wb.forward_backward``.
-        num_stages: how many stages.
-        num_micro_batches: of a step; where it is not given, as many as stages.
-        schedule: of one stage per rank; ``1f1b`` where it is not given. What is given is among the strategy's options.
+        num_stages: number of stages.
+        num_micro_batches: micro-batches per step; default: the number of stages.
+        schedule: with one stage per rank; default ``1f1b``. Values that you give become options of the strategy.
         num_repeats: repetitions, after one that does not count.
 
     Raises:
-        StrategyError: fewer parts than stages, no number of micro-batches, or a module that is spread already.
+        StrategyError: fewer parts than stages, no number of micro-batches, or a module that is already parallelized.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512))
     >>> str(wb.planner.partition_stages(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)

@@ -38,42 +38,42 @@ def forward_backward(
 ) -> torch.Tensor:
     """Forward and backward of one step: all micro-batches of the module's strategy, in the order of its schedule.
 
-    Gradients are added to those the parameters have, as by ``backward()``; an optimizer's step follows. All ranks call
-    it with the same batch. The loss of a step is the mean over its samples: each micro-batch's loss, a mean itself,
-    counts with its share of them. That of a model which takes its mean over something else (transformers': over the
-    words that are not ignored) does so too, since nobody can tell from outside; where these are not equally many in
-    all micro-batches, say how many there are with ``count``, and the step's loss is the mean over them. A micro-batch
-    with none of them runs forward, and has no part in loss and gradients.
+    It adds gradients to those of the parameters, as ``backward()`` does; call an optimizer's step afterwards. All ranks
+    call it with the same batch. The loss of a step is the mean over its samples: each micro-batch's loss is a mean,
+    weighted by its number of samples. If the loss is a mean over something else, such as words that are not ignored,
+    and micro-batches have different numbers of these, give the numbers with ``count``: the step's loss is then the mean
+    over all of them. A micro-batch whose count is 0 runs forward and adds nothing to loss and gradients.
 
     Args:
-        module: a module after ``wb.parallelize``; its strategy says how many micro-batches (``mb=``), and the schedule.
-        loss_fn: (output, targets) -> a scalar; the output is whatever the module returns. Results of different stages
-            (an auxiliary loss) meet on the latest of them, as inside the module. None for a module that returns its
-            own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or as a tuple's scalar.
-        inputs: a tensor, a tuple for several arguments, or a dict for keywords (``BatchEncoding`` too). Samples lie
-            along dim 0, where tensors are cut; positions, masks and numbers that all samples share go whole.
-        targets: a tensor, or dicts and tuples of them, cut in the same way. None: a ``loss_fn`` gets a dict's entries
-            ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (the only one by itself, several as a dict),
-            and the module the others; None if there is none.
-        count: (inputs, targets) of a micro-batch -> of how many terms its loss is the mean.
+        module: a module after ``wb.parallelize``; its strategy has the number of micro-batches (``mb=``) and the
+            schedule.
+        loss_fn: (output, targets) -> a scalar mean; the output is the module's result. Results of different stages (an
+            auxiliary loss) are combined on the latest of these stages, as inside the module. None: the module returns
+            its own loss, as its result, as ``.loss`` or ``["loss"]`` (transformers), or as a tuple's scalar.
+        inputs: a tensor, a tuple for several arguments, or a dict for keywords (``BatchEncoding`` too). Dim 0 of a
+            tensor counts samples and is cut. Positions, masks and numbers that all samples share are not cut.
+        targets: a tensor, or dicts and tuples of them, cut in the same way. None with a dict of inputs: ``loss_fn``
+            gets the entries ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (one alone, several as a
+            dict), and the module the others.
+        count: (inputs, targets) of a micro-batch -> the number of terms of its mean loss.
 
     Returns:
-        The loss of the step, without history: one scalar, the same on all ranks. Reading it (``item``) is an exchange.
+        The loss of the step, without history: one scalar, the same on all ranks. ``item`` is an exchange.
 
     Raises:
-        StrategyError: no strategy, a forward that reads a value that other stages hold, an edge that goes back where
-            the schedule does not let it.
+        StrategyError: no strategy, a forward that reads a value of another stage, or an edge to an earlier stage that
+            the schedule does not allow.
         RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
-            learns nothing.
+            has no gradient.
 
     >>> model = wb.parallelize(nn.Linear(4, 2), "*: data | mb=2")
     >>> wb.forward_backward(model, F.mse_loss, torch.ones(8, 4), torch.ones(8, 2)).shape
     torch.Size([])
 
-    Of a model of transformers it is ``wb.forward_backward(model, inputs={"input_ids": ids, "labels": ids})``.
+    For a model of transformers: ``wb.forward_backward(model, inputs={"input_ids": ids, "labels": ids})``.
 
-    The same numbers, on one device, are those of the same micro-batches one after the other. (Huang et al., arXiv
-    1811.06965; Narayanan et al., arXiv 2104.04473; Qi et al., arXiv 2401.10241.)
+    The numbers are those of the same micro-batches in order on one device. (Huang et al., arXiv 1811.06965; Narayanan
+    et al., arXiv 2104.04473; Qi et al., arXiv 2401.10241.)
     """
     state = state_of(module)
     if loss_fn is not None and not callable(loss_fn):
@@ -113,20 +113,20 @@ def train_micro_batches(
 
 
 def evaluate(module: nn.Module, inputs: Any) -> Any:
-    """The module's output for a batch, without gradients: micro-batches go through the stages one behind the other.
+    """The module's output for a batch, without gradients. Micro-batches pass through the stages one after the other.
 
-    The module is in evaluation mode meanwhile. All ranks call it with the same batch.
+    The module is in evaluation mode during the call. All ranks call it with the same batch.
 
     Args:
         module: a module after ``wb.parallelize``.
         inputs: as for ``forward_backward``.
 
     Returns:
-        What the module returns, its tensors joined along dim 0; scalars are means, weighted by the samples. Tensors are
-        global and lie on the stage that made them; ``full_tensor`` and ``item`` read them.
+        The module's output, with its tensors joined along dim 0; scalars are means, weighted by samples. Tensors are
+        global, on the stage that made them; ``full_tensor`` and ``item`` read them on every rank.
 
     Raises:
-        StrategyError: no strategy.
+        StrategyError: the module has no strategy.
         RunError: a batch that cannot be cut, or that the module does not take.
 
     >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape

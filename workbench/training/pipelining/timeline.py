@@ -19,18 +19,17 @@ _FIELDS = 6
 
 
 def timeline(module: nn.Module) -> Timeline:
-    """When every rank ran every action of the module's last ``forward_backward`` or ``evaluate``. All ranks call it.
+    """When each rank ran each action of the module's last ``forward_backward`` or ``evaluate``. All ranks call it.
 
-    Spans are by rank of the world and start at zero; ``waited_s`` is what an action spent in exchanges, waiting or
-    copying. Clocks of several hosts are aligned at a barrier, to some tenths of a millisecond. Times are the host's:
-    on a GPU, of launching kernels, unless the environment variable CUDA_LAUNCH_BLOCKING=1 makes them the GPU's.
+    Spans are by rank of the world, in seconds from the start of the step. ``waited_s`` of a span is the time in
+    exchanges, waits and copies. A barrier aligns the clocks of several hosts, to some tenths of a millisecond. Times
+    are those of the host: on a GPU they are the launches of kernels, unless the environment has CUDA_LAUNCH_BLOCKING=1.
 
     Raises:
         StrategyError: the module is not parallelized.
 
     After a step under ``"0: data; 1: data@1 | 2x1x1 mb=4 1f1b"``, ``wb.debug.timeline(model).bubble`` is the part of
-    the time
-    in which ranks had nothing to do.
+    the time, 0 to 1, in which ranks wait.
     """
     return timeline_of(state_of(module).spans)
 

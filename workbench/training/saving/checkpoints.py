@@ -1,4 +1,4 @@
-"""``wb.checkpoint.Checkpoints``: a directory of checkpoints by step, of which the newest few are kept."""
+"""``wb.checkpoint.Checkpoints``: a directory of checkpoints by step, which keeps the newest few."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class Checkpoints:
     """The checkpoints of one run: ``directory/step-00000100`` and so on.
 
     Args:
-        directory: on a file system that all ranks share; made by the first save.
-        keep: how many complete ones stay; the oldest are removed when a new one is complete. None keeps all.
+        directory: on a file system that all ranks share. The first save makes it.
+        keep: number of complete checkpoints. Each new one removes the oldest. None keeps all.
 
-    A run that can be killed at any moment and started again::
+    Raises:
+        ValueError: ``keep`` below 1.
+
+    A run that may be killed at any moment and started again::
 
         checkpoints = wb.checkpoint.Checkpoints("runs/gpt", keep=3)
         found = checkpoints.load(model=model, optimizer=optimizer, loader=loader)
@@ -42,11 +45,11 @@ class Checkpoints:
         self.directory, self.keep = Path(os.path.abspath(directory)), keep
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The directory of the checkpoint of a step."""
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in order; asks the file system only."""
+        """The steps of the complete checkpoints, ascending. Reads the file system only; no communication."""
         found = (_COMPLETE.fullmatch(path.name) for path in self.directory.glob("step-*"))
         return sorted(
             {int(match[1]) for match in found if match and (self.directory / match[0] / ".metadata").is_file()}
@@ -57,7 +60,7 @@ class Checkpoints:
         return sorted(path.name for path in self.directory.glob("step-*") if _is_left_over(path))
 
     def latest(self) -> int | None:
-        """The newest step with a complete checkpoint, the same on all ranks, which all call it."""
+        """The newest step with a complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
         world = current()
         store.finish_previous(world)
         found = all_gather_object(max(self.steps(), default=None), world, f"latest checkpoint of {self.directory.name}")

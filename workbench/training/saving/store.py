@@ -104,27 +104,27 @@ def save(
     on_complete: Callable[[], None] | None = None,
     **parts: Any,
 ) -> Saving:
-    """Write one checkpoint. All ranks of the world call it, with equal arguments, on a file system they share.
+    """Write one checkpoint. All ranks of the world call it, with equal arguments, on a file system that they share.
 
-    Every rank writes the slices it holds, each once; nothing is gathered. The directory takes its name when all of it
-    is on the disk, so ``path`` is always a complete checkpoint: the new one or the one before. The files are those of
-    ``torch.distributed.checkpoint`` and are read by its ``load``, too, on one device and without the workbench.
+    Each rank writes the slices that it holds; each slice is written once, and nothing is gathered. The directory gets
+    its name when all of it is on the disk, so ``path`` is always a complete checkpoint: the new one or the one before.
+    ``torch.distributed.checkpoint`` reads the files too, on one device and without the workbench.
 
     Args:
-        path: the directory to be.
-        async_op: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait``
-            raises what went wrong; the interpreter does not end before the checkpoint is complete.
-        on_complete: called on rank 0 when the checkpoint is complete; from a helper thread if asynchronous.
-        parts: what to save, by names of your choice: modules, optimizers (with the module their parameters are in),
-            anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a GlobalDataLoader),
-            and plain values: numbers, texts, dictionaries and lists, tensors. The state of the random numbers is
-            saved with them.
+        path: the directory to make.
+        async_op: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait`` raises
+            the error of a failed write. The interpreter does not end before the checkpoint is complete.
+        on_complete: rank 0 calls it when the checkpoint is complete, from a helper thread if ``async_op``.
+        parts: the objects to save, by names of your choice: modules, optimizers (together with the module of their
+            parameters), anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a
+            GlobalDataLoader), and plain values: numbers, strings, dicts, lists and tensors. The state of the random
+            numbers is saved too.
 
     Returns:
-        a handle with ``wait()``; already complete unless ``asynchronous``.
+        A handle with ``wait()``; without ``async_op`` the checkpoint is already complete.
 
     Raises:
-        CheckpointError: something cannot be saved, or a rank could not write.
+        CheckpointError: a part cannot be saved, or a rank could not write.
 
     ``wb.checkpoint.save("runs/last", model=model, optimizer=optimizer, step=step)``
     """
@@ -178,25 +178,26 @@ def finish_previous(world: World) -> None:
 def load(
     path: str | os.PathLike[str], *, strict: bool = True, random_state: bool = True, **parts: Any
 ) -> dict[str, Any]:
-    """Read a checkpoint into ``parts``, which may lie under another strategy, on other ranks, or on one device.
+    """Read a checkpoint into ``parts``, under any strategy, on any ranks, or on one device. All ranks of the world call
+    it.
 
-    All ranks of the world call it. Every rank reads the slices it holds. Sizes, names, shapes and checksums are
-    compared first: nothing is changed by a load that fails there.
+    Each rank reads the slices that it holds. The load first compares sizes, names, shapes and checksums; if that fails,
+    it has changed nothing.
 
     Args:
-        path: a directory that ``wb.checkpoint.save`` has made, or ``torch.distributed.checkpoint.save``. As with
-        ``torch.load``
-            of whole objects, load only what you trust.
-        strict: refuse a checkpoint in which a module's tensors are missing, or which has others.
-        random_state: go on with the random numbers of the moment of saving too.
-        parts: modules, optimizers and other objects by the names they were saved under; they are filled in place.
+        path: a directory of ``wb.checkpoint.save`` or of ``torch.distributed.checkpoint.save``. Load only files that
+            you trust: as in ``torch.load`` of whole objects, a file may run code.
+        strict: refuse a checkpoint that lacks tensors of a module, or has others. False ignores these.
+        random_state: also restore the state of the random numbers.
+        parts: modules, optimizers and other objects, by the names under which they were saved. They are filled in
+            place.
 
     Returns:
-        the plain values that were saved, by name.
+        The plain values that were saved, by name.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is half-written, damaged, or of another model; all that
-            is missing, unexpected or of another shape is listed.
+        CheckpointError: there is no such checkpoint, or it is half-written, damaged, or of another model. The error
+            lists everything that is missing, unexpected or of another shape.
 
     ``step = wb.checkpoint.load("runs/last", model=model, optimizer=optimizer)["step"]``
     """

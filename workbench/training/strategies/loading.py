@@ -24,17 +24,17 @@ _MAX_LISTED = 20
 def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
     """Fill the parameters and persistent buffers of a module from safetensors files. All ranks call it.
 
-    A rank reads the slices it holds and nothing else, whatever the module's strategy is; values are cast to the dtype
-    of the module's tensors. Tied parameters are looked for under each of their names.
+    Under any strategy, each rank reads only the slices that it holds. Values are cast to the dtype of the module's
+    tensors. Tied parameters may have any of their names in the file.
 
     Args:
         module: a module after ``wb.parallelize``, or a plain one.
-        path: a ``.safetensors`` file, or a directory as ``save_pretrained`` writes it, with one file or with several
-            and ``model.safetensors.index.json``.
-        strict: whether names that only one side knows are an error; shapes must always agree.
+        path: a ``.safetensors`` file, or a directory of ``save_pretrained``: one file, or several and
+            ``model.safetensors.index.json``.
+        strict: whether names that only one side has are an error. Shapes must always agree.
 
     Raises:
-        CheckpointError: files that cannot be read, or do not fit; everything that does not fit is listed at once.
+        CheckpointError: files that cannot be read or do not fit; it lists every mismatch.
 
     >>> wb.checkpoint.load_safetensors(model, "gpt2/")  # doctest: +SKIP
     """

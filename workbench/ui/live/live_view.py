@@ -25,11 +25,11 @@ _CLOSED = (
 
 
 class LiveView(widgets.VBox):
-    """Shows what loops report with ``wb.log``: throughput, loss, memory, time split, timeline, log. Display it in a
-    cell of its own, above the loops.
+    """Shows the reports of ``wb.log``: throughput, loss, memory, time split, timeline, log. Display it in its own cell,
+    above the loops.
 
     Args:
-        session: whose cells it listens to; default: the current one.
+        session: the session whose cells report; default: the current one.
 
     Raises:
         NotStartedError: no session is open.

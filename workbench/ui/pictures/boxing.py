@@ -37,10 +37,10 @@ class _Box:
 
 
 def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Picture:
-    """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from whom to whom.
+    """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from which rank to which.
 
     Raises:
-        ValueError: more than 2 dims or 16 ranks; a boxing path of several boxings, whose ``steps`` have a picture each.
+        ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps: draw each of its ``steps``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))

@@ -26,17 +26,17 @@ _MOST_CELLS = 16
 def draw_matmul(x: Any, w: Any, out: Any, *, names: Sequence[str] = NAMES, theme: str = "light") -> Picture:
     """A picture of ``out = x @ w`` of live tensors: the slice of each that every rank holds.
 
-    Reads the layouts of the tensors and moves nothing. As the last line of a ``%%global`` cell it is shown once. Plain
-    tensors are drawn as one device's. A linear layer's weight, (out features, in features), is drawn turned.
+    It reads the layouts of the tensors and moves nothing. In the last line of a ``%%global`` cell it appears once.
+    Plain tensors are drawn as on one device. A linear layer's weight, (out features, in features), is drawn transposed.
 
     Args:
         x, w, out: two dims each; global tensors on up to 16 ranks, or plain ones.
-        names: what to call the three.
+        names: labels of the three.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: shapes that are none of a product, more than 16 ranks.
-        LayoutError: an ``out`` that is not what ``x @ w`` gives.
+        ValueError: shapes that do not make a product, or more than 16 ranks.
+        LayoutError: the layout of ``out`` cannot come from ``x @ w``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B")

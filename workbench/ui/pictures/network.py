@@ -29,18 +29,19 @@ Layer = tuple[Any, Any, Any]
 def draw_network(
     *layers: Layer, names: Sequence[str] | None = None, backward: bool | None = None, theme: str = "light"
 ) -> Picture:
-    """A picture of several matrix products in a row, with the boxings between them; from live tensors.
+    """A picture of several matrix products in a row, with the boxings between them, from live tensors.
 
     Args:
-        layers: ``(x, w, out)`` of every layer, in order; see ``draw_matmul``. A layer's ``x`` is the ``out`` of the one
-            before, or what became of it: another layout or placement (the next stage of a pipeline), an activation.
-        names: of the weights; ``w0``, ``w1``, ... if not given.
-        backward: whether to draw the boxings of gradients too; by default if some weight learns.
+        layers: ``(x, w, out)`` of every layer, in order; see ``wb.draw.matmul``. A layer's ``x`` is the ``out`` of the
+            layer before, or a tensor made from it: in another layout, on another placement (the next stage of a
+            pipeline), after an activation.
+        names: of the weights; default ``w0``, ``w1``, ...
+        backward: whether to draw the boxings of gradients; default: if a weight requires a gradient.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: no layer, shapes that do not follow on one another, more than 16 ranks.
-        LayoutError: an ``out`` that is not what ``x @ w`` gives.
+        ValueError: no layer, shapes that do not follow each other, or more than 16 ranks.
+        LayoutError: the layout of an ``out`` cannot come from ``x @ w``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B").requires_grad_()

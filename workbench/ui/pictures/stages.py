@@ -34,17 +34,17 @@ Stage = Any
 def draw_stages(
     *stages: Stage, names: Sequence[str] = ("data", "model"), itemsize: int = 4, theme: str = "light"
 ) -> Picture:
-    """A picture of a pipeline of stages, each a grid of ranks: who holds which slice of a weight.
+    """A picture of a pipeline of stages, each a grid of ranks: which rank holds which slice of a weight.
 
     Args:
-        stages: for every stage a weight of two dims on the stage's ranks, whose placement has one or two axes: a live
-            tensor, or ``(layout, shape)`` of one that is too large to have here.
-        names: what to call the ranks along the two axes, e.g. ``("host", "GPU")``.
+        stages: for each stage a weight of two dims on the stage's ranks, with a placement of one or two axes: a live
+            tensor, or ``(layout, shape)`` of one that is too large for this machine.
+        names: of the two axes of ranks, e.g. ``("host", "GPU")``.
         itemsize: bytes per element.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: no stage, a tensor without a layout, one that has not two dims or whose placement has more axes.
+        ValueError: no stage, a tensor without a layout, one without two dims, or a placement of more axes.
 
     >>> from workbench.core.layout import Layout
     >>> from workbench.core.placement import Placement

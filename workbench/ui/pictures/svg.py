@@ -31,9 +31,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing and the same in words: what a notebook shows as the last line of a cell, plain or ``%%global``.
+    """A drawing and its description in words. A notebook shows the drawing of a cell's last line, plain or
+    ``%%global``.
 
-    All ranks draw the same picture of the same tensors, so that it appears once.
+    All ranks draw the same picture of the same tensors, so it appears once.
     """
 
     svg: str

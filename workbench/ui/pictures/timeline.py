@@ -37,7 +37,7 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
     """A picture of a pipeline's step: a row per rank, a bar per action with the number of its micro-batch.
 
     Args:
-        timeline: what ``wb.debug.timeline(model)`` measured, or ``simulate`` computed; up to 64 ranks.
+        timeline: from ``wb.debug.timeline(model)`` or from ``simulate``; up to 64 ranks.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:

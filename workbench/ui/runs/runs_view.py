@@ -32,7 +32,7 @@ class Compared(Protocol):
 
 
 class RunsView(widgets.VBox):
-    """The comparison table by itself; ``table`` has its methods (sort, filter, hide, rename, export)."""
+    """The table of runs with its scatter plot; ``table`` has its methods (sort, filter, hide, rename, export)."""
 
     def __init__(self, table: RunTable, failures: Failures) -> None:
         self.table, self.failures = table, failures
@@ -49,13 +49,13 @@ class RunsView(widgets.VBox):
 
 
 def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:
-    """Table and scatter of finished runs: sort, filter, hide, rename, compare with a chosen baseline, export.
+    """Table and scatter plot of finished runs: sort, filter, hide, rename, compare with a baseline, export.
 
     Args:
-        runs: what ``wb.compare`` returned, ``wb.draw.SavedRuns()``, or any records.
-        limit_bytes: memory that a rank has, drawn as a line.
+        runs: a result of ``wb.compare``, ``wb.draw.SavedRuns()``, or any records.
+        limit_bytes: memory of a rank, drawn as a line.
 
-    ``wb.draw.runs(wb.draw.SavedRuns())`` shows everything that was kept.
+    ``wb.draw.runs(wb.draw.SavedRuns())`` shows all runs that were kept.
     """
     found: Any = runs
     failures = Failures()
