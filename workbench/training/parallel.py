@@ -29,8 +29,8 @@ from workbench.tensors.world import current
 from workbench.training import precision, recompute
 from workbench.training.pipelining.check_options import check_schedule_options
 from workbench.training.strategies.interruptible import Interruptible
-from workbench.training.strategies.layout_hooks import LayoutHooks, hook_root
-from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.layout_hooks import hook_layer, hook_root
+from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.reshard_state import OptimizerState
 from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
@@ -89,8 +89,7 @@ def parallelize(
     unhook(module)
     layers = list(layers_of(module))
     layouts = StageLayouts(world, resolved)
-    layout_hooks = LayoutHooks(layouts)
-    state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
+    state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements)
     converted: dict[int, nn.Parameter] = {}
     stages: dict[nn.Parameter, int] = {}
     for position, (_, layer) in enumerate(layers):
@@ -101,9 +100,9 @@ def parallelize(
         foreign = [
             name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
         ]
-        state.handles += layout_hooks.hook(layer, choice, following, foreign, state.on_interrupt)
+        state.handles += hook_layer(layer, state.in_use, choice, following, foreign, state.on_interrupt)
     replicate_buffers(module, layouts)
-    state.handles += hook_root(module, layouts, state.on_interrupt)
+    state.handles += hook_root(module, state.in_use, state.on_interrupt)
     module.__dict__[STATE] = state
     for install in INSTALLERS:
         state.handles += install(module, state)

@@ -170,7 +170,8 @@ class StageRank:
         resolved, numbering = state.resolved, Numbering(state.resolved, rank_world.device.type)
         own = numbering.of(stage, rank_world.rank)
         transport = StageTransport(rank_world, own, numbering.rank_of, queues)
-        self.rank_world, self._numbering, self._own_layouts = rank_world, numbering, state.layouts
+        self.rank_world, self._numbering = rank_world, numbering
+        self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
         self.world.context.checks_agreement = False  # compares over all ranks
@@ -269,7 +270,7 @@ class StageRank:
         observed = self.world.context.temporarily(
             tracer=around.tracer, recorder=around.recorder, implicit_boxing_allowed=around.implicit_boxing_allowed
         )
-        layouts, caches = self._own_layouts.answered_by(self._layouts), cached_forwards(self._forward_caches)
+        layouts, caches = self._in_use.replaced_by(self._layouts), cached_forwards(self._forward_caches)
         for holder, name, _, view in self._views:
             holder[name] = view
         try:

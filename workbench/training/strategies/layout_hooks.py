@@ -18,15 +18,15 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.training.batches import count_samples
-from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.layouts import LayoutsInUse
 from workbench.training.strategies.state import record_module_call
 
 
 class PrepareInput:
     """The input hook of a layer. While it ``is_disabled``, a forward cache boxes the inputs instead."""
 
-    def __init__(self, prepare_input: Callable[[Any], Any]) -> None:
-        self._prepare_input, self.is_disabled = prepare_input, False
+    def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer) -> None:
+        self._in_use, self._choice, self.is_disabled = in_use, choice, False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments as the layer gets them; None where they go in as they are."""
@@ -35,71 +35,70 @@ class PrepareInput:
     def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with every tensor as the layer means it."""
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
-            return (self._prepare_input(args[0]),), kwargs
-        args, kwargs = tree_map(self._prepare_input, (args, kwargs))
+            return (self._prepare(args[0]),), kwargs
+        args, kwargs = tree_map(self._prepare, (args, kwargs))
         return args, kwargs
 
-
-class LayoutHooks:
-    """Puts the hooks on layers."""
-
-    def __init__(self, layouts: StageLayouts) -> None:
-        self.layouts = layouts
-
-    def hook(
-        self,
-        layer: nn.Module,
-        choice: ResolvedLayer,
-        following: ResolvedLayer | None,
-        foreign: list[str],
-        on_interrupt: list[Callable[[], None]],
-    ) -> list[Any]:
-        """Box a layer's inputs; behind a row-split layer, box its partial sums to the layout of the next layer.
-
-        ``foreign`` names the layer's parameters that live on another stage; ``on_interrupt`` gets what ends a call
-        that has not ended by itself.
-        """
-
-        hook = PrepareInput(lambda value: self._prepare_input(value, choice))
-        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True)]
-        if foreign:
-            handles += _hook_tied(
-                layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim), on_interrupt
-            )
-        if choice.split == "row" or (choice.split and choice.kind == TABLE):
-            target = following if following and following.stage == choice.stage else None
-            handles.append(
-                layer.register_forward_hook(lambda module, args, output: self._prepare_output(output, choice, target))
-            )
-        return handles
-
-    def _prepare_input(self, value: Any, choice: ResolvedLayer) -> Any:
+    def _prepare(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        layouts, choice = self._in_use.layouts, self._choice
+        world = layouts.world
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
-            layout = self.layouts.input_layout(choice, value.dim())
-            world = self.layouts.world
+            layout = layouts.input_layout(choice, value.dim())
             value = from_local(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
-        num_samples = self.layouts.world.context.call.num_samples or (shape[0] if shape else 0)
-        layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
+        num_samples = world.context.call.num_samples or (shape[0] if shape else 0)
+        layout = layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
 
-    def _prepare_output(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
-        """Sums, and columns of a table, are boxed here: behind a residual they would be boxed again and again."""
+
+class PrepareOutput:
+    """The output hook of a layer: boxes sums, and columns of a table, to the layout of the ``following`` layer.
+
+    Behind a residual they would be boxed again and again.
+    """
+
+    def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, following: ResolvedLayer | None) -> None:
+        self._in_use, self._choice, self._following = in_use, choice, following
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output as the next layer gets it."""
         if not isinstance(output, GlobalTensor):
             return output
-        layout, last = output._spec.layout, split(output.dim() - 1)
-        wanted = self.layouts.output_layout(choice, following, output.dim())
+        choice, layout, last = self._choice, output._spec.layout, split(output.dim() - 1)
+        wanted = self._in_use.layouts.output_layout(choice, self._following, output.dim())
         target: NdSbp = tuple(
             b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
             for a, b in zip(layout.sbp, wanted.sbp, strict=True)
         )
         return box_implicitly(output, layout.with_sbp(target), choice.name)
+
+
+def hook_layer(
+    layer: nn.Module,
+    in_use: LayoutsInUse,
+    choice: ResolvedLayer,
+    following: ResolvedLayer | None,
+    foreign: list[str],
+    on_interrupt: list[Callable[[], None]],
+) -> list[Any]:
+    """Box a layer's inputs; behind a row-split layer, box its partial sums to the layout of the next layer.
+
+    ``foreign`` names the layer's parameters that live on another stage; ``on_interrupt`` gets what ends a call that
+    has not ended by itself.
+    """
+    handles = [layer.register_forward_pre_hook(PrepareInput(in_use, choice), with_kwargs=True)]
+    if foreign:
+        handles += _hook_tied(layer, foreign, lambda ndim: in_use.layouts.parameter_layout(choice, ndim), on_interrupt)
+    if choice.split == "row" or (choice.split and choice.kind == TABLE):
+        target = following if following and following.stage == choice.stage else None
+        handles.append(layer.register_forward_hook(PrepareOutput(in_use, choice, target)))
+    return handles
 
 
 def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
@@ -136,7 +135,7 @@ def _hook_tied(
     return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
 
 
-def hook_root(module: nn.Module, layouts: StageLayouts, on_interrupt: list[Callable[[], None]]) -> list[Any]:
+def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callable[[], None]]) -> list[Any]:
     """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
     latest of them.
     """
@@ -145,11 +144,12 @@ def hook_root(module: nn.Module, layouts: StageLayouts, on_interrupt: list[Calla
         leaves = (
             args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
         )
+        layouts = in_use.layouts
         layouts.world.context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
         record_module_call(module)
 
     def restore_call(*_: Any) -> None:
-        layouts.world.context.call = OUTSIDE
+        in_use.layouts.world.context.call = OUTSIDE
 
     on_interrupt.append(restore_call)
     return [

@@ -36,20 +36,6 @@ class StageLayouts:
         is_one = len(set(self.placements)) == 1
         self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
 
-    @contextmanager
-    def answered_by(self, other: StageLayouts) -> Iterator[None]:
-        """Meanwhile, everything that asks these layouts is answered by ``other``, which has another world."""
-        own = dict(self.__dict__)
-        self.__dict__.update(other.__dict__)
-        try:
-            yield
-        finally:
-            self.__dict__.update(own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayouts:
-        """A copied module lies where the module does."""
-        return self
-
     @staticmethod
     def _axes(data: int, model: int) -> list[str]:
         """Axes of size one are left out: boxing along them would do nothing, at a price."""
@@ -127,3 +113,27 @@ class StageLayouts:
 
     def _stages_inside(self, name: str) -> set[int]:
         return {layer.stage for layer in self.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")}
+
+
+class LayoutsInUse:
+    """The layouts that a module's hooks and steps go by, as one object that all of them hold.
+
+    Attributes:
+        layouts: those on the ranks of the world; during an action of a rank with several stages, those of its stage.
+    """
+
+    def __init__(self, layouts: StageLayouts) -> None:
+        self.layouts = layouts
+
+    @contextmanager
+    def replaced_by(self, layouts: StageLayouts) -> Iterator[None]:
+        """Meanwhile, hooks and steps go by ``layouts``, which have another world."""
+        before, self.layouts = self.layouts, layouts
+        try:
+            yield
+        finally:
+            self.layouts = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayoutsInUse:
+        """A copied module lies where the module does."""
+        return self

@@ -15,7 +15,7 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
-from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 
 STATE = "_workbench_parallel"
 ROOT = "(root)"
@@ -47,7 +47,7 @@ class ParallelState:
     """The strategy in force on a module and what carries it.
 
     Attributes:
-        layouts: where the stages lie, and what layers do there.
+        in_use: where the stages lie, and what layers do there.
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
@@ -59,7 +59,7 @@ class ParallelState:
 
     strategy: Strategy
     resolved: ResolvedStrategy
-    layouts: StageLayouts
+    in_use: LayoutsInUse
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
@@ -67,6 +67,11 @@ class ParallelState:
     stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def layouts(self) -> StageLayouts:
+        """The layouts in use now."""
+        return self.in_use.layouts
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
