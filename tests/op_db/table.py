@@ -29,7 +29,7 @@ compared with one device. `python -m tests.op_db.sweep --table` writes this page
   `FallbackWarning` that names the function. The numbers are right; memory and traffic are those of whole tensors.
 
 A torch function that is written in Python is decomposed: the functions inside it have the rules. A suffix such as
-`.reflect` is op_db's name for a variant.
+`.reflect` is op_db's name for a variant. Rules lie in `workbench/tensors/rules/`, by family.
 """
 
 
