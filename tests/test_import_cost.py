@@ -53,10 +53,10 @@ def test_the_algebra_loads_no_torch() -> None:
         assert not loaded_by(*modules_in(room)) & {"torch", "numpy"}, room
 
 
-def test_the_runtime_and_eager_programs_load_nothing_of_a_notebook() -> None:
-    assert not loaded_by(*modules_in("runtime"), *EAGER) & (
-        NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"}
-    )
+def test_ranks_and_eager_programs_load_nothing_of_a_notebook() -> None:
+    floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
+    assert "workbench.tensors.world" in floors
+    assert not loaded_by(*floors, *EAGER) & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
 
 
 def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:

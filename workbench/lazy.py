@@ -9,7 +9,10 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, Iterable[str]], gone: Mapping[str, str] | None = None
+    package: str,
+    homes: Mapping[str, Iterable[str]],
+    gone: Mapping[str, str] | None = None,
+    otherwise: Callable[[str], Any] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a module that loads its names when they are first used.
 
@@ -18,6 +21,9 @@ def lazy_names(
         homes: by module, the names that it has; ``"plan"``, or ``"stages=draw_stages"`` for one that has another name
             there. An empty name stands for the module itself: ``{"workbench.core.sbp": ["sbp="]}``.
         gone: names of earlier versions, each with what to write instead.
+        otherwise: finds a public name that is not among these, or raises ``AttributeError``.
+
+    ``dir`` of the module, and with it completion, has these names only.
 
     >>> find, _, names = lazy_names("shapes", {"math": ["tau", "root=sqrt"]})
     >>> names
@@ -26,18 +32,21 @@ def lazy_names(
     where = _places(homes)
 
     def find(name: str) -> Any:
-        if name not in where:
+        if name in where:
+            module, attribute = where[name]
+            loaded = import_module(module)
+            value = getattr(loaded, attribute) if attribute else loaded
+        elif otherwise is not None and not name.startswith("_"):
+            value = otherwise(name)
+        else:
             instead = f" It is {gone[name]} now." if gone and name in gone else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{instead}")
-        module, attribute = where[name]
-        loaded = import_module(module)
-        value = getattr(loaded, attribute) if attribute else loaded
         if package in sys.modules:  # not asked again
             setattr(sys.modules[package], name, value)
         return value
 
     names = sorted(where)
-    return find, lambda: sorted({*vars(sys.modules[package]), *names}), names
+    return find, lambda: sorted({*filter(_is_special, vars(sys.modules[package])), *names}), names
 
 
 def address_of(package: str, name: str) -> str:
@@ -50,6 +59,10 @@ def address_of(package: str, name: str) -> str:
     """
     module, attribute = _places(import_module(package)._HOMES).get(name, (package, name))
     return f"{module}.{attribute}".rstrip(".")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _places(homes: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:

@@ -13,9 +13,12 @@ under ``%%global``). Names are loaded when they are first used; an engine never 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-_WHERE = {
+from workbench.lazy import lazy_names
+
+_HOMES = {
     # types of elements
     "torch": [
         "bfloat16", "bool", "double", "float", "float16", "float32", "float64", "half", "int", "int8", "int32",
@@ -53,25 +56,16 @@ _MODULES = [
 ]  # fmt: skip
 """Names of ``flow`` that are modules of this folder."""
 
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = list(_MODULE_OF | dict.fromkeys(_MODULES))
+
+def _from_torch(name: str) -> Any:
+    """A function or type of torch's, which takes local and global tensors as it is."""
+    return getattr(import_module("torch"), name)
+
+
+_find, __dir__, __all__ = lazy_names(
+    __name__, _HOMES | {f"{__name__}.{name}": [f"{name}="] for name in _MODULES}, otherwise=_from_torch
+)
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    if name in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-    elif name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif find_spec(f"{__name__}.{name}"):
-        value = import_module(f"{__name__}.{name}")
-    else:  # a function or type of torch's, which takes local and global tensors as it is
-        value = getattr(import_module("torch"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return _find(name)

@@ -47,7 +47,7 @@ def move_blocks(
 
 
 @move_blocks.register_fake
-def _(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str) -> None:
+def _(*_: object) -> None:
     return None
 
 

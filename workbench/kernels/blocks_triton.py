@@ -17,6 +17,7 @@ import triton.language as tl
 
 from workbench.kernels.launch import accumulator, ceil_div, identity_element
 from workbench.kernels.launch import launch as launch_kernel
+from workbench.kernels.triton_types import TYPES
 
 _NUM_DIMS = 4
 _ELEMENTS = 2048
@@ -26,17 +27,6 @@ _MAX_BLOCKS = 65_535
 _VECTOR_BYTES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REDUCTION_CODES = {"none": 0, "sum": 0, "max": 1, "min": 2}
-_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.uint8: tl.uint8,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-}
 
 
 @triton.jit
@@ -144,7 +134,7 @@ def launch(
     if (is_copy and dtype.itemsize in _INTEGERS) or dtype == torch.bool:
         dtype = _INTEGERS[dtype.itemsize]
         targets, sources = [t.view(dtype) for t in targets], [s.view(dtype) for s in sources]
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         return False
     table = _table(targets, sources, counts)
     if table is None:
@@ -162,7 +152,7 @@ def launch(
         programs = max(ceil_div(block[2] * block[3] * block[4], rows) * block[11] for block in part)
         launch_kernel(
             _move, (programs, len(part)), targets[0],
-            *_on_device(part, table.addresses, targets[0].device), _TYPES[dtype], _TYPES[total],
+            *_on_device(part, table.addresses, targets[0].device), TYPES[dtype], TYPES[total],
             _REDUCTION_CODES[reduction], float(fill) if dtype.is_floating_point else int(fill), is_copy, rows, columns,
             vector,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from workbench.kernels.launch import accumulator, ceil_div, launch
+from workbench.kernels.triton_types import FLOATS
 
 _MAX_COLUMNS = 4096
 Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -77,10 +78,6 @@ def _backward(
     tl.store(out + row * num_classes + column, grad.to(narrow), mask=inside)
 
 
-_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
-_NARROW = {**_WIDE, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
 def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     """See ``cross_entropy_terms``."""
     num_rows, num_classes = logits.shape
@@ -90,7 +87,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     if logits.numel():
         launch(
             _forward, (num_rows,), logits,
-            logits, target.contiguous(), lse, picked, total, first, num_classes, *logits.stride(), _WIDE[dtype],
+            logits, target.contiguous(), lse, picked, total, first, num_classes, *logits.stride(), FLOATS[dtype],
             _columns(num_classes), num_warps=8,
         )  # fmt: skip
     return lse, picked, total
@@ -105,8 +102,8 @@ def backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.
         rows = [grad.to(lse.dtype).contiguous() for grad in grads]
         launch(
             _backward, (num_rows, ceil_div(num_classes, columns)), logits,
-            logits, target.contiguous(), lse, *rows, out, first, num_classes, *logits.stride(), _WIDE[lse.dtype],
-            _NARROW[logits.dtype], columns, num_warps=8,
+            logits, target.contiguous(), lse, *rows, out, first, num_classes, *logits.stride(), FLOATS[lse.dtype],
+            FLOATS[logits.dtype], columns, num_warps=8,
         )  # fmt: skip
     return out
 

@@ -36,7 +36,7 @@ def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int, padd
 
 
 @embedding_rows.register_fake
-def _(weight: torch.Tensor, indices: torch.Tensor, first: int, padding: int = -1) -> torch.Tensor:
+def _(weight: torch.Tensor, indices: torch.Tensor, *_: int) -> torch.Tensor:
     return weight.new_empty(indices.shape[0], weight.shape[1])
 
 
@@ -53,7 +53,7 @@ def embedding_rows_backward(
 
 
 @embedding_rows_backward.register_fake
-def _(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1) -> torch.Tensor:
+def _(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, *_: int) -> torch.Tensor:
     return grad.new_empty(num_rows, grad.shape[1])
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from workbench.kernels.launch import ceil_div, launch
+from workbench.kernels.triton_types import FLOATS, wide_type
 
 _MAX_COLUMNS = 512
 
@@ -71,14 +72,6 @@ def _backward(
         tl.store(out + row * width + column, total.to(narrow), mask=inside)
 
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-
-
 def forward(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
     """See ``embedding_rows``."""
     num_rows, width = weight.shape
@@ -100,11 +93,10 @@ def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: in
         rows, order = indices.sort(stable=True)
         runs = torch.searchsorted(rows, rows, right=True) - torch.arange(num_positions, device=rows.device)
         columns = _columns(width)
-        wide = tl.float64 if grad.dtype == torch.float64 else tl.float32
         launch(
             _backward, (num_positions, ceil_div(width, columns)), grad,
-            grad, rows, order, runs, out, first, padding, num_rows, width, *grad.stride(), wide, _TYPES[grad.dtype],
-            columns,
+            grad, rows, order, runs, out, first, padding, num_rows, width, *grad.stride(),
+            wide_type(grad.dtype), FLOATS[grad.dtype], columns,
         )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from workbench.kernels.launch import ceil_div, float64_bits, launch
+from workbench.kernels.triton_types import FLOATS, TYPES, wide_type
 
 _NUM_DIMS = 4
 _UNIFORM, _INTEGERS = 0, 3
@@ -141,20 +142,6 @@ def _dropout(
     tl.store(out + lane, tl.where(is_kept, value, 0.0).to(element), mask=inside)
 
 
-_FLOATS = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-_ELEMENTS_OF = {
-    **_FLOATS,
-    torch.uint8: tl.uint8,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-}
 _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -165,16 +152,16 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
         return False
     if out.dtype == torch.bool:
         out = out.view(torch.uint8)
-    if place is None or out.dtype not in _ELEMENTS_OF or not out.is_contiguous():
+    if place is None or out.dtype not in TYPES or not out.is_contiguous():
         return False
-    wide = tl.float64 if out.dtype == torch.float64 else tl.float32
+    wide = wide_type(out.dtype)
     if kind == _INTEGERS:
         a, b = int(low), int(high) - int(low)
     else:
         a, b = float64_bits(low), float64_bits(high - low if kind == _UNIFORM else high)
     launch(
         _fill, (ceil_div(out.numel(), _ELEMENTS),), out,
-        out, out.numel(), key, first, *place, a, b, kind, _BITS.get(out.dtype, 24), wide, _ELEMENTS_OF[out.dtype],
+        out, out.numel(), key, first, *place, a, b, kind, _BITS.get(out.dtype, 24), wide, TYPES[out.dtype],
         _ELEMENTS,
     )  # fmt: skip
     return True
@@ -188,14 +175,14 @@ def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
 def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor | None:
     """See ``dropout_slice``; None for unsupported cases."""
     place = _merge(x.shape, strides)
-    if place is None or x.dtype not in _FLOATS or probability >= 1.0:
+    if place is None or x.dtype not in FLOATS or probability >= 1.0:
         return None
     out = torch.empty_like(x)
-    wide = tl.float64 if x.dtype == torch.float64 else tl.float32
+    wide = wide_type(x.dtype)
     launch(
         _dropout, (ceil_div(x.numel(), _ELEMENTS),), x,
         x, out, x.numel(), key, first, *place, float64_bits(1 - probability), float64_bits(1 / (1 - probability)), wide,
-        _FLOATS[x.dtype], _ELEMENTS,
+        FLOATS[x.dtype], _ELEMENTS,
     )  # fmt: skip
     return out
 

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-_WHERE = {
+from workbench.lazy import lazy_names
+
+_HOMES = {
     "workbench.flow.nn.functions": [
         "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
         "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
         "sparse_softmax_cross_entropy_with_logits",
     ],
-    "workbench.flow.nn.modules": ["Module"],
+    "workbench.flow.nn.modules": ["Module", "modules="],
     "workbench.flow.nn.graph": ["Graph"],
 }  # fmt: skip
 """Module -> the names of ``flow.nn`` that it holds."""
 
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = list(_MODULE_OF)
+
+def _from_torch(name: str) -> Any:
+    """A module of torch's, with the methods of this ``Module``; a function or a namespace of torch.nn as it is."""
+    return import_module(f"{__name__}.modules").from_torch(name)
+
+
+_find, __dir__, __all__ = lazy_names(__name__, _HOMES, otherwise=_from_torch)
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    if name in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-    elif name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif find_spec(f"{__name__}.{name}"):
-        value = import_module(f"{__name__}.{name}")
-    else:  # a module of torch's, with the methods of this Module; a function or a namespace of torch.nn as it is
-        value = import_module(f"{__name__}.modules").from_torch(name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return _find(name)

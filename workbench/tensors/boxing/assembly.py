@@ -8,6 +8,7 @@ from workbench.core.boxing import BoxingPlan, Move
 from workbench.core.layout import Region
 from workbench.core.sbp import Partial
 from workbench.kernels import blocks, launch
+from workbench.kernels.blocks import slice_region
 from workbench.tensors.global_tensor import Spec
 from workbench.transport.base import ACCUMULATED_IN_32_BITS
 
@@ -80,11 +81,3 @@ def _extreme(dtype: torch.dtype, highest: bool) -> float | int | bool:
 def region_shape(region: Region) -> tuple[int, ...]:
     """Sizes of a region."""
     return tuple(stop - start for start, stop in region)
-
-
-def slice_region(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The part of ``tensor`` that lies in ``region``, as a view."""
-    for dim, (start, stop) in enumerate(region):
-        if stop - start != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, stop - start)
-    return tensor

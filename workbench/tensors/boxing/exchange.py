@@ -16,7 +16,8 @@ from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Region
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembly import assemble, packed, region_shape, slice_region
+from workbench.kernels.blocks import slice_region
+from workbench.tensors.boxing.assembly import assemble, packed, region_shape
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.world import World
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer

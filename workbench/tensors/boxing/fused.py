@@ -18,7 +18,8 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembly import assemble, region_shape, slice_region
+from workbench.kernels.blocks import slice_region
+from workbench.tensors.boxing.assembly import assemble, region_shape
 from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap

@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
+from workbench.kernels.blocks import slice_region
 from workbench.tensors import world
-from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.tensors.leaf_gradients import set_reduced_grad

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch
 
-from workbench.tensors.boxing.assembly import slice_region
+from workbench.kernels.blocks import slice_region
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import forget_sum, gradient_state
 from workbench.tensors.leaf_gradients import read_grad

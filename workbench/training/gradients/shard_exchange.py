@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from workbench.tensors.boxing.assembly import slice_region
+from workbench.kernels.blocks import slice_region
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
 from workbench.transport.base import PeerShape, PeerTensor, Release, pack

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.boxing.assembly import slice_region
+from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.box import box_placeholder
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.world import World
