@@ -1,8 +1,8 @@
 """The rules of torch's functions, a folder per family. Importing this package registers them all.
 
-To add a function: one line in the family's file (an equation), or a function that returns a ``Resolution``. Families
-share `reduction/two_stage` (reductions over split dims), `reduction/empty_shards` and `views/row_moves` (moving rows
-along a split dim).
+To add a function, add one line to the family's file (an equation), or a function that returns a ``Resolution``.
+Families share `reduction/two_stage` (reductions over split dims), `reduction/empty_shards` and `views/row_moves`
+(moving rows along a split dim).
 """
 
 from workbench.tensors.rules.attention import attention, multihead

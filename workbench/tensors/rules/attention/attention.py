@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch, heads, query rows and value width split."""
+"""Scaled dot-product attention: batch, heads, query rows and the width of values may be split."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from workbench.tensors.rules.reduction.empty_shards import zeros
 
 @rule("scaled_dot_product_attention", parameters="query key value attn_mask dropout_p is_causal")
 def _attention(call: Call) -> Resolution | None:
-    """Keys and the width of queries stay whole, as the softmax and the scores need all of them."""
+    """Keys and the width of queries stay whole: the softmax and the scores need all of them."""
     if call.arg(4, "dropout_p", 0.0) > 0 or min(map(len, call.shapes)) < 2:
         return None
     mask = ", ...lS" if len(call.operands) == 4 else ""
     if not _is_grouped(call):
         return Resolution(f"...lE, ...SE, ...Sv{mask} -> ...lv", _localize)
-    # The dims left of the heads are the batch; the heads of queries split only where those of the keys do.
+    # The dims before the heads are the batch; heads of queries split only if those of the keys do.
     text = f"...HlE, ...GSE, ...GSv{mask.replace('...', '...H')} -> ...Hlv"
     found = signatures(text, call.shapes, [len(call.outputs[0][0])])
     return Resolution([*_over_heads(call), *found], _localize)
@@ -34,7 +34,7 @@ def _is_grouped(call: Call) -> bool:
 
 
 def _over_heads(call: Call) -> list[Signature]:
-    """Query heads split together with the key heads they use: slices must hold whole groups."""
+    """Query heads split together with their key heads: slices must hold whole groups."""
     query, key = call.shapes[0], call.shapes[1]
     placement = call.operands[0]._spec.layout.placement
     if key[-3] != call.shapes[2][-3] or (key[-3] % placement.num_ranks and key[-3] != 1):
@@ -49,7 +49,7 @@ def _over_heads(call: Call) -> list[Signature]:
 
 
 def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-    """Slices of the query rows need the rows' own part of the causal mask."""
+    """A slice of the query rows needs its rows of the causal mask."""
     if any(0 in spec.local_shape for spec in inputs):
         return zeros(call, outputs)
     if "l" not in letters or not call.arg(5, "is_causal", False) or outputs[0].is_placeholder:
@@ -77,7 +77,7 @@ def attention_with_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with dropout written out: which weights are dropped depends on their logical position only."""
+    """Attention with explicit dropout: the dropped weights depend on their logical position only."""
     if dropout_p == 0.0:
         return NotImplemented
     if enable_gqa:

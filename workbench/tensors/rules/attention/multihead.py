@@ -1,7 +1,7 @@
-"""Multi-head attention as torch writes it, but with batch and heads as dims of their own.
+"""Multi-head attention as in torch, but with batch and heads as separate dims.
 
-torch's version merges steps and batch into one dim before the output projection, and batch and heads into another
-before the product; slices of the batch are no slices of these, so each layer would move its input around.
+torch's version merges steps and batch into one dim before the output projection, and batch and heads into one before
+the product. A slice of the batch is not a slice of the merged dims, so each layer would box its input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions, their transposes, and the patches they work on. Space stays whole: a kernel slides over it."""
+"""Convolutions, transposed convolutions, and their patches. Space stays whole, because a kernel slides over it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ equations("conv_tbc", "Xnc, Kco, +o -> Xno")
 
 
 def _over_space(call: Call, weight: str, grouped_weight: str) -> Resolution:
-    """Batch, output channels and input channels (the result is a sum over these); groups as whole groups."""
+    """Batch, output channels and input channels may be split (the result is a sum over input channels); groups as whole
+    groups.
+    """
     num_spatial = len(call.shapes[1]) - 2
     space, kernel = _SPATIAL[:num_spatial], _KERNEL[:num_spatial]
     batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""
@@ -47,7 +49,7 @@ def _over_space(call: Call, weight: str, grouped_weight: str) -> Resolution:
 
 
 def _grouped(call: Call, text: str, channel: int) -> Resolution:
-    """Slices of the channels that are whole groups convolve by themselves, with fewer groups."""
+    """A slice of the channels with whole groups is a convolution with fewer groups."""
     found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
     if _slices_hold_groups(call, call.shapes[0][channel], call.outputs[0][0][channel]):
         bias = (Split(0),) * (len(call.operands) - 2)
@@ -70,7 +72,7 @@ def _slices_hold_groups(call: Call, num_in: int, num_out: int) -> bool:
 
 
 def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-    """With this rank's number of groups; without a channel, zeros and the bias."""
+    """Convolve with this rank's number of groups; a rank without a channel returns zeros and the bias."""
     function: Any = call.func
     if any(0 in spec.local_shape for spec in inputs):
         return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
@@ -92,7 +94,7 @@ def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tupl
 
 @rule("unfold", "im2col", parameters="input kernel_size dilation padding stride")
 def _patches(call: Call) -> Resolution:
-    """Image to columns: batch, and channels where their slices are slices of the columns too; linear."""
+    """Image to columns. Batch may be split, and channels if their slices are slices of the columns. Linear."""
     if call.func is torch.Tensor.unfold:
         return windows(call)
     return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-3, -2))

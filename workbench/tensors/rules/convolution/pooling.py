@@ -1,4 +1,4 @@
-"""Pools and their inverses. Each channel is on its own and space stays whole; indices count within a plane."""
+"""Pools and their inverses. Channels are independent, and space stays whole; indices count within a plane."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Index expressions that need more than a rule: masks and lists are read as index tensors, and assignments.
+"""Index expressions that a rule cannot express: masks and lists, which become index tensors, and assignments.
 
-An assignment keeps the layout of what is written. Every rank writes into its own rows; where the target is a sum of
-terms, so is the value.
+An assignment keeps the layout of its target. Each rank writes into its own rows. If the target is a sum of terms, so is
+the value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE = slice(None)
 
 @handler("getitem")
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """Numbers, slices and None go to the rule; then index tensors over dims that are whole otherwise."""
+    """Numbers, slices and None are left to the rule; then come index tensors, with all other dims whole."""
     index = args[1]
     if type(index) is int or type(index) is slice:
         return NotImplemented
@@ -43,7 +43,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
-    """One item per dim, lists as tensors and masks as index tensors; None for what only torch itself understands."""
+    """One item per dim, with lists as tensors and masks as index tensors; None if only torch can read the index."""
     listed = index if isinstance(index, tuple) else (index,)
     items = [_as_tensor(item, target) for item in listed]
     if any(_is_condition(item) for item in items):
@@ -73,7 +73,7 @@ def _as_tensor(item: Any, target: GlobalTensor) -> Any:
 
 
 def _is_condition(item: Any) -> bool:
-    """True, False, and masks without dims: take all, or nothing."""
+    """True, False, and masks without dims: they select everything or nothing."""
     return isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim())
 
 
@@ -91,7 +91,7 @@ def _check_mask(mask: Any, target: GlobalTensor, dim: int) -> None:
 def setitem(func: Any, args: Any, kwargs: Any) -> None:
     """``x[index] = value``, in the layout of ``x``."""
     target, index, value = args
-    if not isinstance(target, GlobalTensor):  # a plain tensor would keep this rank's part only
+    if not isinstance(target, GlobalTensor):  # a plain tensor would keep only this rank's part
         return call_by_plan(func, args)
     listed = index if isinstance(index, tuple) else (index,)
     if all(map(is_basic, listed)):
@@ -140,7 +140,7 @@ def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
 
 
 def _boxed_value(value: GlobalTensor, target: GlobalTensor, result_dims: list[int | None]) -> GlobalTensor:
-    """The value where it is needed: beside the target along dims that are whole, as a term of a sum of terms."""
+    """The value in the layout that the write needs: B along whole dims, a term for a sum of terms."""
     spec = target._spec
     entries: list[Sbp] = []
     for entry in spec.layout.sbp:
@@ -154,7 +154,7 @@ def _boxed_value(value: GlobalTensor, target: GlobalTensor, result_dims: list[in
 
 
 def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
-    """``x[numbers, slices and None] = value``: every rank writes what falls into its rows."""
+    """``x[numbers, slices and None] = value``: each rank writes the part in its own rows."""
     spec = target._spec
     sources = [dim for dim, item in enumerate(i for i in items if i is not None)]
     dims = iter(sources)
@@ -197,7 +197,7 @@ def _takes_all(item: Any, size: int) -> bool:
 
 
 def _own_slice(rows: range, start: int, stop: int) -> tuple[slice, int]:
-    """Which of ``rows`` lie in [start, stop), as a slice of the shard, and how many come before."""
+    """The part of ``rows`` in [start, stop) as a slice of the shard, and the number of rows before it."""
     skipped = max(0, -((rows.start - start) // rows.step))
     first = rows.start + skipped * rows.step
     count = len(range(first, min(rows.stop, stop), rows.step))
@@ -205,7 +205,7 @@ def _own_slice(rows: range, start: int, stop: int) -> tuple[slice, int]:
 
 
 def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accumulate: bool) -> None:
-    """``x[index tensors and whole dims] = value`` (or ``+=``): every rank writes the rows that it holds."""
+    """``x[index tensors and whole dims] = value`` (or ``+=``): each rank writes its own rows."""
     spec = target._spec
     dims = [d for d, item in enumerate(items) if isinstance(item, torch.Tensor)]
     indices = [box_implicitly(items[d], spec.layout.broadcast(), "an index assignment") for d in dims]
@@ -241,7 +241,7 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
 
 
 def _count_write(target: GlobalTensor) -> None:
-    """Boxings are cached by version: it has to change on every rank, also where nothing was written."""
+    """Raise the tensor's version on every rank, also where nothing was written: boxings are cached by version."""
     with local_torch():
         torch.autograd.graph.increment_version(target)
 

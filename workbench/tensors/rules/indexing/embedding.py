@@ -1,4 +1,4 @@
-"""Tables of vectors: split by indices, by width, and by rows of the table."""
+"""Tables of vectors: indices, width and rows of the table may be split."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_em
 
 @rule("embedding", parameters="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
 def _embedding(call: Call) -> Resolution | None:
-    """Any dim of the indices, the width of the table, or its rows: then every rank finds its own rows, and zeros.
+    """Any dim of the indices may be split, or the width of the table, or its rows: each rank then looks up its own rows
+    and returns zeros for the others.
 
-    Gradients are dense whatever ``sparse`` says. Scaled by frequency they need all indices.
+    Gradients are dense, whatever ``sparse`` says. Gradients scaled by frequency need all indices.
     """
     by_function = call.func is not torch.embedding
     indices, table = (0, 1) if by_function else (1, 0)
@@ -50,7 +51,7 @@ def _embedding(call: Call) -> Resolution | None:
 
 
 def _rows_of(spec: Spec) -> tuple[int, int]:
-    """First and last row (exclusive) of a table that this rank holds."""
+    """This rank's first row of a table, and the row after its last."""
     return (0, spec.shape[0]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[0]
 
 
@@ -73,7 +74,7 @@ def _whole_table(by_function: bool, padding: int | None, scales: bool) -> Callab
 def _own_rows(
     by_function: bool, rows: tuple[int, int], num_rows: int, padding: int | None
 ) -> Callable[..., torch.Tensor]:
-    """Vectors of the rows that this rank has, zeros for the others."""
+    """Vectors of this rank's rows, zeros for the others."""
     start, stop = rows
     own_padding = padding - start if padding is not None and start <= padding < stop else None
 
@@ -91,7 +92,9 @@ def _own_rows(
 
 
 def _check_range(indices: torch.Tensor, num_rows: int) -> None:
-    """What no rank has would be zeros everywhere; torch says so only where the table is whole."""
+    """Raise for an index that no rank has. torch raises only if the table is whole; on slices the result would be
+    zeros.
+    """
     if not can_read(indices) or not indices.numel():
         return
     lowest, highest = (int(bound) for bound in indices.aminmax())
@@ -112,7 +115,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """With ``max_norm``, rows that are used are first scaled in place."""
+    """``F.embedding``; with ``max_norm``, the rows in use are first scaled in place."""
     if max_norm is None:
         return NotImplemented
     with torch.no_grad():
@@ -125,7 +128,9 @@ _BAG = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse p
 
 @rule("embedding_bag", parameters=_BAG)
 def _embedding_bag(call: Call) -> Resolution | None:
-    """Bags that are rows of the indices split, and the width of the table; offsets keep the bags together."""
+    """The rows of two-dim indices may be split (each is a bag), and the width of the table. With offsets, all indices
+    stay whole.
+    """
     if call.func is torch.embedding_bag or call.arg(3, "max_norm") is not None:
         return None
     scales = call.arg(5, "scale_grad_by_freq", False)
@@ -133,14 +138,14 @@ def _embedding_bag(call: Call) -> Resolution | None:
     indices = f"{bags}N" if len(call.shapes[0]) == 2 else "N"
     weights = f", {indices}" if isinstance(call.arg(8, "per_sample_weights"), torch.Tensor) else ""
     offsets = ", O" if isinstance(call.arg(2, "offsets"), torch.Tensor) else ""
-    width = "E" if weights else "e"  # the gradient of a weight is a sum over the width, which one device rounds as one
+    width = "E" if weights else "e"  # a weight's gradient is a sum over the width, which one device rounds once
     result = f"{bags}{width}" if len(call.shapes[0]) == 2 else f"Q{width}"
     return Resolution(f"{indices}, V{width}{offsets}{weights} -> {result}", zeros_where_empty)
 
 
 @composite("embedding_bag")
 def embedding_bag(input: Any, weight: Any, offsets: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Bags over rows of a split table: every row looked up on its own rank, then summed. Gradients are dense."""
+    """Bags over rows of a split table: each rank looks up its own rows, and the bags are summed. Dense gradients."""
     options = dict(zip(_BAG.split()[3:], args, strict=False)) | kwargs
     if options.get("sparse"):
         return F.embedding_bag(input, weight, offsets, **{**options, "sparse": False})

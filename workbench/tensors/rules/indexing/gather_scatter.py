@@ -1,8 +1,8 @@
 """Gather and scatter: rows and elements by index along one dim.
 
-Dims that the index does not run along keep their split where the index has their size. Along a split dim every rank
-looks for the entries that fall into its own rows: what is gathered so is a sum over the ranks, and what is scattered
-elsewhere goes into a row that is thrown away.
+Other dims keep their split if the index has their size. Along a split dim, each rank handles the entries that fall into
+its own rows. A gather is then a sum over the ranks. A scatter writes entries of other ranks into a spare row, which is
+dropped.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def _index_select(call: Call) -> Resolution | None:
 
 
 def _aligned(call: Call, dim: int, tensors: Sequence[int]) -> list[int]:
-    """Dims apart from ``dim`` in which the tensors have one size, so that their slices lie side by side."""
+    """Dims other than ``dim`` in which all tensors have the same size, so that equal slices belong together."""
     shapes = [call.shapes[k] for k in tensors]
     return [d for d in range(len(shapes[0])) if d != dim and len({shape[d] for shape in shapes}) == 1]
 
 
 @rule("gather", parameters="input dim index")
 def _gather(call: Call) -> Resolution | None:
-    """Also ``take_along_dim``, once the shapes are alike."""
+    """Also for ``take_along_dim``, once the shapes are equal."""
     ndim = len(call.shapes[0])
     if not ndim or len(call.shapes[1]) != ndim:
         return None
@@ -109,19 +109,21 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     whole, rows = list(sizes), list(sizes)
     if sizes:
         whole[dim], rows[dim] = input.shape[dim], indices.shape[dim]
-        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather itself takes no negative ones
+        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather itself takes no negative indices
     return torch.gather(input.expand(whole), dim, indices.expand(rows))
 
 
 @composite("take")
 def take(input: Any, index: Any) -> Any:
-    """``input`` counted through, at ``index``."""
+    """The elements of the flattened ``input`` at ``index``."""
     return input.reshape(-1)[index] if index.dim() else input.reshape(-1)[index.reshape(1)].reshape(())
 
 
 @rule("index_add", "index_reduce", "index_copy", "index_fill", parameters="input dim index source")
 def _index_write(call: Call) -> Resolution | None:
-    """Rows by index. Added rows may come from anywhere: each rank adds its own, and the sum is over the ranks."""
+    """Rows by index. Added rows may come from any rank: each rank adds its own, and the result is the sum over the
+    ranks.
+    """
     ndim = len(call.shapes[0])
     if not ndim or (len(call.operands) == 3 and len(call.shapes[2]) not in (0, ndim)):
         return None
@@ -181,7 +183,7 @@ def _scatter(call: Call) -> Resolution | None:
 
 
 def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
-    """The function on this rank's rows and one more, where everything lands that belongs to other ranks."""
+    """Run the function on this rank's rows and a spare row, which receives all entries of other ranks."""
     size, (start, stop) = call.shapes[0][dim], own_rows(spec, dim)
     function, in_place = call.func, getattr(call.func, "__name__", "").endswith("_")
     plain = getattr(torch.Tensor, function.__name__[:-1]) if in_place else function
@@ -198,7 +200,7 @@ def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
 
 @rule("diagonal_scatter", "select_scatter", "slice_scatter")
 def _scatter_view(call: Call) -> Resolution | None:
-    """A copy with a part replaced; the dims that are cut stay whole. Linear in both."""
+    """A copy with one part replaced. The dims of that part's slice stay whole. Linear in both operands."""
     ndim = len(call.shapes[0])
     if call.name == "diagonal_scatter":
         pair = [call.arg(3, "dim1", 0) % ndim, call.arg(4, "dim2", 1) % ndim]
@@ -210,6 +212,6 @@ def _scatter_view(call: Call) -> Resolution | None:
 
 @composite("put")
 def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    """``input`` counted through, with ``source`` put at ``index``."""
+    """A copy of ``input`` with ``source`` written at ``index`` of the flattened elements."""
     flat = input.reshape(-1)
     return torch.index_put(flat, (index.reshape(-1),), source.reshape(-1), accumulate).reshape(input.shape)

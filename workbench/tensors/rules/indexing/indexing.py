@@ -1,8 +1,8 @@
-"""Indexing: numbers, slices, None, ``...``, masks and index tensors, read and assigned.
+"""Indexing: numbers, slices, None, ``...``, masks and index tensors.
 
-Dims that are taken whole keep their split. A slice of a split dim is dealt out anew without a gather; one row of it is
-sent to all. An index tensor over a split dim is looked up on every rank in its own rows: the sum over the ranks is the
-result.
+Dims that are taken whole keep their split. A slice of a split dim becomes a balanced split without a gather; a single
+row of it is sent to all ranks. An index tensor over a split dim is looked up on every rank in its own rows, and the
+result is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_basic(item: Any) -> bool:
 
 
 def as_items(index: Any, ndim: int) -> list[Any]:
-    """The items of an index, one for every dim (and every None), ``...`` written out."""
+    """The items of an index, one for each dim and each None; ``...`` is expanded."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_num_dims(item) for item in items)
     at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
@@ -79,7 +79,7 @@ def _at(ndim: int, dim: int, item: Any) -> list[Any]:
 
 
 def basic(call: Call, items: list[Any]) -> Resolution:
-    """Numbers, slices and None: a row map for every split dim that is cut."""
+    """Numbers, slices and None: a row map for each split dim that is cut."""
     shape = call.shapes[0]
     parts = call.operands[0]._spec.layout.placement.num_ranks
     found, cut = [], {}
@@ -113,7 +113,7 @@ def basic(call: Call, items: list[Any]) -> Resolution:
 
 
 def _row_maps(source: Spec, target: NdSbp, cut: dict[int, Segment], items: list[Any]) -> tuple[list[RowPlan], Any]:
-    """One row map per dim, and the index that is left to do on the shard."""
+    """One row map per dim, and the index that remains for the shard."""
     plans, layout, shape = [], source.layout, source.shape
     for dim, segment in cut.items():
         before = Side(layout, shape)
@@ -133,7 +133,7 @@ def _row_maps(source: Spec, target: NdSbp, cut: dict[int, Segment], items: list[
 
 
 def lookup(call: Call, items: list[Any]) -> Resolution:
-    """Index tensors and whole dims. The index's own dims may be split too, if all index tensors have them."""
+    """Index tensors and whole dims. The index's own dims may be split too, if all index tensors have these dims."""
     shape, operands = call.shapes[0], call.operands
     indexed = [d for d, item in enumerate(items) if isinstance(item, torch.Tensor)]
     index_shapes = call.shapes[1:]
@@ -183,7 +183,7 @@ def masked_lookup(
         local[dim], inside = shifted(items[dim], size, start, stop)
         valid = inside if valid is None else valid & inside
     assert valid is not None
-    if any(start == stop for _, start, stop in bounds.values()):  # nothing is found in no rows; one is needed to look
+    if any(start == stop for _, start, stop in bounds.values()):  # a lookup needs at least one row
         room = [int(d in bounds and x.shape[d] == 0) for d in reversed(range(x.dim()))]
         x = torch.nn.functional.pad(x, [size for missing in room for size in (0, missing)])
     found = x[tuple(local)]
@@ -191,7 +191,7 @@ def masked_lookup(
 
 
 def shifted(index: torch.Tensor, size: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index into this rank's rows (0 where it has them not), and where it has them."""
+    """An index relative to this rank's rows (0 for other rows), and a mask of the rows that this rank has."""
     check_bounds(index, size)
     index = torch.where(index < 0, index + size, index)
     valid = (index >= start) & (index < stop)
@@ -199,7 +199,7 @@ def shifted(index: torch.Tensor, size: int, start: int, stop: int) -> tuple[torc
 
 
 def check_bounds(index: torch.Tensor, size: int) -> None:
-    """A rank looks for rows of its own only, so an index that nobody has would go unnoticed."""
+    """Raise for an index that is out of range. Each rank looks only for its own rows and would not notice."""
     if index.device.type != "cpu" or not index.numel():
         return
     low, high = int(index.min()), int(index.max())

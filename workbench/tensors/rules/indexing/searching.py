@@ -1,4 +1,4 @@
-"""Functions that search values among others: ``bucketize``, ``searchsorted``, ``isin``."""
+"""Functions that search for values among others: ``bucketize``, ``searchsorted``, ``isin``."""
 
 from __future__ import annotations
 

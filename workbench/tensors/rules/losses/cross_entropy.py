@@ -1,8 +1,8 @@
-"""Cross entropy and negative log likelihood, with the batch split, the classes split, or both.
+"""Cross entropy and negative log likelihood, with batch, classes or both split.
 
-The sum over a split batch is a partial sum; a mean divides it by the logical number (or weight) of the targets that
-count. Over split classes this is the vocabulary-parallel loss (Shoeybi et al., arXiv 1909.08053): every rank looks up
-the labels that fall among its classes, and three numbers per row are summed over the ranks; the logits never move.
+The sum over a split batch is a partial sum. A mean divides it by the logical number (or weight) of the targets that
+count. Over split classes this is the vocabulary-parallel loss (Shoeybi et al., arXiv 1909.08053): each rank looks up
+the labels among its classes, and the ranks sum three numbers per row. The logits never move.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
     parameters="input target weight size_average ignore_index reduce reduction label_smoothing",
 )
 def _by_rows(call: Call) -> Resolution | None:
-    """``none`` keeps the batch, ``sum`` over a split batch is a partial sum; the classes stay whole."""
+    """``none`` keeps the batch; ``sum`` over a split batch is a partial sum. The classes stay whole."""
     scores, target = call.shapes[0], call.shapes[1]
     by_probability = len(scores) == len(target)
     weights = ", C" * (len(call.operands) - 2)
@@ -87,9 +87,9 @@ def nll_loss(input: Any, target: Any, weight: Any = None, size_average: Any = No
 
 
 def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Any:
-    """The common case, data parallelism with labels that every rank holds, in one lookup; None in all others.
+    """The common case in one lookup: data parallelism, with labels that every rank holds. None in all other cases.
 
-    The count of the targets is known everywhere, so the loss is the sum of the shard's losses over it.
+    Every rank knows the number of targets, so the loss is the sum of each shard's losses over that number.
     """
     if type(input) is not GlobalTensor or target.is_floating_point():
         return None
@@ -115,8 +115,8 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
 
 
 def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
-    """Spec of the loss, and where this rank's labels lie: (dim, start, size). None where the classes are split,
-    something is a partial sum, or the shapes are not those of labels.
+    """Spec of the loss, and the place of this rank's labels: (dim, start, size). None if the classes are split, an
+    operand is a partial sum, or the shapes are not those of labels.
     """
     shape, layout = spec.shape, spec.layout
     if len(shape) < 2 or layout.has_partial or layout.is_broadcast or target != (shape[0], *shape[2:]):
@@ -133,7 +133,7 @@ def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tu
 
 
 def _joined(input: Any, target: Any, weight: Any) -> list[Any] | None:
-    """(input, target, weight) with all tensors global on the input's placement; None where a rule has to see to it."""
+    """(input, target, weight), all global on the input's placement; None where a rule has to handle the call."""
     if type(input) is not GlobalTensor or not isinstance(target, torch.Tensor):
         return None
     spec = input._spec
@@ -185,14 +185,14 @@ def _loss(
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
-    """Refuse targets as torch does: shards of tensors that do not belong together may fit by chance."""
+    """Refuse targets as torch does. On shards, wrong shapes could fit by chance."""
     if target not in ((scores[0], *scores[2:]), scores):
         with local_torch():
             function(torch.empty(scores, device="meta"), torch.empty(target, dtype=torch.long, device="meta"))
 
 
 def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: int) -> Any:
-    """How many targets count, or what they weigh together: what a mean divides by."""
+    """The divisor of a mean: the number of targets that count, or the sum of their weights."""
     counted: Any = target != ignore_index
     if weight is None:
         return counted.sum()
@@ -206,14 +206,16 @@ def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: i
 
 
 class _Lookup:
-    """The labels that fall among a rank's classes."""
+    """Looks up the labels among a rank's classes."""
 
     def __init__(self, input: GlobalTensor, class_dim: int, ignore_index: int) -> None:
         self.dim, self.ignore_index = class_dim, ignore_index
         self.start, self.num_classes = first_row(input, class_dim), input._spec.shape[class_dim]
 
     def check(self, target: torch.Tensor) -> torch.Tensor:
-        """Which targets count; one that is no class is an error, where reading it does not wait for a device."""
+        """A mask of the targets that count. A target that is not a class raises, where reading it needs no wait for a
+        device.
+        """
         valid = target != self.ignore_index
         if can_read(target) and bool((valid & ((target < 0) | (target >= self.num_classes))).any()):
             wrong = target[valid & ((target < 0) | (target >= self.num_classes))][0].item()
@@ -221,14 +223,14 @@ class _Lookup:
         return valid
 
     def own(self, target: torch.Tensor, num_own: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether a label is among the rank's ``num_own`` classes, and its number there (zero for others)."""
+        """A mask of the labels among the rank's ``num_own`` classes, and their numbers there (zero for others)."""
         valid = self.check(target)
         index = target - self.start
         mine = valid & (index >= 0) & (index < num_own)
         return mine, torch.where(mine, index, 0)
 
     def pick(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """``x`` at the labels, zero where they are another rank's."""
+        """``x`` at the labels; zero for labels of other ranks."""
         if x.shape[self.dim] == 0:
             self.own(target, 0)
             return x.sum(self.dim)
@@ -236,7 +238,7 @@ class _Lookup:
         return torch.where(mine, x.gather(self.dim, index.unsqueeze(self.dim)).squeeze(self.dim), 0)
 
     def pick_weight(self, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The weight of the labels' classes, zero where they are another rank's."""
+        """The weights of the labels' classes; zero for labels of other ranks."""
         mine, index = self.own(target, len(weight))
         return torch.where(mine, weight[index] if len(weight) else 0, 0)
 
@@ -244,7 +246,7 @@ class _Lookup:
 def _class_operands(
     input: GlobalTensor, target: GlobalTensor, weight: GlobalTensor | None, stages: Stages
 ) -> tuple[list[GlobalTensor], list[Any]]:
-    """The operands and the layouts in which every rank has its classes of its rows."""
+    """The operands, and the layouts in which each rank has its classes of its rows."""
     by_index = len(target._spec.shape) < len(input._spec.shape)
     operands, layouts = [input, target], [stages.layout, stages.dropped if by_index else stages.layout]
     if weight is not None:
@@ -257,7 +259,7 @@ def _class_operands(
 def _rows_of_likelihoods(
     input: GlobalTensor, target: GlobalTensor, weight: GlobalTensor | None, class_dim: int, ignore_index: int, _: float
 ) -> GlobalTensor:
-    """Minus the log likelihood of each row's label, as terms: one rank has it, the others zero."""
+    """Minus the log likelihood of each row's label, as terms: one rank has the value, the others zero."""
     stages = stages_of(input, [class_dim])
     lookup = _Lookup(input, class_dim, ignore_index)
     operands, layouts = _class_operands(input, target, weight, stages)
@@ -326,7 +328,7 @@ def _rows_of_split_classes(
 def _rows_by_kernel(
     input: GlobalTensor, target: GlobalTensor, _: None, class_dim: int, ignore_index: int, label_smoothing: float
 ) -> GlobalTensor:
-    """Each row's loss from three numbers per rank, made in one pass (``kernels.cross_entropy_terms``)."""
+    """The loss of each row from three numbers per rank, computed in one pass (``kernels.cross_entropy_terms``)."""
     stages, dtype = stages_of(input, [class_dim]), input.dtype
     wide = accumulator(dtype)
     lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
@@ -341,7 +343,7 @@ def _rows_by_kernel(
         log_total = rows[0].logsumexp(class_dim)
         picked, total = rows[1].sum(class_dim), rows[2].sum(class_dim)
         loss = log_total - (1 - label_smoothing) * picked
-        if label_smoothing:  # else a class that cannot be, minus infinity, would make nan of zero times its logit
+        if label_smoothing:  # otherwise a logit of minus infinity gives nan: zero times infinity
             loss = loss - label_smoothing / num_classes * total
         return torch.where(t == ignore_index, 0, loss).to(dtype)
 

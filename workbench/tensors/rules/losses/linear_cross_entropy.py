@@ -1,4 +1,4 @@
-"""``linear_cross_entropy``, decomposed: torch's chunked version saves memory, but writes into plain buffers."""
+"""``linear_cross_entropy``, decomposed. torch's chunked version saves memory, but writes into plain buffers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Losses other than cross entropy. A mean divides by the logical count, so uneven shards give one device's number.
+"""Losses other than cross entropy. A mean divides by the logical count, so uneven shards give the number of one device.
 
-Each loss has a rule for ``reduction="none"``; the mean and the sum are the reductions of that.
+Each loss has a rule for ``reduction="none"``; mean and sum are reductions of its result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _triplet_margin(call: Call) -> Resolution | None:
 
 @rule("multi_margin_loss", "multilabel_margin_loss")
 def _multi_margin(call: Call) -> Resolution | None:
-    """Every row is compared with its own label's score, so the classes stay whole."""
+    """Each row compares all classes with the score of its label, so the classes stay whole."""
     if call.kwargs.get("reduction") != "none":
         return None
     row = "C" if call.shapes[0] else ""
@@ -70,9 +70,9 @@ def _reduced(each: Any, reduction: str) -> Any:
 
 
 def _register(name: str, written: Callable[..., Any] | None = None) -> None:
-    """The composite of a loss: its legacy arguments settled, its reduction done on the logical tensor.
+    """Register the composite of a loss: it resolves legacy arguments and reduces the logical tensor.
 
-    ``written`` gives the loss of each row with global functions where the rule would gather, or None.
+    ``written`` computes the loss of each row with global functions where the rule would gather; or returns None.
     """
     function = getattr(F, name)
     names = tuple(inspect.signature(function).parameters)
@@ -125,7 +125,9 @@ def _triplet_margin_rows(
 @composite("ctc_loss")
 def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
              reduction: str = "mean", zero_infinity: bool = False) -> Any:  # fmt: skip
-    """A split batch stays split where labels and lengths lie in rows; else every rank has it whole."""
+    """A split batch stays split if labels and lengths have one row per sample; otherwise every rank gets the whole
+    batch.
+    """
     arguments = (log_probs, targets, input_lengths, target_lengths)
     if type(log_probs) is not GlobalTensor or reduction not in ("none", "mean", "sum"):
         return NotImplemented
@@ -152,7 +154,7 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
 def gaussian_nll_loss(
     input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """Element by element, after the checks of torch's own."""
+    """Element by element, after torch's own checks."""
     if isinstance(var, torch.Tensor):
         var = sum_terms(var) if type(var) is GlobalTensor else var
         if torch.any(var < 0):
@@ -169,7 +171,7 @@ def gaussian_nll_loss(
         var = var * torch.ones_like(input)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # the gradient passes the clamp, as torch's does
+    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # the gradient passes through the clamp, as in torch
     each = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
     each = each + 0.5 * math.log(2 * math.pi) if full else each
     return each if reduction == "none" else _reduced(each, reduction)

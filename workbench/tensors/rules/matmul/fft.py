@@ -10,7 +10,7 @@ from workbench.tensors.dispatch.registry import Call, Resolution, rule
 
 
 def _transform(ndim: int, dims: Collection[int]) -> Resolution:
-    """The library that transforms refuses some empty shards."""
+    """Transformed dims stay whole, and every rank needs a row: the FFT library refuses some empty shards."""
     return Resolution(elementwise_except(ndim, dims), filled=ascii_lowercase)
 
 
@@ -28,7 +28,7 @@ def _along_two_dims(call: Call) -> Resolution:
 
 @rule("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_hfftn", "fft_ihfftn")
 def _along_dims(call: Call) -> Resolution:
-    """Without dims, those that have a size, counted from the last one; without sizes, all."""
+    """The transformed dims. Default: the last ones, as many as there are sizes; all without sizes."""
     ndim = len(call.shapes[0])
     dims, sizes = call.arg(2, "dim"), call.arg(1, "s")
     if dims is None and sizes is not None:
@@ -44,7 +44,7 @@ def _shift(call: Call) -> Resolution:
 
 @rule("stft")
 def _stft(call: Call) -> Resolution:
-    """A batch of signals, and the window that all share."""
+    """A batch of signals may be split; all share the window."""
     batch = "n" * (len(call.shapes[0]) - 1)
     rest = "XYZ"[: len(call.outputs[0][0]) - len(batch)]
     return Resolution(f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}", filled="n")

@@ -13,7 +13,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec
 
 @composite("_grouped_mm", "grouped_mm")
 def grouped_mm(input: Any, mat2: Any, *args: Any, offs: Any = None, **kwargs: Any) -> Any:
-    """Rows sorted by expert times one matrix per expert; other forms have no rule."""
+    """Rows sorted by expert, times one matrix per expert. Other forms have no rule."""
     if args or any(value is not None for value in kwargs.values()) or offs is None:
         return NotImplemented
     if (input.dim(), mat2.dim()) != (2, 3) or not isinstance(mat2, GlobalTensor):
@@ -22,15 +22,15 @@ def grouped_mm(input: Any, mat2: Any, *args: Any, offs: Any = None, **kwargs: An
 
 
 def product_by_expert(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """``torch._grouped_mm`` for any sizes: its kernel wants strides of 16 bytes, which slices do not have.
+    """``torch._grouped_mm`` for any sizes: its kernel needs strides of 16 bytes, which slices do not have.
 
     Args:
         rows: (rows, inputs), sorted by expert.
         weights: (experts here, inputs, outputs).
-        offsets: for each expert of all, the row behind its last one.
-        first: number of the first expert here; the rows of the others give zeros.
+        offsets: for each of all experts, the row after its last one.
+        first: number of the first expert here. Rows of other experts give zeros.
     """
-    if rows.is_meta or hasattr(rows, "fake_mode"):  # asked for shape and dtype only: there are no offsets to read
+    if rows.is_meta or hasattr(rows, "fake_mode"):  # on metadata there are no offsets to read
         return rows[:, :1] * weights[0, :1]
     ends = [0, *offsets.tolist()]
     result = rows.new_zeros(len(rows), weights.shape[-1])
@@ -43,7 +43,7 @@ def product_by_expert(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.
 
 @rule("product_by_expert")
 def _product_by_expert(call: Call) -> Resolution:
-    """Features and experts can be split; the rows of one expert lie anywhere, so rows stay whole."""
+    """Features and experts may be split. Rows stay whole, because the rows of an expert may be anywhere."""
     return Resolution("Tk, ekn, Z -> Tn", _from_first)
 
 

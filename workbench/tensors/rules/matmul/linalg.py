@@ -1,4 +1,6 @@
-"""Linear algebra: the matrices stay whole, their batch splits; of systems of equations, the right-hand sides too."""
+"""Linear algebra: the matrices stay whole, and the batch may be split; in systems of equations, the right-hand sides
+too.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ _WITH_A_VECTOR = "linalg_householder_product lu_unpack"
 _WHOLE = "WXYZ"
 
 _FORGET_GRADIENTS = ("linalg_cond", "linalg_householder_product")
-"""Of no matrix at all, these have no gradient, and a rank without one would leave the others waiting."""
+"""For an empty batch these have no gradient, and a rank without a gradient would let the others wait."""
 
 
 def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
-    """The last ``core`` dims of the operands are whole, and so is what the results have beyond the batch dims."""
+    """The last ``core`` dims of the operands stay whole, and so do all dims of the results after the batch dims."""
     if len(call.operands) != len(core):
         return None
     batch = max(len(shape) - n for shape, n in zip(call.shapes, core, strict=True))
     extra = [len(shape) - batch for shape, _ in call.outputs]
-    if min(extra) < 0:  # lu_unpack gives an empty tensor for what it was not asked for
+    if min(extra) < 0:  # lu_unpack gives an empty tensor for a result that is not requested
         return None
     left = ", ".join("..." + _WHOLE[:n] for n in core)
     filled = "#1#2#3#4" if call.name in _FORGET_GRADIENTS else ""
@@ -46,7 +48,7 @@ def _with_a_vector(call: Call) -> Resolution | None:
 
 @rule("linalg_solve", "linalg_solve_ex", parameters="A B")
 def _solve(call: Call) -> Resolution | None:
-    """A X = B column by column; the extra result of ``solve_ex`` belongs to A alone."""
+    """A X = B, column by column. The additional result of ``solve_ex`` depends on A only."""
     if len(call.operands) != 2:
         return None
     matrix, sides = call.shapes
@@ -91,14 +93,14 @@ def _matrix_norm(call: Call) -> Resolution | None:
 
 @rule("linalg_cross", "cross", "linalg_vecdot")
 def _by_vectors(call: Call) -> Resolution | None:
-    """Vectors along one dim, which stays whole in a cross product and is summed in a dot product."""
+    """Vectors along one dim: it stays whole in a cross product, and is summed in a dot product."""
     ndim = max(len(shape) for shape in call.shapes)
     dim = call.arg(2, "dim") if call.name == "cross" else call.kwargs.get("dim", -1)
     if dim is None:
         dim = next((d for d, size in enumerate(call.shapes[0]) if size == 3), -1)
     if call.name != "linalg_vecdot":
         text = along(ndim, dim, "X")
-        # torch.cross without a dim takes the first of size 3, which a shard may have at another place.
+        # Without a dim, torch.cross takes the first dim of size 3, which may be another one in a shard.
         pinned = None if call.name != "cross" else lambda *_: lambda x, y, *_, **__: torch.cross(x, y, dim=dim)
         return Resolution(f"{text}, {text} -> {text}", pinned)
     text = along(ndim, dim, "x")
@@ -107,6 +109,6 @@ def _by_vectors(call: Call) -> Resolution | None:
 
 @rule("linalg_vander")
 def _vander(call: Call) -> Resolution:
-    """As many powers as the logical vector is long, where the caller does not say."""
+    """Default number of powers: the logical length of the vector."""
     num_powers = call.outputs[0][0][-1]
     return Resolution("... -> ...N", lambda *_: lambda x, *_, **__: torch.linalg.vander(x, N=num_powers))

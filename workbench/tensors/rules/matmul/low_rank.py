@@ -1,4 +1,4 @@
-"""Low-rank approximations, whose random directions depend on the logical shape only; computed on the whole matrix."""
+"""Low-rank approximations of whole matrices. The random directions depend on the logical shape only."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _SUMMED = {
 
 @rule(*_SUMMED)
 def _added_product(call: Call) -> Resolution:
-    """``beta * input + alpha * product``; the input broadcasts to the result, and is an addend of its sum."""
+    """``beta * input + alpha * product``. The input broadcasts to the result and is an addend of its sum."""
     result, factors = _SUMMED[call.name]
     addend = result[len(result) - len(call.shapes[0]) :]
     return Resolution(f"+{addend}, {factors} -> {result}")
@@ -57,7 +57,7 @@ def _added_product(call: Call) -> Resolution:
 
 @rule("matmul", "rmatmul", "linalg_matmul")
 def _matmul(call: Call) -> Resolution:
-    """torch.matmul's cases by number of dims; ``...`` are the batch dims, which broadcast."""
+    """The cases of torch.matmul by number of dims; ``...`` are the batch dims, which broadcast."""
     left, right = (len(shape) for shape in call.shapes)
     if call.name == "rmatmul":
         left, right = right, left
@@ -78,7 +78,7 @@ def _matmul(call: Call) -> Resolution:
 
 @rule("linalg_vecdot", parameters="x y")
 def _vecdot(call: Call) -> Resolution:
-    """A sum over one dim of a broadcast product; names count the dims from the right."""
+    """A sum over one dim of a broadcast product; letters count the dims from the right."""
     ndim = max(map(len, call.shapes))
     summed = call.kwargs.get("dim", -1) % ndim - ndim
     names = [list(range(-len(shape), 0)) for shape in call.shapes]
@@ -88,7 +88,7 @@ def _vecdot(call: Call) -> Resolution:
 
 @rule("kron", parameters="input other")
 def _kron(call: Call) -> Resolution:
-    """A block of rows of the left factor makes a block of rows; slices have to be of equal size."""
+    """A block of rows of the left factor gives a block of rows of the result. Slices must have equal sizes."""
     left, right = call.shapes
     ndim, num_ranks = max(len(left), len(right)), call.operands[0]._spec.layout.placement.num_ranks
     found = [
@@ -139,7 +139,7 @@ def _tensordot(call: Call) -> Resolution | None:
 
 @rule("einsum")
 def _einsum(call: Call) -> Resolution:
-    """An einsum's own equation. A letter that repeats inside an operand takes its diagonal, so it stays whole."""
+    """The equation of the einsum. A repeated letter inside an operand takes the diagonal, so its dims stay whole."""
     left, arrow, right = call.args[0].replace(" ", "").partition("->")
     terms = left.split(",")
     names = [_einsum_names(text, len(shape)) for text, shape in zip(terms, call.shapes, strict=True)]
@@ -155,7 +155,9 @@ def _einsum(call: Call) -> Resolution:
 
 
 def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
-    """torch multiplies where one row is contracted, which autocast does not cast; shards must not differ in dtype."""
+    """torch.einsum after autocast's cast. torch multiplies if the contracted dim has size one, which autocast does not
+    cast; the shards of all ranks must have one dtype.
+    """
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # a dry run's autocast
     if torch.is_autocast_enabled(kind):
@@ -165,7 +167,7 @@ def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
 
 
 def _einsum_names(text: str, ndim: int) -> list[Hashable]:
-    """Letters of a term, and negative numbers counted from the right for the dims of its ellipsis."""
+    """The letters of a term; dims of its ellipsis are negative numbers, counted from the right."""
     before, dots, after = text.partition("...")
     num_free = ndim - len(before) - len(after) if dots else 0
     return [*before, *range(-num_free, 0), *after]
@@ -177,10 +179,10 @@ def contraction(
     shapes: Sequence[Shape],
     whole: Sequence[Hashable] | set[Hashable] = (),
 ) -> list[Signature]:
-    """One-axis signatures of a product of tensors whose dims have these names, summed over what ``result`` lacks.
+    """One-axis signatures of a product of tensors with named dims, summed over the names that ``result`` lacks.
 
-    Like an equation's, for names of any number. Dims of size one broadcast. A single operand is taken linearly, so
-    its partial sums stay partial sums.
+    It works like an equation, for any number of names. Dims of size one broadcast. A single operand is linear, so its
+    partial sums stay partial sums.
     """
     sizes: dict[Hashable, int] = {}
     for operand, shape in zip(names, shapes, strict=True):
@@ -203,13 +205,13 @@ def contraction(
 
 @composite("chain_matmul")
 def chain_matmul(*matrices: Any, out: Any = None) -> Any:
-    """``torch.chain_matmul``, an older name of ``multi_dot``."""
+    """``torch.chain_matmul``, the older name of ``multi_dot``."""
     return NotImplemented if out is not None else torch.linalg.multi_dot(list(matrices))
 
 
 @composite("linalg_multi_dot")
 def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> Any:
-    """A chain of products in the order that needs the fewest multiplications of the logical sizes."""
+    """A chain of products, in the order with the fewest multiplications for the logical sizes."""
     if out is not None or len(tensors) < 2:
         return NotImplemented
     first, last = tensors[0], tensors[-1]
@@ -248,7 +250,7 @@ def _multiply(chain: Sequence[Any], cuts: dict[tuple[int, int], int], i: int, j:
 
 @composite("matrix_power", "linalg_matrix_power")
 def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
-    """Powers by repeated squaring; the zeroth and the negative ones fall back."""
+    """Powers by repeated squaring. The zeroth and negative powers fall back."""
     if out is not None or n < 1:
         return NotImplemented
     result: Any = None
@@ -263,7 +265,7 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
 
 @rule("cdist", parameters="x1 x2 p compute_mode")
 def _cdist(call: Call) -> Resolution:
-    """Distances between rows; which of two algorithms runs depends on the logical number of rows."""
+    """Distances between rows. The logical number of rows selects one of two algorithms."""
     rows = max(call.shapes[0][-2], call.shapes[1][-2])
     by_product = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
 

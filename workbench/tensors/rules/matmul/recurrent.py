@@ -1,4 +1,4 @@
-"""Recurrent layers: the batch splits; the weights of a recurrence stay whole, as every step needs all of them."""
+"""Recurrent layers: the batch may be split. Weights stay whole, because each step needs all of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _layer_by_layer(name: str) -> Any:
 
 
 def _gathered(function: Any, args: Any) -> Any:
-    """A call that no rule can be asked about: what comes back of packed sequences depends on their lengths."""
+    """A call on packed sequences, which no rule covers, because the results depend on their lengths."""
     operands = operands_of(args, {})
     targets = [operand._spec.layout.broadcast() for operand in operands]
     plan = Plan(None, targets, None, None, function, fold_name(function), operands[0]._spec.world)

@@ -1,8 +1,8 @@
-"""Batch norm over the logical batch: one exchange of three numbers per channel forward, of two sums backward.
+"""Batch norm over the logical batch: one exchange of three numbers per channel in forward, of two sums in backward.
 
-Every rank runs torch's kernels on its shard (``kernels/batch_norm``). The statistics of the shards are gathered and put
-together as by Chan, Golub and LeVeque (1979), in 64 bits: shards may be uneven or empty. Backward, the two sums are
-added over the ranks. Channels that are split need no exchange.
+Each rank runs torch's kernels on its shard (``kernels/batch_norm``). The ranks gather the statistics of the shards and
+combine them as in Chan, Golub and LeVeque (1979), in 64 bits; shards may be uneven or empty. In backward, the ranks add
+the two sums. Split channels need no exchange.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workbench.tensors.rules.reduction.variance import accumulation_dtype, behin
 
 @rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
 def _batch_norm_frozen(call: Call) -> Resolution | None:
-    """With given statistics every channel is on its own."""
+    """With given statistics, channels are independent."""
     if call.arg(5, "training", False) or len(call.shapes[0]) < 2:
         return None
     return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
@@ -41,7 +41,7 @@ def batch_norm(
     input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
-    """Batch norm with the statistics of the logical batch, so that data parallelism gives one device's numbers."""
+    """Batch norm with the statistics of the logical batch: data parallelism gives the numbers of one device."""
     if not training or type(input) is not GlobalTensor or input.dim() < 2:
         return NotImplemented
     shape = input._spec.shape
@@ -60,17 +60,18 @@ def batch_norm(
 
 @dataclass(frozen=True)
 class _Way:
-    """How a batch norm of one spec is computed.
+    """The layouts in which a batch norm of one spec is computed.
 
     Attributes:
         dtype: of the statistics.
-        dims: those that are averaged over.
-        rows, all_rows: of what the ranks say of their shards, one row for each; where it is found, and on every rank.
-        shares: the part of the batch that each shard has, in the shape of a row.
-        channel_terms, channel: of a sum per channel, as terms of the shards, and added over the axes that split the
-            batch: on all ranks that have the channel.
-        grad_terms, grad_sums: the same of the gradient's two sums per channel. Along axes on which the tensor is B its
-            gradient has terms, and they are terms before and after.
+        dims: the dims of the average.
+        rows, all_rows: layouts of the shards' statistics, one row per shard: on the rank of the shard, and on every
+            rank.
+        shares: the part of the batch in each shard, in the shape of a row.
+        channel_terms, channel: layouts of a sum per channel: as terms of the shards, and added over the axes that split
+            the batch, on all ranks that have the channel.
+        grad_terms, grad_sums: the same for the gradient's two sums per channel. Along axes where the tensor is B its
+            gradient has terms, before and after the sum.
         count: elements per channel of the logical batch.
     """
 
@@ -122,7 +123,7 @@ def _make_way(x: GlobalTensor, dtype: torch.dtype) -> _Way:
 
 
 def _statistics(x: GlobalTensor, way: _Way) -> list[GlobalTensor]:
-    """Mean, variance and unbiased variance of each channel of the logical batch, without a history."""
+    """Mean, variance and unbiased variance of each channel of the logical batch, without history."""
     world = x._spec.world
     with torch.no_grad():
         with local_torch():
@@ -140,7 +141,7 @@ def _statistics(x: GlobalTensor, way: _Way) -> list[GlobalTensor]:
 
 
 def _combined(rows: torch.Tensor, way: _Way) -> list[torch.Tensor]:
-    """What ``_statistics`` gives, from means and variances of the shards."""
+    """The result of ``_statistics``, from means and variances of the shards."""
     means, variances = rows
     mean = (means * way.shares).sum(way.dims)
     off = means - per_channel(mean, means.dim())
@@ -165,7 +166,7 @@ def _normalized(
 
 
 def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None:
-    """A weight as each rank needs it: of the channels that it has."""
+    """The part of a weight for a rank's channels."""
     if weight is None:
         return None
     if type(weight) is not GlobalTensor:
@@ -174,7 +175,7 @@ def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None
 
 
 class _BatchNorm(torch.autograd.Function):
-    """The output from given statistics, and a gradient that knows what they are statistics of."""
+    """The output from given statistics, with a gradient that includes the dependence of the statistics on the input."""
 
     @staticmethod
     def forward(
@@ -190,7 +191,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (x, weight, *statistics), (eps, way, tag, site) = ctx.saved_tensors, ctx.call
         with local_torch():
-            # Without a gradient this rank contributes nothing, but the others wait for its sums.
+            # Without a gradient this rank adds nothing, but the others wait for its sums.
             dy = spread_zero(x.shape, x.dtype, x.device) if grads[0] is None else grads[0]
             if torch.is_grad_enabled():
                 dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, way, tag, site)
@@ -212,7 +213,7 @@ _apply_in_c = super(torch.autograd.Function, _BatchNorm).apply
 
 
 def _apply(*args: Any) -> torch.Tensor:
-    """``_BatchNorm.apply`` without a look through its arguments, in vain where no transform is active."""
+    """``_BatchNorm.apply`` without torch's search of its arguments, which does nothing if no transform is active."""
     made: torch.Tensor = (_BatchNorm.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
     return made
 
@@ -220,7 +221,7 @@ def _apply(*args: Any) -> torch.Tensor:
 def _gradients(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, way: _Way, tag: int, site: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the shard, and of bias and weight, as functions that can be differentiated again."""
+    """The gradients of the shard, bias and weight, as functions that can be differentiated again."""
     dims, ndim, dtype = way.dims, x.dim(), x.dtype
     x, dy = x.to(way.dtype), dy.to(way.dtype)
 
@@ -239,7 +240,7 @@ def _gradients(
 
 
 def move_running(running: Any, batch: Any, momentum: float) -> None:
-    """Move a running statistic, one number per channel, towards that of the batch."""
+    """Move a running statistic, one number per channel, towards the batch's."""
     if running is None:
         return
     with torch.no_grad():

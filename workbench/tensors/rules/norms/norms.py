@@ -1,7 +1,7 @@
-"""Norms: layer, rms, group, instance (``batch_norm`` is beside). Their moments are those of the logical tensor.
+"""Norms: layer, rms, group, instance; ``batch_norm`` has its own file. Their moments are those of the logical tensor.
 
-Where what is averaged over lies whole on every rank, torch's own function runs on the shards; else the moments come
-from ``variance``, one exchange of two rows per rank, and the rest works element by element.
+If the averaged dims are whole on every rank, torch's own function runs on the shards. Otherwise the moments come from
+``variance``, with one exchange of two rows per rank, and the rest works element by element.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _layer_norm(call: Call) -> Resolution:
 
 
 def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any) -> list[int] | None:
-    """The normalized dims where one of them is split, of the input or of a weight; else None."""
+    """The normalized dims, if one of them is split in the input or a weight; else None."""
     if type(input) is not GlobalTensor:
         return None
     ndim = len(input._spec.shape)
     dims = list(range(ndim - len(normalized_shape), ndim))
     if input._spec.shape[dims[0] :] != tuple(normalized_shape) or 0 in input._spec.shape:
         return None
-    # A weight may not be gathered; one that is no parameter may.
+    # A parameter may not be gathered; another tensor may.
     follows = any(splits(weight) and weight._is_param for weight in weights)
     return dims if follows or splits(input, dims) else None
 
@@ -52,7 +52,8 @@ def _apply(
 ) -> GlobalTensor:
     """``function(x, *small) * factors + offset`` on the shards of x, in at least 32 bits.
 
-    ``small`` have the dims of x, those of size one lying whole; factors and offset are weights aligned to the right.
+    ``small`` tensors have the dims of x, and their dims of size one are whole. Factors and offset are weights aligned
+    to the right.
     """
     layout, dtype = x._spec.layout, x.dtype
     weights = [weight for weight in (*factors, offset) if weight is not None]
@@ -71,7 +72,7 @@ def _apply(
 
 
 def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
-    """The layout in which ``operand``, aligned to the right as in broadcasting, meets the shards of x."""
+    """The layout in which ``operand``, aligned to the right as in broadcasting, fits the shards of x."""
     shape = operand._spec.shape
     offset = len(x._spec.shape) - len(shape)
     entries: list[Sbp] = []
@@ -124,7 +125,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
 
 @rule("group_norm", parameters="input num_groups weight bias eps")
 def _group_norm(call: Call) -> Resolution:
-    """The batch splits; the channels split where every rank gets whole groups."""
+    """The batch may be split, and the channels if each rank gets whole groups."""
     shape, num_groups = call.shapes[0], call.args[1]
     placement = call.operands[0]._spec.layout.placement
     num_weights = len(call.operands) - 1
@@ -136,7 +137,7 @@ def _group_norm(call: Call) -> Resolution:
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
         groups = num_groups * inputs[0].local_shape[1] // max(1, shape[1])
         eps = call.arg(4, "eps", 1e-5)
-        # Not F.group_norm: what it says of too small a batch holds for the logical one, and torch has said it there.
+        # Not F.group_norm: its check of small batches concerns the logical batch, and torch has checked that.
         return lambda x, _, weight=None, bias=None, *__, **___: torch.group_norm(x, groups, weight, bias, eps)
 
     return Resolution(found, localize)
@@ -144,7 +145,7 @@ def _group_norm(call: Call) -> Resolution:
 
 @rule("instance_norm", parameters="input running_mean running_var weight bias use_input_stats momentum eps")
 def _instance_norm(call: Call) -> Resolution | None:
-    """Without running statistics every channel of every sample is on its own."""
+    """Without running statistics, the channels of all samples are independent."""
     space = "XYZ"[: len(call.shapes[0]) - 2]
     return Resolution(f"nc{space}{', c' * (len(call.operands) - 1)} -> nc{space}", filled="nc")
 
@@ -154,7 +155,7 @@ def instance_norm(
     input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    """Instance norm; running statistics take the mean over the logical batch."""
+    """Instance norm. Running statistics use the mean over the logical batch."""
     if type(input) is not GlobalTensor:
         return NotImplemented
     if not use_input_stats:
@@ -195,7 +196,7 @@ def _normalize_channels(
 
 @rule("_weight_norm", parameters="v g dim")
 def _weight_norm_rule(call: Call) -> Resolution:
-    """Every slice along ``dim`` has its own norm."""
+    """Each slice along ``dim`` has its own norm."""
     ndim = len(call.shapes[0])
     dim = call.arg(2, "dim", 0) % ndim
     text = term(ndim, [d for d in range(ndim) if d != dim])

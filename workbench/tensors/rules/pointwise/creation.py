@@ -1,4 +1,6 @@
-"""Tensors made after others: ``zeros_like`` and its like keep the layout, ``new_zeros`` and its like are broadcast."""
+"""Tensors made after others: ``zeros_like`` and similar functions keep the layout, ``new_zeros`` and similar ones
+return B.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ for _name, _make in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", tor
 
 def _new(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
-        """``Tensor.new_zeros`` and its like: broadcast on the tensor's placement, whatever its layout."""
+        """``Tensor.new_zeros`` and similar: B on the tensor's placement, whatever the tensor's layout."""
         tensor = args[0]
         sizes = args[1:] if args[1:] and isinstance(args[1], int) else (tuple(args[1]), *args[2:])
         shape = tuple(sizes) if isinstance(sizes[0], int) else tuple(sizes[0])

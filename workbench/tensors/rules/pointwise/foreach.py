@@ -1,4 +1,4 @@
-"""``torch._foreach_*``: what torch's optimizers, averages and clipping call on lists of tensors, tensor by tensor."""
+"""``torch._foreach_*``, tensor by tensor: torch's optimizers, averages and clipping call these on lists of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _power_sum(tensor: torch.Tensor, order: float = 2) -> torch.Tensor:
 
 
 def _bound(bounds: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
-    """``maximum`` and ``minimum``, which take numbers too in lists."""
+    """``maximum`` and ``minimum``; their lists may hold numbers too."""
     return lambda tensor, other: (bounds if isinstance(other, torch.Tensor) else clamp)(tensor, other)
 
 
@@ -32,7 +32,7 @@ _UNLIKE: dict[str, Callable[..., Any]] = {
 
 
 def foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function on each tensor of the first list; other lists go along with it, scalars are the same for all."""
+    """The function on each tensor of the first list. Other lists have one entry per tensor; scalars serve all."""
     name = func.__name__.removeprefix("_foreach_").removesuffix("_")
     lists = list(args)
     if "self" in kwargs:
@@ -63,7 +63,7 @@ def _of_one(arg: Any, number: int, count: int) -> Any:
 def _in_place(name: str, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     target = args[0]
     method = getattr(torch.Tensor, f"{name}_", None)
-    # Terms of a sum end first where the function is not linear; the result is written back as terms.
+    # If the function is not linear, sums are completed first; the result is written back as terms.
     is_linear = name in ("mul", "div", "neg") and not any(isinstance(arg, torch.Tensor) for arg in args[1:])
     has_terms = isinstance(target, GlobalTensor) and target._spec.layout.has_partial
     if method is None or (has_terms and not is_linear):

@@ -1,4 +1,4 @@
-"""What a tensor says about itself: logical sizes, and torch's own attributes of the shard."""
+"""Metadata of a tensor: logical sizes, and torch's own attributes of the shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def size(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("dim", "ndimension", "get:ndim", "get:shape")
 def num_dims(func: Any, args: Any, kwargs: Any) -> Any:
-    """Number of dims, or the shape where torch asks by its own getter."""
+    """Number of dims, or the shape if torch asks through its own getter."""
     if func.__name__ == "__get__" and func.__self__.__name__ == "shape":
         return torch.Size(args[0]._spec.shape)
     return len(args[0]._spec.shape)
@@ -50,7 +50,7 @@ def representation(func: Any, args: Any, kwargs: Any) -> str:
 
 @handler("type")
 def type_or_cast(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.type()`` is the name of the shard's type, ``x.type(dtype)`` a cast; types have names and classes too."""
+    """``x.type()`` is the name of the shard's type; ``x.type(dtype)`` casts, also by a type's name or class."""
     wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
     if wanted is None:
         return _of_shard(func, args, kwargs)

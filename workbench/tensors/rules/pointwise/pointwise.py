@@ -47,7 +47,7 @@ def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
 
 @rule("add", "sub", "rsub")
 def _add(call: Call) -> Resolution:
-    """Partial sums add up term by term; a number would be added once per term, so it ends them."""
+    """Partial sums add term by term. Adding a number completes the sum first, because each term would add it."""
     if len(call.operands) == 2 and _is_finite_number(call.kwargs.get("alpha", 1)):
         return Resolution("+..., +... -> ...")
     return Resolution("..., ... -> ...")
@@ -55,7 +55,7 @@ def _add(call: Call) -> Resolution:
 
 @rule("lerp")
 def _lerp(call: Call) -> Resolution:
-    """A weighted mean of two: linear in both where the weight is a number."""
+    """A weighted mean of two tensors: linear in both if the weight is a number."""
     if len(call.operands) == 2 and _is_finite_number(call.arg(2, "weight")):
         return Resolution("+..., +... -> ...")
     return Resolution("..., ..., ... -> ...")
@@ -63,7 +63,7 @@ def _lerp(call: Call) -> Resolution:
 
 @rule("mul")
 def _mul(call: Call) -> Resolution:
-    """A partial sum survives scaling by a finite number only: infinity times a term that happens to be zero is nan."""
+    """A partial sum survives scaling by a finite number only: infinity times a term of zero is nan."""
     factors = [arg for arg in call.args if not isinstance(arg, torch.Tensor)]
     if len(call.operands) == 1 and all(map(_is_finite_number, factors)):
         return Resolution("+... -> ...")
@@ -81,7 +81,7 @@ def _div(call: Call) -> Resolution:
 
 @composite("to")
 def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.to(other)`` and ``x.type_as(other)`` take the other tensor's dtype; its layout and values do not matter."""
+    """``x.to(other)`` and ``x.type_as(other)`` use the other tensor's dtype, not its layout or values."""
     other = args[0] if args else kwargs.get("other")
     return tensor.to(other.dtype) if isinstance(other, torch.Tensor) else NotImplemented
 
@@ -99,7 +99,7 @@ def _fill(call: Call) -> Resolution:
 
 @rule("glu")
 def _glu(call: Call) -> Resolution:
-    """One half of ``dim`` gates the other."""
+    """One half of ``dim`` gates the other half."""
     ndim = len(call.shapes[0])
     return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim", -1), ndim)))
 

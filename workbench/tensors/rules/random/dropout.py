@@ -1,4 +1,4 @@
-"""Dropout in all its forms, and random slopes. What is dropped depends on the logical position only."""
+"""Dropout in all its forms, and random slopes. The mask depends on the logical position only."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.random.sampling import sample
 
 _ALPHA = 1.7580993408473766
-"""The product of SELU's two constants: where its negative side ends (Klambauer et al., arXiv 1706.02515)."""
+"""The product of SELU's two constants: the limit of its negative side (Klambauer et al., arXiv 1706.02515)."""
 
 
 def _settings(func: Any, args: Any, kwargs: Any, default: bool) -> tuple[Any, float, bool, bool]:
-    """Input, probability, whether to drop at all, and whether the input is written to."""
+    """Input, probability, whether to drop at all, and whether to write to the input."""
     options = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     p = options.get("p", 0.5)
     if not 0.0 <= p <= 1.0:
@@ -72,7 +72,7 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
 
 
 def _drop_by_kernel(x: GlobalTensor, p: float) -> GlobalTensor:
-    """The mask that ``_mask`` would make, applied as it is drawn and drawn again in backward: nothing is stored."""
+    """Apply the mask of ``_mask`` while drawing it, and draw it again in backward: nothing is stored."""
     spec = x._spec
     key = random.draw_key(spec.world, is_used=not spec.is_placeholder)
     place = (
@@ -130,6 +130,6 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
             lambda own, slope: torch.where(own <= 0, own * slope, own), [x, slopes], [layout, layout],
             (layout, shape, x.dtype), "rrelu",
         )  # fmt: skip
-    else:  # in place all the way: leaky_relu remembers its input, which copy_ would overwrite
+    else:  # in place throughout: leaky_relu saves its input, which copy_ would overwrite
         return torch.nn.functional.leaky_relu(given, (lower + upper) / 2, inplace=bool(in_place))
     return given.copy_(result) if in_place else result

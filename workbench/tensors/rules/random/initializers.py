@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on global tensors, where its functions dispatch; the bodies of the others run unchanged."""
+"""``torch.nn.init`` on global tensors, for its functions that dispatch. The bodies of the others run unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.tensors.global_tensor import local_torch, spec_of
 
 
 def _initializer(function: Any) -> Any:
-    """Register a composite for one of torch's initializers; they share names with tensor methods."""
+    """Register a composite for one of torch's initializers, which share names with tensor methods."""
 
     def register(written: Any) -> Any:
         EXACT[function] = written
@@ -61,7 +61,7 @@ def init_kaiming_uniform(
 
 @_initializer(torch.Tensor.t_)
 def transpose_in_place(tensor: Any) -> Any:
-    """``Tensor.t_``, by which ``nn.init.orthogonal_`` turns what is wide: the shards turn, and the spec with them."""
+    """``Tensor.t_``, which ``nn.init.orthogonal_`` calls on wide matrices: it transposes the shards and the spec."""
     spec = tensor._spec
     if len(spec.shape) == 2:
         turned = tuple(Split(1 - entry.dim) if isinstance(entry, Split) else entry for entry in spec.layout.sbp)

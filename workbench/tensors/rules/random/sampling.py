@@ -1,6 +1,7 @@
-"""Random functions on global tensors: in-place filling, ``*_like``, distributions. Numbers follow the logical position.
+"""Random functions on global tensors: in-place filling, ``*_like``, distributions. Values depend on the logical
+position.
 
-Keys come from the generator that the caller gives, else from the world's.
+Keys come from the generator argument, or else from the world's generator.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_place
 
 
 def without_partial(tensor: GlobalTensor) -> Layout:
-    """The layout of ``tensor`` with B for its partial sums."""
+    """The layout of ``tensor``, with B for its partial sums."""
     layout = tensor._spec.layout
     return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
@@ -35,7 +36,7 @@ def sample(
     dtype: torch.dtype,
     generator: torch.Generator | None = None,
 ) -> GlobalTensor:
-    """A random tensor of any shape and layout in the world of ``like``; every rank of the world calls it."""
+    """A random tensor of any shape and layout in the world of ``like``. All ranks of the world call it."""
     spec = spec_of(like._spec.world, layout, shape)
     key = random.draw_key(spec.world, generator, is_used=not spec.is_placeholder)
     if spec.is_placeholder:
@@ -95,7 +96,7 @@ def _write(tensor: GlobalTensor, values: GlobalTensor) -> GlobalTensor:
 
 
 def _filling(name: str, names: str, make: Callable[..., random.Sampler]) -> None:
-    """Register an in-place filling ``Tensor.name_(...)`` whose arguments are those of its sampler."""
+    """Register an in-place filling ``Tensor.name_(...)`` with the arguments of its sampler."""
 
     @handler(name)
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
@@ -118,7 +119,9 @@ _filling("cauchy", "median sigma", random.cauchy_sampler)
 
 @handler("random")
 def random_(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.random_()``, ``random_(to)``, ``random_(from, to)``: integers, all that the dtype holds by default."""
+    """``Tensor.random_()``, ``random_(to)``, ``random_(from, to)``: random integers; default: all that the dtype can
+    hold.
+    """
     tensor = args[0]
     bounds = [*args[1:], *(kwargs[name] for name in ("from", "to") if kwargs.get(name) is not None)]
     if len(bounds) == 2 and bounds[1] is not None:
@@ -131,7 +134,7 @@ def random_(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The largest integer up to which a dtype holds all of them."""
+    """The largest n such that a dtype holds all integers from 0 to n."""
     if dtype == torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -141,7 +144,7 @@ def _largest(dtype: torch.dtype) -> int:
 
 @handler("normal")
 def normal(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.normal_(mean, std)``; ``torch.normal`` with a tensor of means, of deviations, or of both."""
+    """``Tensor.normal_(mean, std)``, and ``torch.normal`` with tensors of means, of deviations, or both."""
     if func.__name__ == "normal_":
         options = _options("tensor mean std", args, kwargs)
         sampler = random.normal_sampler(options.get("mean", 0.0), options.get("std", 1.0))
@@ -166,7 +169,7 @@ def _constant(value: Any) -> Any:
 
 
 def _linked(values: GlobalTensor, tensors: list[GlobalTensor]) -> GlobalTensor:
-    """``values`` with the gradient that torch gives a sample with respect to its parameters: zero."""
+    """``values`` with torch's gradient of a sample with respect to its parameters: zero."""
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return values
     layouts = [values._spec.layout, *(tensor._spec.layout for tensor in tensors)]
@@ -211,7 +214,7 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handler("poisson")
 def poisson(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.poisson(rates)``: the number at which the distribution passes a uniform number."""
+    """``torch.poisson(rates)``: the smallest count at which the distribution function exceeds a uniform number."""
     options = _options("input generator", args, kwargs)
     rates = options["input"]
     return _transformed(rates, _poisson_quantile, rates.dtype, options.get("generator"))
@@ -231,7 +234,7 @@ def _poisson_quantile(at: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
 
 @handler("multinomial")
 def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
-    """Categories drawn row by row: rows may be split, the categories of a row stay together."""
+    """Categories drawn row by row. Rows may be split; the categories of a row stay whole."""
     options = _options("input num_samples replacement", args, kwargs)
     weights, count = sum_terms(options["input"]), options["num_samples"]
     shape, layout = weights._spec.shape, weights._spec.layout
@@ -255,7 +258,9 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole_with_generator(name: str) -> None:
-    """Register a distribution that is drawn as one device draws it, in order, from a generator that the key seeds."""
+    """Register a distribution that is drawn on the whole tensor as on one device, in order, from a generator with the
+    key as its seed.
+    """
 
     @handler(name)
     def draw(func: Any, args: Any, kwargs: Any) -> Any:
@@ -278,13 +283,13 @@ for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
 
 @filler("rand")
 def rand(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """Uniform numbers of a size."""
+    """Uniform numbers of a given size."""
     return _sized(out, args if isinstance(args[0], int) else args[0], random.uniform_sampler(), options)
 
 
 @filler("randn")
 def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """Normal numbers of a size."""
+    """Normal numbers of a given size."""
     return _sized(out, args if isinstance(args[0], int) else args[0], random.normal_sampler(), options)
 
 
@@ -297,14 +302,14 @@ def randint(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTens
 
 @filler("normal")
 def normal_of_size(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """``torch.normal(mean, std, size)``, of numbers."""
+    """``torch.normal(mean, std, size)`` with numbers."""
     given = _options("mean std size", args, options)
     return _sized(out, given["size"], random.normal_sampler(given["mean"], given["std"]), options)
 
 
 @filler("randperm")
 def randperm(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """The whole numbers below the first argument, in an order of their own."""
+    """The integers below the first argument, in random order."""
     numbers = random.permutation(random.draw_key(out._spec.world, options.get("generator")), args[0])
     return from_local(numbers, out._spec.world, out._spec.layout)
 

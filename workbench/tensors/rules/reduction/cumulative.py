@@ -1,4 +1,4 @@
-"""Cumulative functions over a split dim: scan every shard, and go on from what the shards before it add up to."""
+"""Cumulative functions over a split dim: scan each shard, then add the total of the shards before it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Total = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan, total: Total) -> Any:
-    """``scan`` along a split dim; ``total`` reduces a shard to the row that the shards behind it start from."""
+    """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start."""
     if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
@@ -41,14 +41,14 @@ def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan,
 
 
 def _result_dtype(given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Sums and products of integers are 64 bits wide."""
+    """The dtype of the result: 64 bits for sums and products of integers."""
     if asked is not None:
         return asked
     return given if given.is_floating_point or given.is_complex else torch.int64
 
 
 def shard_number(x: GlobalTensor, dim: int) -> int:
-    """How many shards of ``dim`` lie before this rank's."""
+    """The number of shards of ``dim`` before this rank's."""
     spec = x._spec
     if spec.is_placeholder:
         return 0
@@ -121,19 +121,19 @@ def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
 
 @composite("cummax")
 def cummax(input: Any, dim: Any = None, *, out: Any = None) -> Any:
-    """Running maxima and where they stand; of equal ones the last, as in torch."""
+    """Running maxima and their positions; of equal values the last position, as in torch."""
     return _extremes(input, dim, out, "cummax")
 
 
 @composite("cummin")
 def cummin(input: Any, dim: Any = None, *, out: Any = None) -> Any:
-    """Running minima and where they stand."""
+    """Running minima and their positions."""
     return _extremes(input, dim, out, "cummin")
 
 
 @rule("trapezoid", "trapz", "cumulative_trapezoid")
 def _trapezoid(call: Call) -> Resolution | None:
-    """The integral along one dim of ``y``; the places ``x`` are one row for all, or as many as ``y``."""
+    """The integral of ``y`` along one dim. The points ``x`` are one row for all, or have the shape of ``y``."""
     ndim = len(call.shapes[0])
     dims = normalize_dims(call.kwargs.get("dim", -1), ndim)
     values = term(ndim, dims)

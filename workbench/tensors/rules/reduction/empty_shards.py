@@ -1,4 +1,4 @@
-"""Local functions for shards that torch's own function does not take: empty ones."""
+"""Local functions for empty shards, which torch's own functions refuse."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from workbench.tensors.global_tensor import Spec
 def zeros_where_empty(
     call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
 ) -> LocalFunction | None:
-    """A ``localize``: on a rank with an empty operand, zeros of the result's shape; elsewhere the function itself.
+    """A ``localize`` function: zeros of the result's shape on a rank with an empty operand; elsewhere the function
+    itself.
 
-    Convolutions and pools refuse tensors without a channel. A sum over no channel is zero, and where the missing
-    channels are those of the result there is nothing to compute.
+    Convolutions and pools refuse tensors without a channel. A sum over no channel is zero. If the result has no
+    channel, there is nothing to compute.
     """
     return zeros(call, outputs) if any(0 in spec.local_shape for spec in inputs) else None
 
 
 def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
-    """Zeros in the shapes of the results, linked to every operand: ranks must not differ in what has a gradient."""
+    """Zeros in the shapes of the results, linked to every operand: all ranks must agree on which tensors have a
+    gradient.
+    """
     dtypes = [dtype for _, dtype in call.outputs]
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +42,7 @@ def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
 
 
 def zeros_and_bias(call: Call, outputs: list[Spec], bias_at: int, num_after: int = 0) -> LocalFunction:
-    """Zeros plus the bias, which is argument ``bias_at`` and lies ``num_after`` dims before the last."""
+    """Zeros plus the bias. The bias is argument ``bias_at``, and its dim is followed by ``num_after`` more dims."""
     make_zeros = zeros(call, outputs)
 
     def only_bias(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -33,7 +33,7 @@ Dims = int | Sequence[int] | None
 
 
 def lowest(dtype: torch.dtype, largest: bool = True) -> Any:
-    """The value that loses against all others when the largest (or the smallest) is looked for."""
+    """The value that never wins when the largest (or the smallest) value is searched."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -43,14 +43,14 @@ def lowest(dtype: torch.dtype, largest: bool = True) -> Any:
 
 
 def local_extremum(x: torch.Tensor, dims: Sequence[int], largest: bool) -> torch.Tensor:
-    """``amax`` or ``amin`` with the dims kept; of an empty shard what loses against everything."""
+    """``amax`` or ``amin`` with the dims kept; for an empty shard, ``lowest``."""
     if any(x.shape[d] == 0 for d in dims):
         return x.sum(list(dims), keepdim=True).to(x.dtype) + lowest(x.dtype, largest)
     return (torch.amax if largest else torch.amin)(x, list(dims), keepdim=True)
 
 
 def extremum(x: GlobalTensor, dims: Sequence[int], keepdim: bool, largest: bool) -> GlobalTensor:
-    """The extremum over ``dims`` of which some are split, as terms of P(max) or P(min); no gradient."""
+    """The extremum over ``dims``, some of which are split, as terms of P(max) or P(min). It has no gradient."""
     stages = stages_of(x, dims)
     with torch.no_grad():
         return terms(
@@ -77,7 +77,7 @@ def _amax(input: Any, dim: Dims = (), keepdim: bool = False, *, largest: bool, o
 
 
 def _differentiable(x: GlobalTensor, value: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
-    """An extremum whose gradient goes to all elements that attain it, in equal parts, as torch's does."""
+    """An extremum whose gradient goes in equal parts to all elements that attain it, as in torch."""
     stages = stages_of(x, dims)
     layouts = [stages.layout, stages.gathered]
 
@@ -99,13 +99,13 @@ def _differentiable(x: GlobalTensor, value: GlobalTensor, dims: Sequence[int]) -
 
 @composite("amax")
 def amax(input: Any, dim: Dims = (), keepdim: bool = False, *, out: Any = None) -> Any:
-    """Largest values; over split dims they lie as P(max), or as B where a gradient is needed."""
+    """Largest values. Over split dims the result is P(max), or B if it needs a gradient."""
     return _amax(input, dim, keepdim, largest=True, out=out)
 
 
 @composite("amin")
 def amin(input: Any, dim: Dims = (), keepdim: bool = False, *, out: Any = None) -> Any:
-    """Smallest values; over split dims they lie as P(min), or as B where a gradient is needed."""
+    """Smallest values. Over split dims the result is P(min), or B if it needs a gradient."""
     return _amax(input, dim, keepdim, largest=False, out=out)
 
 
@@ -137,25 +137,25 @@ def _max(input: Any, largest: bool, *args: Any, **kwargs: Any) -> Any:
 
 @composite("max")
 def maximum_of(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Largest value of all, or along a dim with its index."""
+    """Largest value of all, or values and indices along a dim."""
     return _max(input, True, *args, **kwargs)
 
 
 @composite("min")
 def minimum_of(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Smallest value of all, or along a dim with its index."""
+    """Smallest value of all, or values and indices along a dim."""
     return _max(input, False, *args, **kwargs)
 
 
 @composite("argmax")
 def argmax(input: Any, dim: int | None = None, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Index of the largest value; of equal ones the first."""
+    """Index of the largest value; of equal values the first."""
     return _argmax(input, dim, keepdim, True) if out is None else NotImplemented
 
 
 @composite("argmin")
 def argmin(input: Any, dim: int | None = None, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Index of the smallest value; of equal ones the first."""
+    """Index of the smallest value; of equal values the first."""
     return _argmax(input, dim, keepdim, False) if out is None else NotImplemented
 
 
@@ -169,7 +169,7 @@ def _argmax(input: Any, dim: int | None, keepdim: bool, largest: bool) -> Any:
 
 
 def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_values: bool) -> Any:
-    """Extremum along one split dim and its logical index: each shard's own, then the best of these."""
+    """Extremum along one split dim and its logical index: first of each shard, then the best of these."""
     if type(input) is not GlobalTensor or not input._spec.shape:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
@@ -208,18 +208,18 @@ def _gather_pair(x: GlobalTensor, stages: Stages, first: Callable[..., Any]) -> 
 
 
 def filled_shards(x: GlobalTensor, dim: int) -> list[int] | None:
-    """Numbers of the shards of ``dim`` that have a row; None where all have."""
+    """Numbers of the shards of ``dim`` that are not empty; None if all have rows."""
     sizes = shard_sizes(x, dim)
     return None if all(sizes) else [number for number, size in enumerate(sizes) if size]
 
 
 def keep_rows(rows: torch.Tensor, dim: int, kept: list[int] | None) -> torch.Tensor:
-    """The listed rows; all where None."""
+    """The listed rows; all rows for None."""
     return rows if kept is None else rows.index_select(dim, torch.tensor(kept, device=rows.device))
 
 
 def _flat_argmax(x: GlobalTensor, keepdim: bool, largest: bool) -> GlobalTensor:
-    """Index into the flat tensor: of the ranks that hold the best value, the smallest index counts."""
+    """Index into the flattened tensor: the smallest index among the ranks with the best value."""
     spec = x._spec
     dims = list(range(len(spec.shape)))
     stages = stages_of(x, dims)
@@ -251,7 +251,7 @@ def _flat_argmax(x: GlobalTensor, keepdim: bool, largest: bool) -> GlobalTensor:
 
 @composite("topk")
 def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None) -> Any:
-    """The best of the best k of each shard; only these candidates are gathered."""
+    """The best k of the best k of each shard. Only these candidates are gathered."""
     if out is not None or not splits(input, normalize_dims(dim, input.dim())):
         return NotImplemented
     x = sum_terms(input)
@@ -285,7 +285,7 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 def _gathering_is_as_cheap(x: GlobalTensor, stages: Stages, k: int, dim: int) -> bool:
-    """Whether the candidates are no fewer than the elements: then the rule may move the tensor itself."""
+    """Whether there are as many candidates as elements: then the rule may gather the tensor itself."""
     spec = x._spec
     candidates = list(spec.shape)
     candidates[dim] = stages.rows_shape[dim] * k

@@ -1,7 +1,7 @@
-"""Functions that remove dims or work along one: the rules for dims that no rank splits, and sums over split ones.
+"""Functions that remove dims or work along one: rules for dims that are not split, and sums over split dims.
 
-What else can be reduced over split dims without gathering is in ``extrema``, ``variance``, ``softmax``, ``cumulative``
-and ``vector_norms``, as composites that leave all other calls to the rules here.
+``extrema``, ``variance``, ``softmax``, ``cumulative`` and ``vector_norms`` are composites that reduce over split dims
+without a gather. They leave all other calls to the rules here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _sum(call: Call) -> Resolution:
 
 @rule("mean")
 def _mean(call: Call) -> Resolution:
-    """Over a split dim, a mean is the sum of the shard over the logical count, whatever the shards' sizes."""
+    """Over a split dim, a mean is the sum of each shard over the logical count, for any sizes of shards."""
     ndim = len(call.shapes[0])
     dims = _reduced_dims(call)
     letters = {chr(ord("a") + dim) for dim in dims}
@@ -57,7 +57,7 @@ def _mean(call: Call) -> Resolution:
 
         def mean(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             result = wanted or x.dtype  # a plan is for tensors of all dtypes
-            # The sum of a shard may exceed what the mean's dtype can hold.
+            # The sum of a shard may overflow the mean's dtype.
             if result in LOW_PRECISION:
                 return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(result)
             return torch.sum(x, dims, keepdim, dtype=result) / count
@@ -70,7 +70,7 @@ def _mean(call: Call) -> Resolution:
 
 @composite("nanmean")
 def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
-    """Sum of what is a number over how many there are."""
+    """The sum of all values that are not nan, over their number."""
     if type(input) is not GlobalTensor or out is not None:
         return NotImplemented
     dims = normalize_dims(dim, input.dim())
@@ -88,7 +88,7 @@ def _needs_whole_dims(call: Call) -> Resolution:
 
 
 def _several(call: Call, text: str) -> Resolution:
-    """An equation for as many results as the call has, all alike."""
+    """An equation with as many equal results as the call has."""
     left, _, right = text.partition("->")
     return Resolution(f"{left}->{','.join([right] * len(call.outputs))}")
 
@@ -124,7 +124,7 @@ def _kthvalue(call: Call) -> Resolution:
 
 @rule("quantile", "nanquantile", parameters="input q dim keepdim")
 def _quantile(call: Call) -> Resolution:
-    """A list of quantiles adds a dim in front of the result."""
+    """A list of quantiles adds a dim before those of the result."""
     ndim = len(call.shapes[0])
     dims = normalize_dims(call.arg(2, "dim"), ndim)
     many = isinstance(call.args[1], torch.Tensor) and call.args[1].dim() == 1
@@ -144,7 +144,7 @@ def _topk(call: Call) -> Resolution:
 
 @rule("sort", "argsort", "msort", "cummax", "cummin")
 def _sort(call: Call) -> Resolution:
-    """Along a dim that stays whole; its other dims split."""
+    """Along a dim that stays whole; other dims may be split."""
     ndim = len(call.shapes[0])
     dim = 0 if call.name == "msort" else call.arg(1, "dim", -1)
     if isinstance(dim, bool):  # sort(stable, dim): torch takes them in this order too
@@ -162,7 +162,7 @@ def _diff(call: Call) -> Resolution:
 
 @rule("histc")
 def _histc(call: Call) -> Resolution:
-    """Counts of shards add up, where the bins do not depend on the values."""
+    """The counts of shards add up if the bins do not depend on the values."""
     ndim = len(call.shapes[0])
     whole_only = Signature((broadcast,), (broadcast,))
     if call.arg(2, "min", 0) == call.arg(3, "max", 0):
@@ -189,7 +189,7 @@ def _cumsum(call: Call) -> Resolution:
 
 
 def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
-    """A reduction of which the parts can be reduced again: a product of products, any of any."""
+    """A reduction whose partial results can be reduced again: a product of products, any of any."""
 
     def reduce(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None, **options: Any) -> Any:
         dim = options.pop("axis", dim)

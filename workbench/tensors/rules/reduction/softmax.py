@@ -1,6 +1,6 @@
 """Softmax and logsumexp over split dims: the global maximum first, then the sum of the exponentials.
 
-A row per rank is summed twice forward and once backward; the tensor itself never moves.
+The ranks exchange one row each, twice in forward and once in backward. The tensor itself never moves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 
 def shifted_sum_of_exp(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
-    """The largest value m (without gradient) and the sum of exp(x - m) over ``dims``; dims kept, in the layout of x
-    but whole along the axes that split them.
+    """The largest value m (without gradient) and the sum of exp(x - m) over ``dims``. Dims are kept; the layout is that
+    of x, but whole along the axes that split ``dims``.
     """
     stages = stages_of(x, dims)
     peak = complete(extremum(x, dims, True, largest=True), "softmax")
@@ -34,13 +34,13 @@ def shifted_sum_of_exp(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTens
 
 
 def finite(peak: torch.Tensor) -> torch.Tensor:
-    """Zero in place of an infinite maximum, from which nothing may be subtracted."""
+    """Zero in place of an infinite maximum, because infinity minus infinity is nan."""
     return torch.where(peak.isinf(), 0, peak)
 
 
 @composite("logsumexp")
 def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Logarithm of the sum of exponentials: the global maximum, then the sum of what is left."""
+    """Logarithm of the sum of exponentials: the global maximum, plus the logarithm of the shifted sum."""
     if type(input) is not GlobalTensor or dim is None or out is not None:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
@@ -87,7 +87,7 @@ def _softmax(input: Any, dim: int | None, dtype: torch.dtype | None, logarithm: 
 
 @composite("softmax")
 def softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Softmax over a split dim: two sums of a row per rank forward, one backward."""
+    """Softmax over a split dim: two exchanges of a row per rank in forward, one in backward."""
     return _softmax(input, dim, _dtype_in(rest, dtype), logarithm=False)
 
 
@@ -111,7 +111,7 @@ def softmin(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype |
 
 @composite("_safe_softmax")
 def safe_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Softmax that is zero where a whole row is masked out."""
+    """Softmax that is zero for rows that are masked as a whole."""
     if type(input) is not GlobalTensor:
         return NotImplemented
     masked = (input == -torch.inf).all(dim, keepdim=True)

@@ -1,9 +1,9 @@
-"""Building blocks for functions along a split dim: local results of every rank, and what is made of them.
+"""Building blocks for functions along a split dim: local results on every rank, and their combination.
 
-A reduction over a split dim is done in two stages. The first works on every shard and leaves one row per rank (so its
-result is a tensor with as many rows as the dim has shards, split as before); the rows are gathered, which moves one row
-per rank and not the tensor, and the second stage reduces them. Gradients need nothing more: both stages run under local
-autograd and the gather is a boxing.
+A reduction over a split dim has two stages. The first works on each shard and leaves one row per rank: a tensor with as
+many rows as the dim has shards, split as before. The ranks gather these rows; the tensor itself does not move. The
+second stage reduces them. Gradients need nothing more: both stages run under local autograd, and the gather is a
+boxing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Out = tuple[Layout, Shape, torch.dtype]
 
 @dataclass(frozen=True)
 class Stages:
-    """How a reduction of some dims of a tensor is done in stages.
+    """The layouts and shapes of a two-stage reduction.
 
     Attributes:
         dims: the reduced dims, counted from the front.
@@ -49,7 +49,7 @@ class Stages:
     dropped: Layout
 
     def result(self, keepdim: bool, dtype: torch.dtype, reduction: str | None = None) -> Out:
-        """The result of the reduction: whole along the axes that split it, or terms of ``reduction`` there."""
+        """The spec of the result: whole along the axes that split it, or terms of ``reduction`` there."""
         layout = self.gathered if keepdim else self.dropped
         if reduction is not None:
             sbp = tuple(Partial(reduction) if axis in self.axes else e for axis, e in enumerate(layout.sbp))
@@ -87,14 +87,14 @@ def _make_stages(spec: Spec, dims: tuple[int, ...]) -> Stages:
 
 
 def splits(tensor: Any, dims: Sequence[int] | None = None) -> bool:
-    """Whether some axis splits one of ``dims`` (all, where None) of ``tensor``."""
+    """Whether an axis splits one of ``dims`` (None: any dim) of ``tensor``."""
     if type(tensor) is not GlobalTensor or tensor._spec.layout.is_broadcast:
         return False
     return any(isinstance(e, Split) and (dims is None or e.dim in dims) for e in tensor._spec.layout.sbp)
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
-    """Whether a result of these is differentiated; the same on all ranks, placeholders included."""
+    """Whether a result of these tensors needs a gradient; the same on all ranks, placeholders included."""
     if not torch.is_grad_enabled():
         return False
     with local_torch():
@@ -105,11 +105,11 @@ def on_shards(
     function: Callable[..., Any], operands: Sequence[GlobalTensor], layouts: Sequence[Layout], outs: Sequence[Out],
     name: str,
 ) -> list[GlobalTensor]:  # fmt: skip
-    """``function`` on the shards of ``operands`` boxed to ``layouts``; it returns one tensor per entry of ``outs``,
-    or the only one bare.
+    """Run ``function`` on the shards of ``operands`` boxed to ``layouts``. It returns one tensor per entry of ``outs``;
+    the only one without a tuple.
 
-    Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank:
-    placeholders link them so.
+    Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank,
+    because placeholders link them so.
     """
     boxed = [box_implicitly(operand, layout, name) for operand, layout in zip(operands, layouts, strict=True)]
     world = boxed[0]._spec.world
@@ -133,7 +133,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 def gathered_rows(
     tensor: GlobalTensor, stages: Stages, first: Callable[..., Any], dtypes: Sequence[torch.dtype], name: str
 ) -> list[GlobalTensor]:
-    """What ``first`` makes of each shard, one row each, with the rows of all ranks on every rank."""
+    """The results of ``first`` on all shards, one row each, on every rank."""
     outs = [(stages.layout, stages.rows_shape, dtype) for dtype in dtypes]
     rows = on_shards(first, [tensor], [stages.layout], outs, name)
     return [box_implicitly(row, stages.gathered, name) for row in rows]
@@ -148,9 +148,10 @@ def two_stages(
     dtypes: tuple[torch.dtype, torch.dtype],
     name: str,
 ) -> GlobalTensor:
-    """``first`` reduces each shard to a row (dims kept), ``second`` the rows of all ranks; dtypes of the two results.
+    """Reduce each shard to a row with ``first`` (dims kept), and all rows with ``second``; given the dtypes of the two
+    results.
 
-    ``second`` keeps the dims too; they are dropped here where the caller wants that.
+    ``second`` keeps the dims too. This function drops them if the caller asks.
     """
     rows = gathered_rows(tensor, stages, first, dtypes[:1], name)
     out = stages.result(keepdim, dtypes[1])
@@ -159,7 +160,7 @@ def two_stages(
 
 
 def dropped(kept: GlobalTensor, stages: Stages) -> GlobalTensor:
-    """A result that has the reduced dims, of size one, without them."""
+    """A result without its reduced dims, which have size one."""
     out = stages.result(False, kept.dtype)
     shape = spec_of(kept._spec.world, out[0], out[1]).local_shape
     return on_shards(lambda x: x.reshape(shape), [kept], [stages.gathered], [out], "squeeze")[0]
@@ -175,7 +176,7 @@ def terms(
     name: str,
     reduction: str = "sum",
 ) -> GlobalTensor:
-    """What ``function`` makes of each shard (dims kept), as one term of the result."""
+    """The result of ``function`` on each shard (dims kept), as one term of the reduction."""
     out = stages.result(keepdim, dtype, reduction)
     shape = spec_of(operands[0]._spec.world, out[0], out[1]).local_shape
     return on_shards(lambda *shards: function(*shards).reshape(shape), operands, layouts, [out], name)[0]
@@ -189,7 +190,7 @@ def complete(tensor: GlobalTensor, name: str) -> GlobalTensor:
 
 
 class _Known(torch.autograd.Function):
-    """Boxing of terms whose sum is known already: nothing moves forward, the gradient moves as the boxing's would."""
+    """Boxing of terms with a known sum: forward moves nothing, and the gradient moves as in the boxing."""
 
     @staticmethod
     def forward(
@@ -210,7 +211,7 @@ class _Known(torch.autograd.Function):
 
 
 def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTensor:
-    """``value``, differentiated as if it were the sum that ``sum_terms`` are the terms of."""
+    """``value`` with the gradient of the sum of ``sum_terms``."""
     world = value._spec.world
     with local_torch():
         result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.context.next_tag(), value.detach())

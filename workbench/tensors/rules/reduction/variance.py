@@ -1,7 +1,7 @@
-"""Variances and standard deviations over split dims, from what each shard says of itself.
+"""Variances and standard deviations over split dims, from the moments of each shard.
 
-The moments of the whole come from the shards' means and sums of squared differences (Chan, Golub, LeVeque 1979): as
-stable as torch's two passes, and one exchange of two rows per rank.
+The moments of the whole come from the shards' means and sums of squared differences (Chan, Golub, LeVeque 1979). This
+is as stable as torch's two passes, and needs one exchange of two rows per rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least 32 bits: what is added over ranks must not be rounded on every one of them."""
+    """At least 32 bits, so that the ranks' contributions to a sum are not rounded to 16."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
-    """Mean and mean squared difference from it over ``dims``, dims kept, whole along the axes that split them.
+    """Mean, and mean squared difference from it, over ``dims``. Dims are kept; the results are whole along the axes
+    that split ``dims``.
 
-    In at least 32 bits; of a complex tensor the second is complex too, with no imaginary part.
+    Both have at least 32 bits. For a complex tensor the second is complex too, with imaginary part zero.
     """
     stages, listed = stages_of(x, dims), list(dims)
     dtype = accumulation_dtype(x.dtype)
@@ -39,7 +40,7 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
         out = [(stages.layout, stages.rows_shape, dtype)] * 2
         mean, square = on_shards(lambda t: _own_moments(t.to(dtype), listed), [x], [stages.layout], out, "var")
         return mean, square
-    # Means of 32 bits are too coarse to be subtracted from one another where they are large: send what they lack.
+    # Differences of large 32-bit means are inexact: send the rounding errors of the means too.
     sends_rest = x.dtype == torch.float32
 
     def rows_of(t: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
 
 
 def _own_moments(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and mean squared difference of a shard; of an empty one zero."""
+    """Mean and mean squared difference of a shard; zeros for an empty one."""
     if t.numel() == 0:
         nothing = t.sum(dims, keepdim=True)
         return nothing, nothing.clone()
@@ -87,7 +88,7 @@ def behind_new_dim(layout: Layout) -> Layout:
 
 
 def shares_of(x: GlobalTensor, stages: Stages, dtype: torch.dtype) -> torch.Tensor:
-    """The part of the reduced elements that each shard has, in the shape of the rows."""
+    """The part of the reduced elements in each shard, in the shape of the rows."""
     shares = torch.ones([1] * len(stages.rows_shape), dtype=dtype)
     for dim in stages.dims:
         sizes = torch.tensor(shard_sizes(x, dim), dtype=dtype)
@@ -138,7 +139,7 @@ def _spread(input: Any, is_root: bool, with_mean: bool, args: tuple[Any, ...], k
 
 
 def root(square: torch.Tensor) -> torch.Tensor:
-    """Square root whose gradient at zero is zero, as that of torch's own standard deviations and norms."""
+    """Square root with gradient zero at zero, as in torch's standard deviations and norms."""
     is_zero = square == 0
     return torch.where(is_zero, square.detach(), torch.where(is_zero, 1, square).sqrt())
 
@@ -169,7 +170,7 @@ def std_mean(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @composite("cov")
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Covariance of the rows: a product of what differs from the means."""
+    """Covariance of the rows: the product of the differences from their means."""
     if type(input) is not GlobalTensor or fweights is not None or aweights is not None or input.dim() > 2:
         return NotImplemented
     x = input if input.dim() == 2 else input.reshape(1, -1)

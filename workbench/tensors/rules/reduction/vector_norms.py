@@ -1,4 +1,4 @@
-"""Norms and distances. The norm of the norms of the parts is the norm of the whole, for every order but zero."""
+"""Norms and distances. The norm of the parts' norms is the norm of the whole, for every order but zero."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _vector_norm(call: Call) -> Resolution:
 def vector_norm(
     x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Any = None
 ) -> Any:
-    """Norm over split dims: each shard's norm, then the norm of these."""
+    """Norm over split dims: the norm of the shards' norms."""
     if type(x) is not GlobalTensor or out is not None:
         return NotImplemented
     shape = x._spec.shape
@@ -47,7 +47,7 @@ def vector_norm(
     norm = torch.linalg.vector_norm
 
     def first(t: torch.Tensor) -> torch.Tensor:
-        if t.numel() == 0 and ord < 0:  # a negative power of nothing adds up to nothing
+        if t.numel() == 0 and ord < 0:  # an empty sum of negative powers is zero
             return t.abs().sum(dims, keepdim=True).to(wide) + math.inf
         return norm(t.to(accumulation_dtype(t.dtype)), ord, dims, keepdim=True)
 
@@ -90,7 +90,7 @@ def matrix_norm(
     keepdim: bool = False,
     **options: Any,
 ) -> Any:
-    """Frobenius norm and the norms by rows and columns; those by singular values fall back."""
+    """Frobenius norm, and norms by rows or columns. Norms by singular values fall back."""
     if type(A) is not GlobalTensor or options.get("out") is not None:
         return NotImplemented
     dtype = options.get("dtype")
@@ -128,7 +128,7 @@ def _normalize(call: Call) -> Resolution:
 
 @composite("normalize")
 def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    """Unit vectors; over a split dim by the global norm."""
+    """Unit vectors; over a split dim from the global norm."""
     if type(input) is not GlobalTensor:
         return NotImplemented
     if out is not None:
@@ -160,12 +160,12 @@ def _cosine_similarity(call: Call) -> Resolution:
 
 @composite("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Cosine of the angle along ``dim``; over a split dim from global norms."""
+    """Cosine of the angle along ``dim``; over a split dim from the global norms."""
     ndim = max(x1.dim(), x2.dim())
     along = normalize_dims(dim, ndim)[0] - ndim
     if not any(splits(x, [along + x.dim()]) for x in (x1, x2)):
         return NotImplemented
-    if x1.shape[along] != x2.shape[along]:  # a row of one counts as often as the other is long
+    if x1.shape[along] != x2.shape[along]:  # a row of size one counts as often as the other row is long
         common = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = x1.expand(common), x2.expand(common)
     first, second = (_unit(x, along, eps) for x in (x1, x2))
@@ -193,6 +193,6 @@ def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepd
 
 @rule("renorm")
 def _renorm(call: Call) -> Resolution:
-    """One norm per slice of ``dim``: the others stay whole."""
+    """One norm per slice along ``dim``; the other dims stay whole."""
     ndim = len(call.shapes[0])
     return Resolution(elementwise_except(ndim, set(range(ndim)) - set(normalize_dims(call.arg(2, "dim"), ndim))))

@@ -1,7 +1,7 @@
 """Joins, cuts and rearrangements along a dim: cat, stack, chunk, flip, roll, repeat, pad.
 
-Dims that a function leaves alone keep their split. Along a split dim, rows move between the ranks that need them (see
-``row_moves``), so that nothing is gathered.
+All other dims keep their split. Along a split dim, rows move between the ranks that need them (see ``row_moves``);
+nothing is gathered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.tensors.world import World
 
 @dataclass
 class RowFunction:
-    """A local function that moves rows; ``items`` say for a view's results which part of the base each one is."""
+    """A local function that moves rows. For the results of a view, ``items`` are their parts of the base."""
 
     world: World
     plans: list[RowPlan]
@@ -47,12 +47,12 @@ class RowFunction:
 
 
 def splits_dim(spec: Spec, dim: int) -> bool:
-    """Whether some axis splits the dim."""
+    """Whether an axis splits the dim."""
     return Split(dim) in spec.layout.sbp
 
 
 def along(call: Call, dim: int, linear: bool = True, kept: Sequence[int] | None = None) -> list[Signature]:
-    """Signatures of a function of like operands that keeps the dims apart from ``dim``, and may move rows along it.
+    """Signatures of a function of operands with equal layouts: it may move rows along ``dim`` and keeps all other dims.
 
     Several axes may split ``dim``; ``kept`` are the dims whose split stays.
     """
@@ -75,7 +75,7 @@ def row_function(
 
 
 def mapped(call: Call, dim: int, segments: Sequence[Segment], linear: bool = True) -> Resolution:
-    """A function of one operand that is a row map along ``dim``; torch's own where nobody splits the dim."""
+    """A function of one operand that is a row map along ``dim``; torch's own function if no axis splits the dim."""
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
         return row_function(dim, segments, inputs, outputs) if splits_dim(inputs[0], dim) else None
@@ -88,7 +88,7 @@ def mapped(call: Call, dim: int, segments: Sequence[Segment], linear: bool = Tru
 @rule("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes", "unbind")
 @rule("hsplit", "vsplit", "dsplit")
 def _cut(call: Call) -> Resolution:
-    """Pieces along a dim. Along a split dim each becomes a balanced split of its own, or is sent to all if small."""
+    """Pieces along a dim. Along a split dim, each piece becomes a balanced split of its own, or B if it is small."""
     shape = call.shapes[0]
     ndim = len(shape)
     drops = call.name == "unbind"
@@ -135,7 +135,9 @@ def _cut_dim(call: Call, ndim: int) -> int:
 
 @rule("cat", parameters="tensors dim")
 def _cat(call: Call) -> Resolution:
-    """All operands alike; along a split dim the rows are dealt out anew. An empty tensor of one dim counts for none."""
+    """All operands have equal layouts. Along a split dim, the rows move to a balanced split. Empty tensors of one dim
+    are ignored.
+    """
     ndim = len(call.outputs[0][0])
     dim = int(call.arg(1, "dim", call.kwargs.get("axis", 0))) % max(1, ndim)
     counted = [k for k, other in enumerate(call.shapes) if len(other) == ndim]
@@ -259,7 +261,7 @@ def _rolled(size: int, shift: int) -> list[Segment]:
 
 @composite("roll")
 def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
-    """Without dims, the elements roll in the order in which they are counted."""
+    """Without dims, it rolls the flattened elements."""
     if dims or isinstance(dims, int):
         return NotImplemented
     return torch.roll(input.reshape(-1), shifts, 0).reshape(input.shape)
@@ -267,7 +269,7 @@ def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
 
 @rule("repeat", "tile")
 def _repeat(call: Call) -> Resolution:
-    """New leading dims are whole; along a split dim the rows are dealt out anew."""
+    """New leading dims are whole. Along a split dim, the rows move to a balanced split."""
     shape, target = call.shapes[0], call.outputs[0][0]
     named = call.kwargs.get("repeats", call.kwargs.get("dims", call.args[1:]))
     times = [int(count) for count in (_listed(named) if isinstance(named, (tuple, list)) else [named])]
@@ -296,7 +298,7 @@ def _repeat(call: Call) -> Resolution:
 
 @composite("block_diag")
 def block_diag(*tensors: Any) -> Any:
-    """torch.block_diag from pads and a join."""
+    """torch.block_diag, from pads and a concatenation."""
     blocks = [t.reshape(1, -1) if t.dim() < 2 else t for t in _listed(tensors)]
     width = sum(block.shape[1] for block in blocks)
     rows, start = [], 0
@@ -308,7 +310,7 @@ def block_diag(*tensors: Any) -> Any:
 
 @rule("pad", "constant_pad_nd", parameters="input pad mode value")
 def _pad(call: Call) -> Resolution | None:
-    """Dims without padding keep their split; along a split dim the rows move, one dim after the other."""
+    """Dims without padding keep their split. Along split dims the rows move, one dim after the other."""
     shape = call.shapes[0]
     ndim = len(shape)
     sizes = list(call.arg(1, "pad"))
@@ -352,7 +354,7 @@ def _pad_rest(sizes: list[int], done: list[int], mode: str, value: Any, ndim: in
 
 
 def padded_segments(size: int, left: int, right: int, mode: str) -> list[Segment]:
-    """The row map of a pad with zeros or with rows of the tensor; negative numbers cut rows off."""
+    """The row map of a pad with zeros or with rows of the tensor. Negative numbers remove rows."""
     cut = (max(0, -left), max(0, -right))
     inner = Segment(0, cut[0], 1, 0, max(0, left), max(0, size - cut[0] - cut[1]))
     left, right = max(0, left), max(0, right)
@@ -360,7 +362,7 @@ def padded_segments(size: int, left: int, right: int, mode: str) -> list[Segment
     if mode == "reflect":
         return [Segment(0, left, -1, 0, 0, left), inner, Segment(0, size - 2, -1, 0, end, right)]
     if mode == "circular":
-        # What is cut off on one side is not seen when going round.
+        # A circular pad does not see rows that are cut off on the other side.
         return [Segment(0, size - cut[1] - left, 1, 0, 0, left), inner, Segment(0, cut[0], 1, 0, end, right)]
     if mode == "replicate":
         before = [Segment(0, 0, 1, 0, i, 1) for i in range(left)]

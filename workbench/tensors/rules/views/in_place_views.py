@@ -13,7 +13,7 @@ from workbench.tensors.global_tensor import local_torch
 
 
 def _become(input: Any, view: Any, name: str) -> Any:
-    """``input`` takes the strides and the spec of a view of it."""
+    """Give ``input`` the strides and the spec of a view of it."""
     if type(view) is BoxedView or type(input) is BoxedView:
         raise LayoutError(
             f"{name}: the result has shape {tuple(view.shape)}, for which {input._spec.layout} of shape "
@@ -28,17 +28,17 @@ def _become(input: Any, view: Any, name: str) -> Any:
 
 
 def unsqueeze_(input: Any, dim: int) -> Any:
-    """A dim of size one more."""
+    """Insert a dim of size one."""
     return _become(input, input.unsqueeze(dim), "unsqueeze_")
 
 
 def squeeze_(input: Any, dim: Any = None) -> Any:
-    """Dims of size one less; which they are, the logical shape says."""
+    """Remove dims of size one of the logical shape."""
     return _become(input, input.squeeze() if dim is None else input.squeeze(dim), "squeeze_")
 
 
 def transpose_(input: Any, dim0: int, dim1: int) -> Any:
-    """Two dims in each other's place."""
+    """Swap two dims."""
     return _become(input, input.transpose(dim0, dim1), "transpose_")
 
 

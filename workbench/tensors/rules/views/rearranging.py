@@ -1,4 +1,4 @@
-"""Rearrangements with more structure than a view: triangles, diagonals, grids of tensors, repeats, resampled images."""
+"""Rearrangements that are not views: triangles, diagonals, grids of tensors, repeats, resampled images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _corner(spec: Spec) -> int:
 
 @rule("tril", "triu", parameters="input diagonal")
 def _triangle(call: Call) -> Resolution:
-    """On a shard, the diagonal is shifted by where the shard begins."""
+    """On a shard, the diagonal is shifted by the shard's first row and column."""
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
         shift = _corner(inputs[0])
@@ -39,7 +39,7 @@ def _triangle(call: Call) -> Resolution:
 
 @rule("trace")
 def _trace(call: Call) -> Resolution:
-    """Every rank adds up the piece of the diagonal that it holds."""
+    """Each rank sums its part of the diagonal."""
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
         shift = _corner(inputs[0])
@@ -52,7 +52,7 @@ def _trace(call: Call) -> Resolution:
 
 @rule("diag_embed", parameters="input offset dim1 dim2")
 def _diag_embed(call: Call) -> Resolution:
-    """The last dim becomes a diagonal, and stays whole; all others keep their split."""
+    """The last dim becomes a diagonal and stays whole; all other dims keep their split."""
     ndim = len(call.shapes[0])
     pair = sorted(dim % (ndim + 1) for dim in (call.arg(2, "dim1", -2), call.arg(3, "dim2", -1)))
     names = list(term(ndim, [ndim - 1])[:-1])
@@ -75,7 +75,7 @@ def diagflat(input: Any, offset: int = 0) -> Any:
 
 @composite("rot90")
 def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
-    """A quarter turn is a flip and a transposition."""
+    """A quarter turn: a flip and a transposition."""
     ndim = input.dim()
     if len(dims) != 2 or ndim < 2 or dims[0] % ndim == dims[1] % ndim:
         return NotImplemented
@@ -89,7 +89,7 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 
 @composite("repeat_interleave")
 def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **options: Any) -> Any:
-    """By numbers that every rank knows: one for all rows, or a plain tensor of them."""
+    """By counts that every rank knows: one for all rows, or a plain tensor."""
     if not isinstance(input, GlobalTensor) or isinstance(repeats, GlobalTensor):
         return NotImplemented
     if dim is None:
@@ -128,7 +128,7 @@ def cartesian_prod(*tensors: Any) -> Any:
 
 @composite("combinations")
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """All choices of ``r`` elements of a vector, as rows; which they are depends on its length only."""
+    """All choices of ``r`` elements of a vector, as rows. Their indices depend on its length only."""
     if input.dim() != 1 or r < 1:
         return NotImplemented
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
@@ -145,7 +145,7 @@ def _each(name: str, least: int) -> None:
 
 
 def _with_dims(tensor: Any, least: int) -> Any:
-    """torch.atleast_1d, 2d and 3d: a vector becomes a row, a matrix one of depth one."""
+    """torch.atleast_1d, 2d and 3d: a vector becomes a row, a matrix gets a last dim of size one."""
     if tensor.dim() >= least:
         return tensor.view(tensor.shape)
     if tensor.dim() == 0:
@@ -176,7 +176,7 @@ for _name in (
 
 @rule("pixel_shuffle", "pixel_unshuffle", "native_channel_shuffle", "channel_shuffle")
 def _shuffle_pixels(call: Call) -> Resolution:
-    """Channels to pixels and back. Channels stay split where their slices hold whole blocks."""
+    """Channels to pixels and back. Channels may be split if slices hold whole blocks."""
     shape, target = call.shapes[0], call.outputs[0][0]
     ndim = len(shape)
     if call.name in ("channel_shuffle", "native_channel_shuffle"):
@@ -196,14 +196,14 @@ def _shuffle_pixels(call: Call) -> Resolution:
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
 def _resample(call: Call) -> Resolution:
-    """Batch and channels split; the image is whole. Linear in it."""
+    """Batch and channels may be split; the image stays whole. Linear."""
     text = "nc" + "XYZ"[: len(call.shapes[0]) - 2]
     return Resolution(f"+{text} -> {text}", zeros_where_empty)
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", parameters="input grid")
 def _sample_grid(call: Call) -> Resolution:
-    """Batch and channels split, and the points that are sampled; the image is whole."""
+    """Batch, channels and sampled points may be split; the image stays whole."""
     image, points = ("XY", "hw") if len(call.shapes[0]) == 4 else ("XYZ", "dhw")
     text = f"nc{image}, n{points}V -> nc{points}"
     found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
@@ -213,7 +213,7 @@ def _sample_grid(call: Call) -> Resolution:
 
 @composite("meshgrid")
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
-    """Rows of coordinates, each laid along its own dim and expanded over those of the others."""
+    """Grids of coordinates: each vector along its own dim, expanded over the dims of the others."""
     listed = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
     if any(tensor.dim() > 1 for tensor in listed) or indexing not in (None, "ij", "xy"):
         return NotImplemented

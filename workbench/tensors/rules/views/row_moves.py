@@ -1,9 +1,9 @@
-"""Moves rows along split dims: slices, flips, joins and pads of a split dim without gathering it.
+"""Moves rows along split dims: slices, flips, joins and pads of a split dim without a gather.
 
 A row map takes rows of some tensors to rows of others: ``Segment(0, 3, 1, 0, 0, 2)`` says that rows 3 and 4 of tensor 0
-become rows 0 and 1 of result 0. It is linear: rows that nothing is moved to are zero, and its gradient is the same map
-read backwards, with a sum where a row was taken more than once. All other dims, and the axes of the placement that do
-not split the dim, look on.
+become rows 0 and 1 of result 0. It is linear: rows of a result without a source are zero. Its gradient is the same map
+in the other direction, with a sum where a row was taken more than once. All other dims, and the axes of the placement
+that do not split the dim, do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.tensors.global_tensor import Spec, local_torch
 from workbench.tensors.world import World
 
 MAX_SEGMENTS = 512
-"""A map of more pieces costs more to plan than to gather."""
+"""A map of more segments costs more to plan than a gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A tensor of the map: its layout and logical shape."""
+    """A tensor of the map, with its layout and logical shape."""
 
     layout: Layout
     shape: Shape
@@ -63,13 +63,13 @@ class RowMove:
     put: Progression
 
     def reversed(self) -> RowMove:
-        """The same rows the other way."""
+        """The same rows in the other direction."""
         return RowMove(self.to_rank, self.from_rank, self.result, self.put, self.source, self.taken)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a row map moves, in the words of a ``BoxingPlan``: for traces."""
+    """The bytes that a row map moves, with the attributes of a ``BoxingPlan``: for traces."""
 
     source: Layout
     destination: Layout
@@ -85,7 +85,7 @@ class Account:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Who sends which rows to whom. ``adds`` where several may arrive at one row: in the gradient."""
+    """Which rank sends which rows to which. ``adds``: several rows may arrive at one place, as in the gradient."""
 
     dim: int
     sources: tuple[Side, ...]
@@ -103,11 +103,11 @@ class RowPlan:
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether some rank needs another one."""
+        """Whether the map needs communication."""
         return any(move.from_rank != move.to_rank for move in self.moves)
 
     def account(self, itemsize: int) -> Account:
-        """Who sends how many bytes."""
+        """The bytes that each rank sends."""
         first, last = self.sources[0], self.results[0]
         sent: dict[int, int] = {}
         for move in self.moves:
@@ -125,7 +125,7 @@ def _dual(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 @lru_cache(maxsize=1024)
 def plan_rows(dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...], results: tuple[Side, ...]) -> RowPlan:
-    """The moves of a row map between layouts; on axes that split ``dim`` on neither side the layouts agree."""
+    """The moves of a row map between layouts. Layouts agree on axes that split ``dim`` on neither side."""
     placement = results[0].layout.placement
     moves = []
     for rank in placement:
@@ -148,7 +148,7 @@ def plan_rows(dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...]
 
 
 def _holders(layout: Layout, dim: int, rank: int) -> list[int]:
-    """The ranks that hold the rows of ``dim`` between them, and otherwise lie where ``rank`` does."""
+    """The ranks that together hold all rows of ``dim``, at the coordinates of ``rank`` on all other axes."""
     fixed = [axis for axis, entry in enumerate(layout.sbp) if entry != Split(dim)]
     here = layout.placement.coordinates(rank)
     return [
@@ -188,7 +188,7 @@ class _Rows(torch.autograd.Function):
 
 
 def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local shards of the results; every rank of the placement calls it, and every other one draws a tag."""
+    """The local shards of the results. All ranks of the placement call it; other ranks only draw a tag."""
     if plan.crosses and not world.context.implicit_boxing_allowed:
         first, last = plan.sources[0], plan.results[0]
         raise ExplicitBoxingError(
@@ -263,7 +263,7 @@ def _piece(
 
 
 def _rows(tensor: torch.Tensor, dim: int, rows: Progression, direction: int = 0) -> torch.Tensor:
-    """The rows of an arithmetic progression; a view of them in rising order where ``direction`` is negative."""
+    """The rows of an arithmetic progression. For a negative ``direction`` it is a view of them in ascending order."""
     first, step, count = rows
     if direction < 0:
         first -= step * (count - 1)
@@ -274,5 +274,5 @@ def _rows(tensor: torch.Tensor, dim: int, rows: Progression, direction: int = 0)
 
 
 def own_rows(spec: Spec, dim: int) -> tuple[int, int]:
-    """The rows of ``dim`` that this rank holds; all of them on a rank outside the placement."""
+    """This rank's rows of ``dim``; all rows on a rank outside the placement."""
     return (0, spec.shape[dim]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim]

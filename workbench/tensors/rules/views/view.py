@@ -19,7 +19,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 @rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 def _reshape(call: Call) -> Resolution | None:
-    """A split survives where its shards hold the same elements before and after; any other is boxed first."""
+    """A split survives if its shards hold the same elements before and after. Any other split is boxed first."""
     if any(isinstance(arg, torch.dtype) for arg in (*call.args, *call.kwargs.values())):
         return _reinterpret(call)
     source, target = call.shapes[0], call.outputs[0][0]
@@ -45,7 +45,9 @@ def _reshape(call: Call) -> Resolution | None:
 
 
 def _local_sizes(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
-    """The same view with this rank's sizes; -1 is resolved logically, because of an empty shard it says nothing."""
+    """The same view with this rank's sizes; -1 is resolved on the logical shape, because an empty shard cannot resolve
+    it.
+    """
     sizes = outputs[0].local_shape
     if call.name in ("reshape", "flatten", "ravel"):
         return lambda x, *_, **__: x.reshape(sizes)
@@ -60,14 +62,14 @@ def _local_sizes(call: Call, inputs: list[Spec], outputs: list[Spec], letters: t
 
 
 def _reinterpret(call: Call) -> Resolution:
-    """``x.view(dtype)``: where the size of an element changes, so does the last dim."""
+    """``x.view(dtype)``: a change of the element's size changes the last dim."""
     ndim = len(call.shapes[0])
     whole = [] if call.shapes[0] == call.outputs[0][0] else [ndim - 1]
     return Resolution(f"{term(ndim, whole)} -> {term(ndim, whole)}")
 
 
 Groups = list[tuple[list[int], list[int]]]
-"""Dims of the source and of the target that hold the same elements between them."""
+"""Dims of the source and of the target that together hold the same elements."""
 
 
 def groups(source: Shape, target: Shape) -> Groups:
@@ -107,7 +109,7 @@ def same_elements(before: Region, after: Region, source: Shape, target: Shape, g
 
 
 def _interval(region: list[tuple[int, int]], shape: list[int]) -> tuple[int, int] | None:
-    """The elements of a region of some dims, counted through, if they are consecutive."""
+    """The interval of a region's elements in the flattened dims, if they are consecutive."""
     first, length, stride = 0, 1, math.prod(shape)
     for (start, stop), size in zip(region, shape, strict=True):
         stride //= size
@@ -119,25 +121,25 @@ def _interval(region: list[tuple[int, int]], shape: list[int]) -> tuple[int, int
 
 @composite("view_as")
 def view_as(input: Any, other: Any) -> Any:
-    """The other tensor lends its shape, not its layout."""
+    """Uses the other tensor's shape, not its layout."""
     return input.view(other.shape)
 
 
 @composite("reshape_as")
 def reshape_as(input: Any, other: Any) -> Any:
-    """The other tensor lends its shape, not its layout."""
+    """Uses the other tensor's shape, not its layout."""
     return input.reshape(other.shape)
 
 
 @composite("expand_as")
 def expand_as(input: Any, other: Any) -> Any:
-    """The other tensor lends its shape, not its layout."""
+    """Uses the other tensor's shape, not its layout."""
     return input.expand(other.shape)
 
 
 @rule("permute", "transpose", "t", "get:T", "get:mT", "movedim", "adjoint", "get:H", "get:mH")
 def _permute(call: Call) -> Resolution | None:
-    """The permutation is read off a meta tensor with prime sizes."""
+    """A meta tensor with prime sizes shows the permutation."""
     ndim = len(call.shapes[0])
     if ndim > len(_PRIMES):
         return None
@@ -176,7 +178,7 @@ def _diagonal(call: Call) -> Resolution:
 
 
 def windows(call: Call) -> Resolution:
-    """``Tensor.unfold``: windows along one dim, which stays whole. (``nn.functional.unfold`` has the same name.)"""
+    """``Tensor.unfold``: windows along one dim, which stays whole. (``nn.functional.unfold`` is another function.)"""
     ndim = len(call.shapes[0])
     whole = [call.arg(1, "dimension") % ndim] if ndim else []
     return Resolution(f"+{term(ndim, whole)} -> {term(ndim, whole)}Z")
@@ -184,7 +186,7 @@ def windows(call: Call) -> Resolution:
 
 @rule("view_as_complex")
 def _view_as_complex(call: Call) -> Resolution:
-    """The pairs stay together. The strides of a shard need not be those of the whole."""
+    """The pairs stay together. A shard may have other strides than the whole tensor."""
     text = term(len(call.shapes[0]), [len(call.shapes[0]) - 1])
 
     def view(x: torch.Tensor) -> torch.Tensor:
