@@ -33,8 +33,8 @@ def loss_that_raises_in(call):
     calls = []
 
     def loss(output, target):
-        calls.append(1)
-        if len(calls) == call:
+        calls.append(isinstance(output, wb.GlobalTensor))  # others are made up: is this loss a mean?
+        if calls[-1] and sum(calls) == call:
             raise ZeroDivisionError("no more")
         return F.mse_loss(output, target)
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same: a model's weights in one small exchange, plain operands on demand.
+"""Checks that all ranks hold the same: weights and first batch of a model in one exchange, plain operands on demand.
 
 ``WORKBENCH_CHECK=1`` (read when a rank joins its world) or ``wb.debug.check_agreement()`` turns the second on:
 every plain tensor that meets a global one is hashed, and the hashes of the placement's ranks are compared.
@@ -7,8 +7,9 @@ every plain tensor that meets a global one is hashed, and the hashes of the plac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -16,10 +17,13 @@ from torch import nn
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.transport.user_code import name_in_user_code
 
 _SUMMARY_BYTES = 160
+_NUM_SAMPLED = 64
+"""Elements of a plain tensor that its fingerprint reads."""
 
 
 def content_hash(local: torch.Tensor) -> int:
@@ -119,3 +123,69 @@ def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
                 f"parallelize: {name!r} differs between rank 0 and rank {odd}. All ranks start from the same weights: "
                 "call wb.manual_seed(0) on all ranks before building the model, or load the same checkpoint."
             )
+
+
+def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str) -> None:
+    """Raise ``LayoutError`` if the plain tensors of a batch differ between ranks. All ranks call it.
+
+    Each layer takes its rows of a batch that every rank passes whole: of unlike batches it would mix rows.
+
+    Args:
+        named: the batch's tensors by name; global ones, and those without values, are left out.
+        call: what the batch was passed to, e.g. ``"forward_backward"``.
+    """
+    if world.world_size == 1:
+        return
+    own = {name: tensor for name, tensor in named.items() if _can_be_compared(tensor)}
+    identity = f"{len(own)}" + "".join(f"{t.dtype}{tuple(t.shape)}{content_hash(t)}" for t in own.values())
+    digest = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=7).digest(), "little")
+    header = f"{call}: the batch of its first call"
+    hashes = world.transport.all_gather(torch.tensor([digest], device=world.device), header)
+    if len({int(value) for value in hashes}) == 1:
+        return
+    described = all_gather_object({n: (content_hash(t), _summary(t)) for n, t in own.items()}, world, header)
+    rank, name = next(
+        (rank, name)
+        for rank, batch in enumerate(described)
+        for name in {**described[0], **batch}
+        if batch.get(name) != described[0].get(name)
+    )
+    first, other = (described[r].get(name, ("", "nothing"))[1] for r in (0, rank))
+    raise LayoutError(
+        f"{call}: the ranks pass different batches. {name} is {first} on rank 0 and {other} on rank {rank}. Plain "
+        "tensors count as the whole batch, the same on every rank, and each rank computes its rows of it. Pass the "
+        "whole batch on every rank, or let wb.GlobalDataLoader(dataset, batch_size, module=model) read a rank's rows. "
+        "Where each rank has a part of the batch already, join the parts of inputs and targets: "
+        f"wb.to_global(part, placement=wb.placement({world.device.type!r}, ranks={list(range(world.world_size))}), "
+        'sbp="S(0)").'
+    )
+
+
+def fingerprint(leaves: Iterable[object]) -> str:
+    """The plain tensors among ``leaves`` in a few characters: shapes, and of values on the CPU a checksum of some.
+
+    Sums of gradients carry it, so that ranks whose batches differ get an error and no mean of unlike means.
+
+    >>> fingerprint([torch.ones(5, 8)])
+    '(5, 8)#4ee0ee2d'
+    """
+    return " ".join(map(_fingerprint, filter(_can_be_compared, leaves)))  # type: ignore[arg-type]
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    count, shape = tensor.numel(), str(tuple(tensor.shape))
+    if tensor.device.type != "cpu" or not torch.ops.aten.is_non_overlapping_and_dense(tensor) or not count:
+        return shape
+    step = count // _NUM_SAMPLED | 1  # odd: a step that divides the rows would read one column
+    sample = tensor.detach().as_strided((-(-count // step),), (step,)).contiguous()
+    return f"{shape}#{crc32(sample.view(torch.uint8).numpy().data):08x}"
+
+
+def _can_be_compared(value: object) -> bool:
+    """Whether it is an ordinary plain tensor with values."""
+    return (
+        type(value) in (torch.Tensor, nn.Parameter)
+        and not value.is_meta  # type: ignore[attr-defined]
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # type: ignore[arg-type]
+    )

@@ -43,6 +43,7 @@ class ExecutionContext:
         tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
+        batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
         running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
         micro_batch: the micro-batch of that step that runs now; 0 outside of one.
         num_edges: by micro-batch, how many boxings were called so far.
@@ -56,6 +57,7 @@ class ExecutionContext:
     tracer: Any = None
     recorder: Any = None
     call: ModuleCall = OUTSIDE
+    batch: str = ""
     running: Any = None
     micro_batch: int = 0
     num_edges: dict[int, int] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class ExecutionContext:
         """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""
         self.num_edges.clear()
         self.num_sums.clear()
-        self.micro_batch, self.call, self.running = 0, OUTSIDE, None
+        self.micro_batch, self.call, self.batch, self.running = 0, OUTSIDE, "", None
 
     @property
     def position(self) -> int:

@@ -183,8 +183,7 @@ def num_samples(batch: Any) -> int:
     leaves = tree_leaves(batch)
     found = count_samples(leaves)
     if found is None:
-        paths = tree_flatten_with_path(batch)[0]
-        told = [f"{_name_of(path)} {tuple(leaf.shape)}" for path, leaf in paths if isinstance(leaf, torch.Tensor)]
+        told = [f"{name} {tuple(leaf.shape)}" for name, leaf in named_tensors(batch).items()]
         raise RunError(
             f"the batch's tensors have unlike numbers of rows: {', '.join(told)}. All are cut along dim 0, the "
             "samples, and must have the same number there, or 1 to go whole to each micro-batch: add a dim of 1."
@@ -195,6 +194,16 @@ def num_samples(batch: Any) -> int:
             "(8, 32) for 8 samples."
         )
     return found
+
+
+def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by where they are in it.
+
+    >>> list(named_tensors({"inputs": (torch.ones(2), 3), "targets": torch.ones(2)}))
+    ['inputs.0', 'targets']
+    """
+    paths = tree_flatten_with_path(batch)[0]
+    return {_name_of(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
 
 
 def _name_of(path: Sequence[Any]) -> str:

@@ -59,7 +59,7 @@ def test_norms_of_gradients_are_those_of_this_step():
         seen = []
         for step in (1, 2, 3):
             model.zero_grad()
-            wb.forward_backward(model, lambda out, wanted, step=step: step * (out - wanted).sum(), inputs, targets)
+            wb.forward_backward(model, lambda out, wanted, step=step: step * (out - wanted).mean(), inputs, targets)
             seen.append([p.grad.square().sum().sqrt().item() for p in model.parameters()])
         return seen
 

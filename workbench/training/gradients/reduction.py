@@ -204,7 +204,7 @@ def _start_all_reduce(bucket: list[Term]) -> Finish:
     started = time.perf_counter()
     locals_ = [term.local for term in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
-    header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes"
+    header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes{_of_batch(world)}"
     wait = world.transport.start_all_reduce(locals_, group, "sum", world.context.next_sum_tag(group), header)
     sent = 2 * (len(group) - 1) * num_bytes // len(group)
     started = _count(world, "gradients", sent, started)
@@ -225,7 +225,8 @@ def _start_scatter(bucket: list[Term]) -> Finish:
     world, group = bucket[0].owner._spec.world, bucket[0].group
     started = time.perf_counter()
     locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
-    header = f"reduction of {len(bucket)} gradients to shards, {sum(local.nbytes for local in locals_)} bytes"
+    num_bytes = sum(local.nbytes for local in locals_)
+    header = f"reduction of {len(bucket)} gradients to shards, {num_bytes} bytes{_of_batch(world)}"
     sent, wait = start_scatter(world, shards, locals_, _tag(world, group), header)
     _count(world, "gradients", sent, started)
     if world.context.tracer is not None:
@@ -272,6 +273,12 @@ def _start_gather(bucket: list[Term]) -> Callable[[], None]:
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
     return lambda: wait(locals_)
+
+
+def _of_batch(world: World) -> str:
+    """What the header of a sum says of the batch: ranks with unlike batches diverged, and may not add gradients."""
+    batch = world.context.batch
+    return f", of plain inputs {batch}" if batch else ""
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:

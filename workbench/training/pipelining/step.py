@@ -64,7 +64,8 @@ def forward_backward(
         StrategyError: no strategy, a forward that reads a value of another stage, or an edge to an earlier stage that
             the schedule does not allow.
         RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
-            has no gradient.
+            has no gradient; under several micro-batches a loss that is a sum over samples, as its first call shows.
+        LayoutError: the ranks pass different first batches.
 
     >>> model = wb.parallelize(nn.Linear(4, 2), "*: data | mb=2")
     >>> wb.forward_backward(model, F.mse_loss, torch.ones(8, 4), torch.ones(8, 2)).shape
@@ -83,6 +84,7 @@ def forward_backward(
         )
     check_loss_fn(loss_fn)
     batch = Batch.of_arguments(inputs, targets, loss_fn)
+    state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "forward_backward")
     parts = batch.cut(state.resolved.num_micro_batches, count)
     return train_micro_batches(module, loss_fn, parts)
 
@@ -102,6 +104,8 @@ def train_micro_batches(
             output = call(module, part.inputs)
             with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
                 loss = loss_of(output, part.targets, loss_fn)
+            if len(parts) > 1 and loss_fn is not None:
+                state.check_loss(loss_fn, output, part.targets, len(parts))
         if part.share == 1.0:
             return loss
         return loss * part.share if part.share else torch.zeros_like(loss.detach())
@@ -133,7 +137,9 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
     torch.Size([5, 2])
     """
     state, world = state_of(module), current()
-    parts = Batch(as_tensors(inputs)).cut(state.resolved.num_micro_batches)
+    batch = Batch(as_tensors(inputs))
+    state.compare_first_batch({"inputs": batch.inputs}, "evaluate")
+    parts = batch.cut(state.resolved.num_micro_batches)
     executor, table = _prepare(module, state, world, len(parts))
     parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}

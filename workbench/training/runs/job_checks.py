@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.errors import RunError, WorkbenchError
-from workbench.training.batches import Batch, LossFunction, check_loss_fn
-
-_SAME = 0.02
-"""Two losses that differ by less are the same mean, also in 16 bits."""
+from workbench.training.batches import check_loss_fn
 
 
 def check_functions(functions: Mapping[str, Any]) -> None:
@@ -140,37 +136,6 @@ def shown(value: Any) -> str:
     return "None" if value is None else kind
 
 
-def unlike_a_mean(loss_fn: LossFunction, output: Any, batch: Batch, loss: float) -> str:
-    """Why the losses of micro-batches do not make that of the batch; empty where they do, or nobody can tell.
-
-    A mean over samples (or words, or classes) stays what it is where every sample comes twice; a sum doubles.
-    """
-    rows = batch.num_samples
-
-    def twice(value: Any) -> Any:
-        double: Callable[[torch.Tensor], torch.Tensor] = lambda part: (  # noqa: E731
-            torch.cat([part, part]) if part.dim() and part.shape[0] == rows else part
-        )
-        return tree_map_only(torch.Tensor, double, value)
-
-    if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
-        return ""
-    before = torch.get_rng_state()
-    try:
-        with torch.no_grad():
-            doubled = float(loss_fn(twice(output), twice(batch.targets)))
-    except Exception:  # noqa: BLE001 - a loss for batches of one size only: nobody can tell
-        return ""
-    if not torch.equal(before, torch.get_rng_state()) or abs(doubled - loss) <= _SAME * max(abs(loss), abs(doubled)):
-        return ""
-    return (
-        f"loss_fn gives {loss:.6g} for {rows} samples and {doubled:.6g} where each of them comes twice, so it is no "
-        "mean over the samples. A step of micro-batches is the mean of their losses, each by its samples: return a "
-        "mean (reduction='mean', or a sum over len(targets)), or take strategies of one micro-batch"
-    )
-
-
 __all__ = [
     "check_batch_size", "check_functions", "check_model", "check_numbers", "check_optimizer", "explained", "shown",
-    "unlike_a_mean",
 ]  # fmt: skip

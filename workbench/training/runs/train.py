@@ -22,9 +22,10 @@ from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
+from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws, watch_draws
-from workbench.training.runs.job_checks import explained, unlike_a_mean
+from workbench.training.runs.job_checks import explained
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
@@ -123,7 +124,7 @@ def warm_up(job: Job) -> str:
     given = {"output": output, "targets": batch.targets}
     with explained("loss_fn(output, targets)", given, "Of a tuple take what the loss needs: output[0], for example."):
         loss = loss_of(output, batch.targets, job.loss_fn)
-    problem = unlike_a_mean(job.loss_fn, output, batch, float(loss.detach())) if job.loss_fn is not None else ""
+    problem = unlike_a_mean(job.loss_fn, output, batch.targets) if job.loss_fn is not None else ""
     loss.backward()
     optimizer.step()
     return problem

@@ -13,13 +13,14 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
+from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.training.batches import count_samples
 from workbench.training.strategies.layouts import LayoutsInUse
-from workbench.training.strategies.state import record_module_call
+from workbench.training.strategies.state import record_module_call, state_of
 
 
 class PrepareInput:
@@ -135,6 +136,10 @@ def _hook_tied(
     return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
 
 
+def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
+
+
 def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callable[[], None]]) -> list[Any]:
     """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
     latest of them.
@@ -145,7 +150,11 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
             args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
         )
         layouts = in_use.layouts
-        layouts.world.context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
+        context = layouts.world.context
+        state_of(module).compare_first_batch(_named_arguments(args, kwargs), type(module).__name__)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # recomputation passes them again
+            context.batch = fingerprint(leaves)
+        context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
         record_module_call(module)
 
     def restore_call(*_: Any) -> None:

@@ -15,6 +15,9 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
+from workbench.tensors.agreement import check_same_batch
+from workbench.training.batches import LossFunction, named_tensors
+from workbench.training.mean_losses import check_mean
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 
 STATE = "_workbench_parallel"
@@ -55,6 +58,8 @@ class ParallelState:
         stage_ranks: where a rank has several stages, what each of them sees of the module.
         spans: what this rank's actions of the last scheduled step took.
         on_interrupt: called when a call of the module ends by an interruption, for which torch calls no hooks.
+        has_compared_batch: whether the ranks have compared the plain tensors of a first batch.
+        mean_loss: the code of the last loss that was found to be a mean over samples.
     """
 
     strategy: Strategy
@@ -67,6 +72,29 @@ class ParallelState:
     stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
+    has_compared_batch: bool = False
+    mean_loss: Any = None
+
+    def compare_first_batch(self, batch: Any, call: str) -> None:
+        """The ranks compare the plain tensors of the first batch that the module gets. All ranks call it.
+
+        Raises:
+            LayoutError: they differ.
+        """
+        if not self.has_compared_batch:
+            check_same_batch(named_tensors(batch), self.layouts.world, call)
+            self.has_compared_batch = True
+
+    def check_loss(self, loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:
+        """Before the first use of a loss under several micro-batches: it must be a mean over samples.
+
+        Raises:
+            RunError: it is not.
+        """
+        code = getattr(loss_fn, "__code__", loss_fn)  # a lambda may be made anew in every step
+        if code is not self.mean_loss:
+            check_mean(loss_fn, output, targets, num_micro_batches)
+            self.mean_loss = code
 
     @property
     def layouts(self) -> StageLayouts:
@@ -75,7 +103,7 @@ class ParallelState:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
-        return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": []}
+        return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": [], "mean_loss": None}
 
 
 def describe(model: nn.Module) -> list[Layer]:

@@ -1,0 +1,255 @@
+"""A user's own loop whose ranks hold different batches: the numbers are one device's, or every rank raises."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import workbench as wb
+from workbench.errors import CollectiveAborted, LayoutError, RunError
+from workbench.tensors.agreement import fingerprint
+from workbench.testing import run_ranks
+
+SAMPLES = torch.randn(18, 8, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.arange(18) % 3
+MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+STRATEGIES = {"*: data": 2, "*: data | zero=3": 2, "*: model": 2, "*: model | 1x2x2": 4, "pipeline | mb=2": 2}
+ROWS = {2: [slice(0, 5), slice(5, 9)], 4: [slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 9)]}
+
+
+def expected_gradients(start=0, stop=9):
+    model = copy.deepcopy(MODEL)
+    F.cross_entropy(model(SAMPLES[start:stop]), CLASSES[start:stop]).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def gradients(model):
+    return [parameter.grad.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+def every_rank_raises(program, num_ranks, kind):
+    """The errors of all ranks; each must be of ``kind``."""
+
+    def run():
+        with pytest.raises(kind) as caught:
+            program(copy.deepcopy(MODEL))
+        return str(caught.value)
+
+    return run_ranks(run, num_ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("parts", ["uneven", "even"])
+def test_a_part_of_the_batch_on_each_rank_is_refused_at_the_first_call(strategy, parts):
+    num_ranks = STRATEGIES[strategy]
+
+    def program(model):
+        rank = wb.rank()
+        rows = ROWS[num_ranks][rank] if parts == "uneven" else slice(2 * rank, 2 * rank + 2)
+        wb.forward_backward(wb.parallelize(model, strategy), F.cross_entropy, SAMPLES[rows], CLASSES[rows])
+
+    for error in every_rank_raises(program, num_ranks, LayoutError):
+        assert re.search(r"forward_backward: the ranks pass different batches\. inputs is float32 \(\d, 8\) ", error)
+        assert "GlobalDataLoader" in error and 'sbp="S(0)"' in error
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_module_called_by_itself_refuses_parts_too(is_training):
+    def program(model):
+        with torch.set_grad_enabled(is_training):
+            wb.parallelize(model, "*: data")(SAMPLES[ROWS[2][wb.rank()]])
+
+    for error in every_rank_raises(program, 2, LayoutError):
+        assert error.startswith("Sequential: the ranks pass different batches. argument 1 is float32 (5, 8) ")
+        assert "on rank 0 and float32 (4, 8)" in error
+
+
+def test_targets_and_the_number_of_inputs_are_compared():
+    def other_targets(model):
+        targets = CLASSES[:8] + wb.rank()
+        wb.forward_backward(wb.parallelize(model, "*: data"), F.cross_entropy, SAMPLES[:8], targets)
+
+    def one_more(model):
+        model = wb.parallelize(model, "*: data")
+        wb.forward_backward(model, None, (SAMPLES, CLASSES) if wb.rank() else (SAMPLES,))
+
+    assert "targets is int64 (8,)" in every_rank_raises(other_targets, 2, LayoutError)[0]
+    assert "is nothing on rank 0" in every_rank_raises(one_more, 2, LayoutError)[0]
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=2", "*: data | 1x2x1 mb=2"])
+@pytest.mark.parametrize("later", ["uneven", "even"])
+def test_gradients_of_a_later_unlike_batch_are_not_added(strategy, later):
+    """The first batches are alike; the last one is what a sampler has left for each rank."""
+
+    def program(model):
+        model = wb.parallelize(model, strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        last = ROWS[2][wb.rank()] if later == "uneven" else slice(4 * wb.rank(), 4 * wb.rank() + 4)
+        for rows in (slice(0, 8), slice(8, 16), last):
+            optimizer.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, SAMPLES[rows], CLASSES[rows])
+            optimizer.step()
+
+    def run():
+        with pytest.raises(CollectiveAborted) as caught:
+            program(copy.deepcopy(MODEL))
+        raise caught.value
+
+    with pytest.raises(
+        CollectiveAborted, match=r"ranks diverged.*of plain inputs \(\d, 8\)#\w+ while .*of plain inputs"
+    ):
+        run_ranks(run, 2)
+
+
+def test_a_sampler_per_rank_is_refused_and_right_where_the_parts_are_joined():
+    """Of 9 samples the ranks have 5 and 4; each rank's loader has batches of 3 and 2, then of 3 and 1."""
+
+    class Rest(DistributedSampler):
+        def __iter__(self):
+            return iter(range(9)[ROWS[2][self.rank]])
+
+    def loader(rank):
+        dataset = TensorDataset(SAMPLES, CLASSES)
+        return DataLoader(dataset, batch_size=3, sampler=Rest(dataset, num_replicas=2, rank=rank))
+
+    def of_parts(model):
+        model = wb.parallelize(model, "*: data")
+        for inputs, targets in loader(wb.rank()):
+            F.cross_entropy(model(inputs), targets).backward()
+
+    def joined():
+        model = wb.parallelize(copy.deepcopy(MODEL), "*: data")
+        ranks, found = wb.placement("cpu", ranks=[0, 1]), []
+        for batch in loader(wb.rank()):
+            inputs, targets = (wb.to_global(part, placement=ranks, sbp="S(0)") for part in batch)
+            model.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            found.append(gradients(model))
+        return found
+
+    every_rank_raises(of_parts, 2, LayoutError)
+    for found in run_ranks(joined, 2):
+        for rows, own in zip(([0, 1, 2, 5, 6, 7], [3, 4, 8]), found, strict=True):
+            model = copy.deepcopy(MODEL)
+            F.cross_entropy(model(SAMPLES[rows]), CLASSES[rows]).backward()
+            for parameter, gradient in zip(model.parameters(), own, strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", "*: model", "pipeline | mb=2"])
+def test_uneven_parts_joined_to_a_global_batch_give_one_devices_gradients(strategy):
+    def program():
+        model = wb.parallelize(copy.deepcopy(MODEL), strategy)
+        ranks, rows = wb.placement("cpu", ranks=[0, 1]), ROWS[2][wb.rank()]
+        inputs, targets = (wb.to_global(x[rows], placement=ranks, sbp="S(0)") for x in (SAMPLES, CLASSES))
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return gradients(model)
+
+    for found in run_ranks(program, 2):
+        for own, expected in zip(found, expected_gradients(), strict=True):
+            torch.testing.assert_close(own, expected)
+
+
+def test_targets_of_a_part_do_not_fit_a_joined_batch():
+    def program(model):
+        model, rows = wb.parallelize(model, "*: data"), ROWS[2][wb.rank()]
+        inputs = wb.to_global(SAMPLES[rows], placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        F.cross_entropy(model(inputs), CLASSES[rows])
+
+    assert "batch_size (9) to match target batch_size" in every_rank_raises(program, 2, ValueError)[0]
+
+
+def test_a_fingerprint_shows_other_values_and_shapes():
+    image = torch.zeros(64, 1, 8, 8)
+    other = image.clone()
+    other[:, :, 4, 4] = 1.0
+    assert fingerprint([image]) != fingerprint([other]) != fingerprint([other[:63]])
+    assert fingerprint([other]) == fingerprint([other.clone()])
+    assert fingerprint([image.to(memory_format=torch.channels_last)]) == fingerprint([image])
+    assert fingerprint([image[:, :, ::2]]) == "(64, 1, 4, 8)" and fingerprint([3, None, torch.ones(2).to("meta")]) == ""
+
+
+# ---- sums as losses ------------------------------------------------------------------------------------------------
+
+
+def summed(output, targets):
+    return F.cross_entropy(output, targets, reduction="sum")
+
+
+def summed_words(output, targets):
+    return F.nll_loss(output.log_softmax(-1).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("strategy", ["*: data | 1x2x1 mb=3", "*: model | 1x1x2 mb=2", "pipeline | mb=2"])
+@pytest.mark.parametrize("loss_fn", [summed, nn.CrossEntropyLoss(reduction="sum")])
+def test_a_sum_as_loss_is_refused_under_micro_batches(strategy, loss_fn):
+    def program(model):
+        wb.forward_backward(wb.parallelize(model, strategy), loss_fn, SAMPLES, CLASSES)
+
+    for error in every_rank_raises(program, 2, RunError):
+        assert error.startswith("forward_backward: loss_fn gives ") and "no mean over the samples" in error
+        assert re.search(r"micro-batch; this one has [23]\.$", error)
+
+
+def test_sums_of_words_of_squares_and_of_probabilities_are_refused():
+    words = nn.Sequential(nn.Linear(8, 4))
+    cases = {
+        summed_words: (torch.ones(4, 5, 8), torch.ones(4, 5, dtype=torch.long)),
+        nn.MSELoss(reduction="sum"): (torch.ones(4, 8), torch.ones(4, 4)),
+        lambda output, targets: F.binary_cross_entropy(output.sigmoid(), targets, reduction="sum"): (
+            torch.ones(4, 8), torch.ones(4, 4),
+        ),
+        lambda output, targets: ((output - targets) ** 2).sum() / 16: (torch.ones(4, 8), torch.ones(4, 4)),
+    }  # fmt: skip
+
+    def program():
+        for loss_fn, batch in cases.items():
+            with pytest.raises(RunError, match="no mean over the samples"):
+                wb.forward_backward(wb.parallelize(copy.deepcopy(words), "*: data | 1x2x1 mb=2"), loss_fn, *batch)
+
+    run_ranks(program, 2)
+
+
+def test_a_sum_is_right_with_one_micro_batch_and_a_sum_over_the_samples_with_several():
+    model = copy.deepcopy(MODEL)
+    summed(model(SAMPLES), CLASSES).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    def program():
+        found = []
+        for strategy, loss_fn, factor in (
+            ("*: data", summed, 1),
+            ("*: data | 1x2x1 mb=3", lambda output, targets: summed(output, targets) / len(targets), 18),
+        ):
+            model = wb.parallelize(copy.deepcopy(MODEL), strategy)
+            wb.forward_backward(model, loss_fn, SAMPLES, CLASSES)
+            found.append([factor * gradient for gradient in gradients(model)])
+        return found
+
+    for ways in run_ranks(program, 2):
+        for found in ways:
+            for own, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_of_a_loss_leaves_generators_and_the_users_loss_as_they_are():
+    calls = []
+
+    def counted(output, targets):
+        calls.append(type(output).__name__)
+        return F.cross_entropy(output, targets)
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(MODEL), "*: data | 1x2x1 mb=3")
+        before = torch.get_rng_state()
+        for _ in range(2):
+            wb.forward_backward(model, counted, SAMPLES, CLASSES)
+        return torch.equal(before, torch.get_rng_state())
+
+    assert run_ranks(program, 2) == [True, True]
+    assert calls.count("Tensor") == 3 * 2 and calls.count("GlobalTensor") == 2 * 2 * 3

@@ -1,0 +1,87 @@
+"""Whether a loss is a mean over samples: only then is a step's loss the mean of its micro-batches' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from workbench.errors import RunError
+from workbench.training.batches import LossFunction, count_samples
+
+_SAME = 0.02
+"""Two losses that differ by less are the same mean, also in 16 bits."""
+
+
+def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
+    """Why the losses of micro-batches do not make that of the batch; empty where they do, or nobody can tell.
+
+    A mean over samples (or words, or classes) stays the same where every sample comes twice; a sum doubles.
+
+    Args:
+        loss_fn: (output, targets) -> a scalar.
+        output, targets: plain tensors of one batch, samples along dim 0.
+    """
+    rows = count_samples(tree_leaves((output, targets)))
+
+    def twice(value: Any) -> Any:
+        double: Callable[[torch.Tensor], torch.Tensor] = lambda part: (  # noqa: E731
+            torch.cat([part, part]) if part.dim() and part.shape[0] == rows else part
+        )
+        return tree_map_only(torch.Tensor, double, value)
+
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
+        return ""
+    before, batch = torch.get_rng_state(), (output, targets)
+    try:
+        with torch.no_grad():
+            loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
+    except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
+        return ""
+    if again != loss:  # it draws random numbers
+        torch.set_rng_state(before)
+        return ""
+    if not abs(doubled - loss) > _SAME * max(abs(loss), abs(doubled)):
+        return ""
+    return (
+        f"loss_fn gives {loss:.6g} for {rows} samples and {doubled:.6g} where each of them comes twice, so it is no "
+        "mean over the samples. A step of micro-batches is the mean of their losses, each by its samples: return a "
+        "mean (reduction='mean', or a sum over len(targets)), or take strategies of one micro-batch"
+    )
+
+
+def check_mean(loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:
+    """See whether losses of micro-batches make that of the step, by one sample of made-up values of the same shapes.
+
+    It costs no exchange, and all ranks find the same.
+
+    Raises:
+        RunError: it does not.
+    """
+    rows = count_samples(tree_leaves((output, targets)))
+    generator = torch.Generator().manual_seed(0)
+    one = lambda value: tree_map(lambda leaf: _one_sample(leaf, rows, generator), value)  # noqa: E731
+    problem = unlike_a_mean(loss_fn, one(output), one(targets))
+    if problem:
+        raise RunError(f"forward_backward: {problem}; this one has {num_micro_batches}.")
+
+
+def _one_sample(leaf: Any, rows: int | None, generator: torch.Generator) -> Any:
+    """A plain tensor of one sample: numbers between 0 and 1, which are probabilities too; the class 1; true."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = tuple(leaf.shape)
+    shape = (1, *shape[1:]) if shape and shape[0] == rows else shape
+    values = torch.rand(shape, generator=generator) if leaf.is_floating_point() else torch.ones(shape)
+    return values.to("cpu" if leaf.is_meta else leaf.device, leaf.dtype)
+
+
+def _number(loss: Any) -> float:
+    if type(loss) is not torch.Tensor:
+        raise TypeError(f"a {type(loss).__name__} is not a plain loss")
+    return float(loss)
+
+
+__all__ = ["check_mean", "unlike_a_mean"]
