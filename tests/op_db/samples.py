@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ class Entry:
 
 @lru_cache(maxsize=3)
 def entries(form: str = "function") -> tuple[Entry, ...]:
-    """All of op_db that has this form, in its order: "function", "method" or "in_place"."""
+    """All of op_db that has this form, in its order: "function", "method", "in_place" or "keywords"."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_methods_invocations as invocations
@@ -70,10 +71,52 @@ def entries(form: str = "function") -> tuple[Entry, ...]:
 
 
 def _call_of(op: Any, form: str) -> Callable[..., Any] | None:
+    if form == "keywords":
+        return by_keywords(op.op)
     if form != "in_place":
         return op.op if form == "function" else op.method_variant
     written = op.inplace_variant
     return None if written is None else lambda first, *args, **kwargs: _in_place(written, first, args, kwargs)
+
+
+def by_keywords(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Call ``function`` with as many arguments by keyword as torch takes, in order, in reverse order, and once more.
+
+    None for a function whose names torch does not list. Plain tensors come first, and say which form torch takes.
+    """
+    listed = torch.overrides.get_testing_overrides().get(function)
+    if listed is None or function.__name__.startswith("__"):
+        return None
+    names = list(inspect.signature(listed).parameters)
+    first_keyword: dict[Any, int] = {}
+
+    def call_from(start: int, args: Any, kwargs: Any) -> Any:
+        named = dict(zip(names[start:], args[start:], strict=False)) | kwargs
+        function(*args[:start], **named)
+        function(*args[:start], **dict(reversed(named.items())))
+        return function(*args[:start], **named)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        key = (*map(type_of, args), *((name, type_of(value)) for name, value in kwargs.items()))
+        if key in first_keyword:
+            return call_from(first_keyword[key], args, kwargs)
+        for start in range(len(args) + 1):
+            try:
+                result = call_from(start, args, kwargs)
+            except (TypeError, RuntimeError):
+                if start == len(args):
+                    raise
+            else:
+                first_keyword[key] = start
+                return result
+        raise AssertionError
+
+    return call
+
+
+def type_of(value: Any) -> Any:
+    """Tensors of any kind are one type."""
+    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
 
 
 def _in_place(written: Callable[..., Any], first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="name or pattern of entries")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=("function", "method", "in_place"), default="function")
+    parser.add_argument("--form", choices=("function", "method", "in_place", "keywords"), default="function")
     parser.add_argument("--slowest", action="store_true", help="print the entries that take longest")
     parser.add_argument("--table", action="store_true", help="write docs/functions.md")
     options = parser.parse_args()

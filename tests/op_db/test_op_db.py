@@ -29,9 +29,16 @@ def test_a_sample_of_every_twelfth_function():
     assert len(fallen) <= len(results) / 4, fallen
 
 
+def test_every_sixth_function_by_keywords():
+    """Twice: the second call takes the plan of the first."""
+    assert not failures([run_entry(entry, 1, 5) for entry in entries("keywords")[::6]])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("form", "seed"), [("function", 1), ("function", 2), ("method", 3), ("in_place", 4)])
+@pytest.mark.parametrize(
+    ("form", "seed"), [("function", 1), ("function", 2), ("method", 3), ("in_place", 4), ("keywords", 5)]
+)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_more_samples_of_every_function(part, form, seed):
     assert not failures(run(part, form, count=4, seed=seed))

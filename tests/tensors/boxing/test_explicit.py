@@ -38,7 +38,7 @@ def test_the_written_line_works_and_what_moves_nothing_stays_implicit():
         with wb.debug.explicit_boxing():
             with pytest.raises(ExplicitBoxingError, match=r'softmax: .*intermediate.*S\(1\).*x\.to_global\(sbp="B"\)'):
                 torch.softmax(x, dim=1)
-            with pytest.raises(ExplicitBoxingError, match=r'of argument 1 \(self\).*x\.to_global\(sbp="B"\)'):
+            with pytest.raises(ExplicitBoxingError, match=r'of argument 1 \(input\).*x\.to_global\(sbp="B"\)'):
                 x.median()
             first = torch.softmax(x.to_global(sbp="S(0)"), dim=1)
             whole, half = _on_two("B", "S(0)")

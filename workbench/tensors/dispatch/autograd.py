@@ -9,6 +9,7 @@ The engine runs with torch functions enabled: what it calls of the user's (hooks
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,11 +73,8 @@ def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
 @handler("backward")
 def backward(func: Any, args: Any, kwargs: Any) -> None:
     """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
-    names: tuple[str, ...] = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-    if func is torch.Tensor.backward:
-        names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    losses = _listed(options["tensors"])
+    options = inspect.signature(func).bind(*args, **kwargs).arguments
+    losses = _listed(options.get("self", options.get("tensors")))
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
     running = next((loss._spec.world.context.running for loss in losses if isinstance(loss, GlobalTensor)), None)
@@ -108,8 +106,7 @@ def _record_differentiation(results: list[Any]) -> None:
 @handler("grad")
 def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """``torch.autograd.grad``; the gradients have the dual layouts."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    options = inspect.signature(func).bind(*args, **kwargs).arguments
     if options.get("is_grads_batched"):
         raise LayoutError(
             "torch.autograd.grad(is_grads_batched=True) of a global tensor: vmap over shards has no layout for the "

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.explicit import Need, check_explicit
-from workbench.tensors.dispatch.planning import Plan, bind
-from workbench.tensors.dispatch.registry import PARAMETERS, fold_name, handler
+from workbench.tensors.dispatch.keywords import parameters_of
+from workbench.tensors.dispatch.planning import Plan
+from workbench.tensors.dispatch.registry import fold_name, handler
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.transport.user_code import name_in_user_code
 
@@ -31,14 +30,8 @@ def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any)
 
 
 def _parameter_names(func: Callable[..., Any], num_args: int) -> tuple[str, ...]:
-    name = fold_name(func).folded
-    if name in PARAMETERS:
-        return PARAMETERS[name]
-    try:
-        return tuple(inspect.signature(func).parameters)
-    except (TypeError, ValueError):  # a builtin has no signature, but its operator may have a schema
-        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-        return next((tuple(a.name for a in s.arguments) for s in schemas if len(s.arguments) >= num_args), ())
+    overloads = (tuple(name for name, _, _ in overload) for overload in parameters_of(func))
+    return next((names for names in overloads if len(names) >= num_args), ())
 
 
 def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:
@@ -49,8 +42,7 @@ def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor:
 def check_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Under ``wb.debug.explicit_boxing()``: refuse a plan that communicates, naming all the arguments that would "
     "move."""
-    ordered_args, ordered_kwargs = bind(plan.name.folded, args, kwargs)
-    operands = [leaf for leaf in tree_leaves((ordered_args, ordered_kwargs)) if isinstance(leaf, GlobalTensor)]
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
     needs = [
         Need(argument_text(func, args, kwargs, operand), operand, target)
         for operand, target in zip(operands, plan.targets, strict=True)

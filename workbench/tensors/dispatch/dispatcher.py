@@ -24,6 +24,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
 from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
+from workbench.tensors.dispatch.keywords import in_order
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
@@ -34,7 +35,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
 )
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
 from workbench.tensors.dispatch.plan_keys import PARAMETER, key_of
-from workbench.tensors.dispatch.planning import Plan, bind, make_plan, operands_of
+from workbench.tensors.dispatch.planning import Plan, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
 
@@ -43,8 +44,10 @@ _functions: dict[Any, Callable[..., Any] | None] = {}
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The body of ``GlobalTensor.__torch_function__``."""
-    if kwargs and kwargs.get("out") is not None:
-        return call_with_out(func, args, kwargs)
+    if kwargs:
+        args, kwargs = in_order(func, args, kwargs)
+        if kwargs.get("out") is not None:
+            return call_with_out(func, args, kwargs)
     try:
         taken_over = _functions[func]
     except KeyError:
@@ -232,7 +235,7 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if plan.outputs is None:
         return run_fallback(plan, func, args, kwargs)
     given = (args, kwargs)
-    args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
+    args, kwargs, operands = _box_operands(plan, args, kwargs)
     if operands[0]._spec.is_placeholder:
         for _ in range(plan.num_tags):
             plan.world.context.next_tag()

@@ -17,7 +17,6 @@ from workbench.errors import LayoutError
 from workbench.tensors.dispatch.dispatcher import forget_function
 from workbench.tensors.dispatch.local_map import local_map
 from workbench.tensors.dispatch.registry import (
-    PARAMETERS,
     RULES,
     USER_FUNCTION_NAMES,
     VALUE_INDEPENDENT,
@@ -136,9 +135,6 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
 
     for known in (function, dispatching):
         USER_FUNCTION_NAMES[known] = name
-    PARAMETERS[name] = tuple(
-        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-    )
     return name, dispatching
 
 

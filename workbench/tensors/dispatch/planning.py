@@ -14,7 +14,7 @@ from workbench.core.rules import Equation, Operand, Signature, choose, signature
 from workbench.core.sbp import Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.tensors.dispatch.placeholder_calls import infer_outputs
-from workbench.tensors.dispatch.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.dispatch.weight_gradients import split_backward
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
@@ -59,19 +59,6 @@ class Plan:
     infos: dict[Any, Any] = field(default_factory=dict)
 
 
-def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
-    parameters = PARAMETERS.get(name)
-    if not parameters or not kwargs:
-        return args, kwargs
-    bound, rest = list(args), dict(kwargs)
-    for parameter in parameters[len(args) :]:
-        if parameter not in rest:
-            break
-        bound.append(rest.pop(parameter))
-    return tuple(bound), rest
-
-
 def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
     """The global tensors among the arguments, in order."""
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
@@ -87,8 +74,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
         name = Name(name.folded, in_place=True)
     operands = operands_of(args, kwargs)
     world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
-    ordered_args, ordered_kwargs = bind(name.folded, args, kwargs)
-    call = Call(name.folded, func, ordered_args, ordered_kwargs, operands_of(ordered_args, ordered_kwargs))
+    call = Call(name.folded, func, args, kwargs, operands)
     returns_tensor = False
     resolution = None
     if name.folded in RULES and kwargs.get("out") is None:

@@ -28,7 +28,7 @@ LocalFunction = Callable[..., Any]
 
 @dataclass
 class Call:
-    """One call of a torch function, with its arguments bound to positions where the rule names its parameters.
+    """One call of a torch function, with its keyword arguments moved to their positions (``keywords.in_order``).
 
     ``operands`` are the tensors among the arguments, in order; ``outputs`` are (shape, dtype) of the results for the
     logical shapes, as torch itself infers them.
@@ -71,7 +71,6 @@ class Resolution:
 
 RuleFunction = Callable[[Call], Resolution | None]
 RULES: dict[str, RuleFunction] = {}
-PARAMETERS: dict[str, tuple[str, ...]] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
 """Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
@@ -84,24 +83,22 @@ VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
 """Functions whose rule depends on a float only by whether it is zero or infinite; all equations are among them."""
 
 
-def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunction]:
+def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a function ``Call -> Resolution`` under folded names; None means: this call has no rule, fall back."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
             RULES[name] = function
-            if parameters:
-                PARAMETERS[name] = tuple(parameters.split())
         return function
 
     return register
 
 
-def equations(names: str, equation: str, parameters: str = "", filled: str = "") -> None:
+def equations(names: str, equation: str, filled: str = "") -> None:
     """Register one equation under several folded names."""
     resolution = Resolution(equation, filled=filled)
     VALUE_INDEPENDENT.update(names.split())
-    rule(*names.split(), parameters=parameters)(lambda call: resolution)
+    rule(*names.split())(lambda call: resolution)
 
 
 def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

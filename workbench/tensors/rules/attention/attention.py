@@ -15,7 +15,7 @@ from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros
 
 
-@rule("scaled_dot_product_attention", parameters="query key value attn_mask dropout_p is_causal")
+@rule("scaled_dot_product_attention")
 def _attention(call: Call) -> Resolution | None:
     """Keys and the width of queries stay whole: the softmax and the scores need all of them."""
     if call.arg(4, "dropout_p", 0.0) > 0 or min(map(len, call.shapes)) < 2:

@@ -20,14 +20,13 @@ _GROUPS_AT = 6
 """Position of ``groups``, in convolutions and in transposed ones."""
 
 
-@rule("conv1d", "conv2d", "conv3d", parameters="input weight bias stride padding dilation groups")
+@rule("conv1d", "conv2d", "conv3d")
 def _convolution(call: Call) -> Resolution:
     return _over_space(call, weight="oc", grouped_weight="OD")
 
 
 @rule(
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    parameters="input weight bias stride padding output_padding groups dilation",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"
 )  # fmt: skip
 def _transposed(call: Call) -> Resolution:
     return _over_space(call, weight="co", grouped_weight="CD")
@@ -92,7 +91,7 @@ def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tupl
     return convolve
 
 
-@rule("unfold", "im2col", parameters="input kernel_size dilation padding stride")
+@rule("unfold", "im2col")
 def _patches(call: Call) -> Resolution:
     """Image to columns. Batch may be split, and channels if their slices are slices of the columns. Linear."""
     if call.func is torch.Tensor.unfold:
@@ -100,7 +99,7 @@ def _patches(call: Call) -> Resolution:
     return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-3, -2))
 
 
-@rule("fold", "col2im", parameters="input output_size kernel_size dilation padding stride")
+@rule("fold", "col2im")
 def _folded(call: Call) -> Resolution:
     """Columns to image."""
     return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-2, -3))

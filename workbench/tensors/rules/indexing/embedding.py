@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
 
 
-@rule("embedding", parameters="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
+@rule("embedding")
 def _embedding(call: Call) -> Resolution | None:
     """Any dim of the indices may be split, or the width of the table, or its rows: each rank then looks up its own rows
     and returns zeros for the others.
@@ -123,10 +124,7 @@ def embedding(
     return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
 
-_BAG = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights"
-
-
-@rule("embedding_bag", parameters=_BAG)
+@rule("embedding_bag")
 def _embedding_bag(call: Call) -> Resolution | None:
     """The rows of two-dim indices may be split (each is a bag), and the width of the table. With offsets, all indices
     stay whole.
@@ -144,11 +142,11 @@ def _embedding_bag(call: Call) -> Resolution | None:
 
 
 @composite("embedding_bag")
-def embedding_bag(input: Any, weight: Any, offsets: Any = None, *args: Any, **kwargs: Any) -> Any:
+def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags over rows of a split table: each rank looks up its own rows, and the bags are summed. Dense gradients."""
-    options = dict(zip(_BAG.split()[3:], args, strict=False)) | kwargs
+    options = inspect.signature(F.embedding_bag).bind(input, weight, *args, **kwargs).arguments
     if options.get("sparse"):
-        return F.embedding_bag(input, weight, offsets, **{**options, "sparse": False})
+        return F.embedding_bag(**{**options, "sparse": False})
     mode = options.get("mode", "mean")
     rows_split = isinstance(weight, GlobalTensor) and Split(0) in weight._spec.layout.sbp
     simple = not options.get("scale_grad_by_freq") and options.get("max_norm") is None

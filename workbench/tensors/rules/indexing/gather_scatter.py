@@ -28,7 +28,7 @@ def _like(count: int, entry: Sbp, others: Sbp = broadcast) -> tuple[Sbp, ...]:
     return (entry, *[others] * (count - 1))
 
 
-@rule("index_select", parameters="input dim index")
+@rule("index_select")
 def _index_select(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
     if not ndim:
@@ -62,7 +62,7 @@ def _aligned(call: Call, dim: int, tensors: Sequence[int]) -> list[int]:
     return [d for d in range(len(shapes[0])) if d != dim and len({shape[d] for shape in shapes}) == 1]
 
 
-@rule("gather", parameters="input dim index")
+@rule("gather")
 def _gather(call: Call) -> Resolution | None:
     """Also for ``take_along_dim``, once the shapes are equal."""
     ndim = len(call.shapes[0])
@@ -119,7 +119,7 @@ def take(input: Any, index: Any) -> Any:
     return input.reshape(-1)[index] if index.dim() else input.reshape(-1)[index.reshape(1)].reshape(())
 
 
-@rule("index_add", "index_reduce", "index_copy", "index_fill", parameters="input dim index source")
+@rule("index_add", "index_reduce", "index_copy", "index_fill")
 def _index_write(call: Call) -> Resolution | None:
     """Rows by index. Added rows may come from any rank: each rank adds its own, and the result is the sum over the
     ranks.
@@ -153,7 +153,7 @@ def _index_write(call: Call) -> Resolution | None:
     return Resolution(found, localize)
 
 
-@rule("scatter", "scatter_add", "scatter_reduce", parameters="input dim index src reduce")
+@rule("scatter", "scatter_add", "scatter_reduce")
 def _scatter(call: Call) -> Resolution | None:
     """Elements by index; a source may be larger than the index."""
     ndim = len(call.shapes[0])

@@ -56,7 +56,7 @@ def _getitem(call: Call) -> Resolution | None:
     return None
 
 
-@rule("select", parameters="input dim index")
+@rule("select")
 def _select(call: Call) -> Resolution | None:
     if not isinstance(call.args[2], int):
         return None
@@ -64,7 +64,7 @@ def _select(call: Call) -> Resolution | None:
     return basic(call, _at(ndim, call.args[1] % ndim, call.args[2]))
 
 
-@rule("narrow", parameters="input dim start length")
+@rule("narrow")
 def _narrow(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
     dim, start, length = call.args[1] % ndim, call.args[2], call.args[3]

@@ -6,12 +6,12 @@ from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.registry import Call, Resolution, rule
 
 
-@rule("bucketize", parameters="input boundaries")
+@rule("bucketize")
 def _bucketize(call: Call) -> Resolution | None:
     return Resolution("..., N -> ...") if len(call.operands) == 2 else None
 
 
-@rule("searchsorted", parameters="sorted_sequence input")
+@rule("searchsorted")
 def _searchsorted(call: Call) -> Resolution | None:
     """One sorted row for all values, or a row for each row of values."""
     if len(call.operands) < 2:
@@ -23,7 +23,7 @@ def _searchsorted(call: Call) -> Resolution | None:
     return Resolution(f"{rows}N, {rows}z{f', {rows}N' * has_sorter} -> {rows}z")
 
 
-@rule("isin", parameters="elements test_elements")
+@rule("isin")
 def _isin(call: Call) -> Resolution | None:
     if len(call.operands) != 2:
         return None

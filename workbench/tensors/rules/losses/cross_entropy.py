@@ -39,11 +39,7 @@ _SUM = 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
 
 
-@rule(
-    "cross_entropy",
-    "nll_loss",
-    parameters="input target weight size_average ignore_index reduce reduction label_smoothing",
-)
+@rule("cross_entropy", "nll_loss")
 def _by_rows(call: Call) -> Resolution | None:
     """``none`` keeps the batch; ``sum`` over a split batch is a partial sum. The classes stay whole."""
     scores, target = call.shapes[0], call.shapes[1]

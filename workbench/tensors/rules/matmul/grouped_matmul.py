@@ -12,9 +12,9 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec
 
 
 @composite("_grouped_mm", "grouped_mm")
-def grouped_mm(input: Any, mat2: Any, *args: Any, offs: Any = None, **kwargs: Any) -> Any:
+def grouped_mm(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Rows sorted by expert, times one matrix per expert. Other forms have no rule."""
-    if args or any(value is not None for value in kwargs.values()) or offs is None:
+    if offs is None or bias is not None or out_dtype is not None:
         return NotImplemented
     if (input.dim(), mat2.dim()) != (2, 3) or not isinstance(mat2, GlobalTensor):
         return NotImplemented

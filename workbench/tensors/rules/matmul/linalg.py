@@ -46,7 +46,7 @@ def _with_a_vector(call: Call) -> Resolution | None:
     return _factors(call, (2, 1))
 
 
-@rule("linalg_solve", "linalg_solve_ex", parameters="A B")
+@rule("linalg_solve", "linalg_solve_ex")
 def _solve(call: Call) -> Resolution | None:
     """A X = B, column by column. The additional result of ``solve_ex`` depends on A only."""
     if len(call.operands) != 2:
@@ -61,7 +61,7 @@ def _solve(call: Call) -> Resolution | None:
     return Resolution(f"...NM, ...{columns} -> ...{columns}{infos}")
 
 
-@rule("linalg_solve_triangular", parameters="A B")
+@rule("linalg_solve_triangular")
 def _solve_triangular(call: Call) -> Resolution | None:
     sides = "Nk" if call.kwargs.get("left", True) else "kN"
     return Resolution(f"...NM, ...{sides} -> ...{sides}") if len(call.operands) == 2 else None
@@ -84,7 +84,7 @@ def _solve_by_factors(call: Call) -> Resolution | None:
     return Resolution(text) if len(call.operands) == text.partition("->")[0].count(",") + 1 else None
 
 
-@rule("linalg_matrix_norm", parameters="A ord dim keepdim")
+@rule("linalg_matrix_norm")
 def _matrix_norm(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
     dims = normalize_dims(call.arg(2, "dim", (-2, -1)), ndim)

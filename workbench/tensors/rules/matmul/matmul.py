@@ -24,7 +24,7 @@ equations("dot vdot", "k, k ->")
 equations("outer ger", "m, n -> mn")
 
 
-@rule("linear", parameters="input weight bias")
+@rule("linear")
 def _linear(call: Call) -> Resolution:
     if len(call.shapes[1]) == 1:
         return Resolution("...k, k, + -> ...")
@@ -76,7 +76,7 @@ def _matmul(call: Call) -> Resolution:
     return Resolution(text)
 
 
-@rule("linalg_vecdot", parameters="x y")
+@rule("linalg_vecdot")
 def _vecdot(call: Call) -> Resolution:
     """A sum over one dim of a broadcast product; letters count the dims from the right."""
     ndim = max(map(len, call.shapes))
@@ -86,7 +86,7 @@ def _vecdot(call: Call) -> Resolution:
     return Resolution(contraction(names, result, call.shapes))
 
 
-@rule("kron", parameters="input other")
+@rule("kron")
 def _kron(call: Call) -> Resolution:
     """A block of rows of the left factor gives a block of rows of the result. Slices must have equal sizes."""
     left, right = call.shapes
@@ -99,7 +99,7 @@ def _kron(call: Call) -> Resolution:
     return Resolution([*found, Signature((broadcast, broadcast), (broadcast,))])
 
 
-@rule("inner", parameters="input other")
+@rule("inner")
 def _inner(call: Call) -> Resolution:
     left, right = (len(shape) for shape in call.shapes)
     if not left or not right:
@@ -108,7 +108,7 @@ def _inner(call: Call) -> Resolution:
     return Resolution(f"{first}z, {second}z -> {first}{second}")
 
 
-@rule("bilinear", parameters="input1 input2 weight bias")
+@rule("bilinear")
 def _bilinear(call: Call) -> Resolution:
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
         if any(0 in spec.local_shape for spec in inputs):
@@ -118,7 +118,7 @@ def _bilinear(call: Call) -> Resolution:
     return Resolution("...i, ...j, oij, +o -> ...o", localize)
 
 
-@rule("tensordot", parameters="a b dims")
+@rule("tensordot")
 def _tensordot(call: Call) -> Resolution | None:
     dims: Any = call.arg(2, "dims", 2)
     if isinstance(dims, torch.Tensor):
@@ -263,7 +263,7 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
     return input.clone() if result is input else result
 
 
-@rule("cdist", parameters="x1 x2 p compute_mode")
+@rule("cdist")
 def _cdist(call: Call) -> Resolution:
     """Distances between rows. The logical number of rows selects one of two algorithms."""
     rows = max(call.shapes[0][-2], call.shapes[1][-2])
@@ -278,7 +278,7 @@ def _cdist(call: Call) -> Resolution:
     return Resolution("...pK, ...rK -> ...pr", localize)
 
 
-@rule("cosine_similarity", parameters="x1 x2 dim eps")
+@rule("cosine_similarity")
 def _cosine_similarity(call: Call) -> Resolution:
     ndim = max(len(shape) for shape in call.shapes)
     dim = call.arg(2, "dim", 1) % max(1, ndim)
@@ -287,7 +287,7 @@ def _cosine_similarity(call: Call) -> Resolution:
     return Resolution(f"{inputs} -> {term(ndim, dropped=[dim])}")
 
 
-@rule("pairwise_distance", parameters="x1 x2 p eps keepdim")
+@rule("pairwise_distance")
 def _pairwise_distance(call: Call) -> Resolution:
     return Resolution(f"...K, ...K -> ...{'1' if call.arg(4, 'keepdim', False) else ''}")
 

@@ -28,7 +28,7 @@ from workbench.tensors.rules.reduction.two_stage import needs_grad, stages_of
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim, shares_of
 
 
-@rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
+@rule("batch_norm")
 def _batch_norm_frozen(call: Call) -> Resolution | None:
     """With given statistics, channels are independent."""
     if call.arg(5, "training", False) or len(call.shapes[0]) < 2:

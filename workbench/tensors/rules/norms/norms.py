@@ -26,7 +26,7 @@ from workbench.tensors.rules.reduction.two_stage import complete, on_shards, spl
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
 
-@rule("layer_norm", "rms_norm", parameters="input normalized_shape weight bias eps")
+@rule("layer_norm", "rms_norm")
 def _layer_norm(call: Call) -> Resolution:
     ndim, num_normalized = len(call.shapes[0]), len(call.args[1])
     rest = term(ndim, range(ndim - num_normalized, ndim))
@@ -123,7 +123,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     return _apply(x, [square], [_as_global(weight, x)], None, lambda t, s: t * torch.rsqrt(s + tiny), "rms_norm")
 
 
-@rule("group_norm", parameters="input num_groups weight bias eps")
+@rule("group_norm")
 def _group_norm(call: Call) -> Resolution:
     """The batch may be split, and the channels if each rank gets whole groups."""
     shape, num_groups = call.shapes[0], call.args[1]
@@ -143,7 +143,7 @@ def _group_norm(call: Call) -> Resolution:
     return Resolution(found, localize)
 
 
-@rule("instance_norm", parameters="input running_mean running_var weight bias use_input_stats momentum eps")
+@rule("instance_norm")
 def _instance_norm(call: Call) -> Resolution | None:
     """Without running statistics, the channels of all samples are independent."""
     space = "XYZ"[: len(call.shapes[0]) - 2]
@@ -194,7 +194,7 @@ def _normalize_channels(
     return on_shards(local, [x, mean, variance, *weights], layouts, [(layout, x._spec.shape, dtype)], name)[0]
 
 
-@rule("_weight_norm", parameters="v g dim")
+@rule("_weight_norm")
 def _weight_norm_rule(call: Call) -> Resolution:
     """Each slice along ``dim`` has its own norm."""
     ndim = len(call.shapes[0])

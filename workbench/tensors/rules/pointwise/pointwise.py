@@ -104,7 +104,7 @@ def _glu(call: Call) -> Resolution:
     return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim", -1), ndim)))
 
 
-@rule("prelu", parameters="input weight")
+@rule("prelu")
 def _prelu(call: Call) -> Resolution:
     """One slope for all, or one for each channel (dim 1)."""
     shape, slopes = call.shapes

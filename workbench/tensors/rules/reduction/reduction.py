@@ -100,7 +100,7 @@ def _aminmax(call: Call) -> Resolution:
     return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
 
 
-@rule("max", "min", parameters="input dim keepdim")
+@rule("max", "min")
 def _extremum(call: Call) -> Resolution:
     if len(call.operands) == 2:
         return Resolution("..., ... -> ...")
@@ -122,7 +122,7 @@ def _kthvalue(call: Call) -> Resolution:
     return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
 
 
-@rule("quantile", "nanquantile", parameters="input q dim keepdim")
+@rule("quantile", "nanquantile")
 def _quantile(call: Call) -> Resolution:
     """A list of quantiles adds a dim before those of the result."""
     ndim = len(call.shapes[0])
@@ -152,7 +152,7 @@ def _sort(call: Call) -> Resolution:
     return _several(call, elementwise_except(ndim, normalize_dims(dim, ndim) if ndim else []))
 
 
-@rule("diff", parameters="input n dim prepend append")
+@rule("diff")
 def _diff(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))

@@ -152,7 +152,7 @@ def _rows_of(call: Call, dims: Sequence[int]) -> Resolution:
     return Resolution(f"{', '.join(texts)} -> {right}")
 
 
-@rule("cosine_similarity", parameters="x1 x2 dim eps")
+@rule("cosine_similarity")
 def _cosine_similarity(call: Call) -> Resolution:
     ndim = max(len(shape) for shape in call.shapes)
     return _rows_of(call, normalize_dims(call.arg(2, "dim", 1), ndim))
@@ -177,7 +177,7 @@ def _unit(x: Any, dim: int, eps: float) -> Any:
     return x / norm.clamp_min(eps)
 
 
-@rule("pairwise_distance", parameters="x1 x2 p eps keepdim")
+@rule("pairwise_distance")
 def _pairwise_distance(call: Call) -> Resolution:
     ndim = max(len(shape) for shape in call.shapes)
     return _rows_of(call, [ndim - 1])

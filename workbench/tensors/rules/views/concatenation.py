@@ -133,7 +133,7 @@ def _cut_dim(call: Call, ndim: int) -> int:
     return int(call.arg(2, "dim", 0)) % ndim
 
 
-@rule("cat", parameters="tensors dim")
+@rule("cat")
 def _cat(call: Call) -> Resolution:
     """All operands have equal layouts. Along a split dim, the rows move to a balanced split. Empty tensors of one dim
     are ignored.
@@ -169,7 +169,7 @@ def _tensors_of(counted: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
     return prepare
 
 
-@rule("stack", parameters="tensors dim")
+@rule("stack")
 def _stack(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     at = int(call.arg(1, "dim", 0)) % (ndim + 1)
@@ -233,7 +233,7 @@ def _single_plan(dim: int, segments: Sequence[Segment], source: Spec, result: Sp
     return plan_rows(dim, tuple(segments), (Side(source.layout, source.shape),), (Side(result.layout, result.shape),))
 
 
-@rule("roll", parameters="input shifts dims")
+@rule("roll")
 def _roll(call: Call) -> Resolution | None:
     shape = call.shapes[0]
     shifts, dims = call.arg(1, "shifts"), call.arg(2, "dims", ())
@@ -308,7 +308,7 @@ def block_diag(*tensors: Any) -> Any:
     return torch.cat(rows, 0)
 
 
-@rule("pad", "constant_pad_nd", parameters="input pad mode value")
+@rule("pad", "constant_pad_nd")
 def _pad(call: Call) -> Resolution | None:
     """Dims without padding keep their split. Along split dims the rows move, one dim after the other."""
     shape = call.shapes[0]

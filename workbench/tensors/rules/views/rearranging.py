@@ -22,7 +22,7 @@ def _corner(spec: Spec) -> int:
     return own_rows(spec, ndim - 2)[0] - own_rows(spec, ndim - 1)[0]
 
 
-@rule("tril", "triu", parameters="input diagonal")
+@rule("tril", "triu")
 def _triangle(call: Call) -> Resolution:
     """On a shard, the diagonal is shifted by the shard's first row and column."""
 
@@ -50,7 +50,7 @@ def _trace(call: Call) -> Resolution:
     return Resolution([*split, *rest], localize)
 
 
-@rule("diag_embed", parameters="input offset dim1 dim2")
+@rule("diag_embed")
 def _diag_embed(call: Call) -> Resolution:
     """The last dim becomes a diagonal and stays whole; all other dims keep their split."""
     ndim = len(call.shapes[0])
@@ -201,7 +201,7 @@ def _resample(call: Call) -> Resolution:
     return Resolution(f"+{text} -> {text}", zeros_where_empty)
 
 
-@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", parameters="input grid")
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def _sample_grid(call: Call) -> Resolution:
     """Batch, channels and sampled points may be split; the image stays whole."""
     image, points = ("XY", "hw") if len(call.shapes[0]) == 4 else ("XYZ", "dhw")

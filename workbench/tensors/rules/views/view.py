@@ -155,7 +155,7 @@ def _out_of_place(call: Call) -> Any:
     return getattr(torch.Tensor, name[:-1]) if name.endswith("_") and not name.endswith("__") else call.func
 
 
-@rule("expand", "broadcast_to", parameters="input size")
+@rule("expand", "broadcast_to")
 def _expand(call: Call) -> Resolution:
     source, target = call.shapes[0], call.outputs[0][0]
     offset = len(target) - len(source)
@@ -170,7 +170,7 @@ def _expand(call: Call) -> Resolution:
     return Resolution(f"+{left} -> {right}", localize)
 
 
-@rule("diagonal", parameters="input offset dim1 dim2")
+@rule("diagonal")
 def _diagonal(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     pair = normalize_dims([call.arg(2, "dim1", 0), call.arg(3, "dim2", 1)], ndim)
