@@ -1,15 +1,15 @@
-"""The command ``workbench``: what the notebook shows, from a terminal.
+"""The command ``workbench``: the notebook's functions in a terminal.
 
     workbench demo        four strategies on handwritten digits, checked against one device
-    workbench compare     the same for a model of your own, from a Python file
-    workbench plan        the best strategy for a model on a machine that need not be there
-    workbench simulate    training steps of transformers in a table, predicted without devices
+    workbench compare     the same for your own model, from a Python file
+    workbench plan        the best strategy for a model on a machine that need not be here
+    workbench simulate    predicted training steps for a table of transformers
     workbench status      what the engines of a notebook do now, also while a cell is stuck; also: dump, interrupt
-    workbench doctor      what works on this machine, and what to do about what does not
+    workbench doctor      checks this machine, and says how to repair what fails
     workbench lab         JupyterLab on the first notebook
 
-Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``; heavy libraries are loaded when
-a command runs, so that ``--help`` answers at once.
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. A command loads heavy libraries
+when it runs, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 good, 1 the check failed, 2 a mistake in what was asked)."""
+    """Run one command. Returns the exit code: 0 success, 1 the check failed, 2 a mistake in the arguments."""
     args, unknown = make_parser().parse_known_args(arguments)
-    if unknown:  # the command's own usage helps, not that of all
+    if unknown:  # shows the usage of this command, not that of all
         args.refuse(f"unrecognized arguments: {' '.join(unknown)} (workbench {args.command} --help lists all)")
     try:
         return int(args.run(args))

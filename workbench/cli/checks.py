@@ -1,4 +1,4 @@
-"""The single checks of ``workbench doctor``: each looks at one thing and says what to do if it does not work."""
+"""The checks of ``workbench doctor``. Each looks at one thing and says how to repair it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from workbench.units import format_bytes, format_count, format_seconds
 GOOD, WARNING, BAD = "ok", "warn", "FAIL"
 _CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 _MIN_MEMORY_BYTES = 2e9
-"""Two engines with torch and a notebook need about this much."""
+"""Bytes that two engines with torch and a notebook need, roughly."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: how it stands, in words, and the way out where there is one."""
+    """The result of a check: its state, a text, and the fix if there is one."""
 
     what: str
     state: str
@@ -32,12 +32,12 @@ class Finding:
 
 
 def check_python() -> Finding:
-    """The interpreter; one that is too old cannot even load this file."""
+    """The interpreter's version. An interpreter that is too old cannot load this file."""
     return Finding("python", GOOD, f"{platform.python_version()} at {sys.executable}")
 
 
 def check_package(name: str, extra: str = "") -> Finding:
-    """Whether a package is installed, and its version. Without ``extra`` the workbench cannot do without it."""
+    """Whether a package is installed, and its version. Without ``extra`` the workbench requires it."""
     wanted = f"workbench[{extra}]" if extra else "workbench"
     try:
         return Finding(name, GOOD, version(name))
@@ -60,7 +60,7 @@ def check_machine() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """GPUs that torch can use, and GPUs that it cannot."""
+    """The GPUs that torch can use, and those that it cannot."""
     import torch
 
     if torch.cuda.is_available():
@@ -74,7 +74,7 @@ def check_gpus() -> Finding:
 
 
 def check_backends() -> Finding:
-    """What torch.distributed can talk over."""
+    """The backends of torch.distributed."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -84,7 +84,7 @@ def check_backends() -> Finding:
 
 
 def check_transport() -> Finding:
-    """What CPU ranks of this host would exchange tensors through."""
+    """The transport between CPU ranks of this host."""
     from workbench.errors import WorldError
     from workbench.session.host_transport import host_transport
 
@@ -99,7 +99,7 @@ def check_transport() -> Finding:
 
 
 def check_loopback() -> Finding:
-    """Whether a process can reach another one of this machine: engines need it."""
+    """Whether a process can connect to another one on this machine; engines need it."""
     try:
         works = _loopback_carries(b"x")
     except OSError as error:
@@ -109,7 +109,7 @@ def check_loopback() -> Finding:
 
 
 def check_chromium() -> Finding:
-    """The browser of the browser tests; nothing else needs it."""
+    """The browser of the browser tests, the only thing that needs it."""
     found = next((path for name in _CHROMIUM_NAMES if (path := shutil.which(name))), None)
     if found:
         return Finding("chromium", GOOD, found)

@@ -1,14 +1,14 @@
-"""Compare strategies on a model of your own, each checked against one device.
+"""Compare strategies on your own model, each checked against one device.
 
 The file defines
     model_fn()              makes the torch module
     dataset                 arrays in a tuple or dict, e.g. (inputs, targets), or a torch Dataset; or a function that
                             returns one. A dict gives the model keyword arguments
-    loss_fn(out, target)    a scalar, the mean over the samples; of a tuple the target is the last entry, of a dict
-                            its labels. Optional where the model returns its own loss (transformers)
+    loss_fn(out, target)    a scalar, the mean over the samples. The target is a tuple's last entry, or a dict's
+                            labels. Not needed if the model returns its own loss (transformers)
     optimizer_fn(params)    optional; default SGD with lr 0.1 and momentum 0.9
-    collate_fn(samples)     optional: a batch of a list of samples, as for torch's DataLoader
-    count(inputs, targets)  optional: how many terms a micro-batch's mean loss has, where that is not its samples
+    collate_fn(samples)     optional: a batch from a list of samples, as for torch's DataLoader
+    count(inputs, targets)  optional: the number of terms of a micro-batch's mean loss, if that is not its samples
 
     workbench compare mine.py data model "encoder*: data@0; head: model@1 | mb=4 1f1b"
 """
@@ -30,7 +30,7 @@ _MODULE_NAME = "workbench_compared_file"
 
 
 def load_job(path: Path) -> Job:
-    """Run the file and take what it defines.
+    """Run the file and collect its definitions.
 
     Raises:
         CommandError: there is no such file, or it does not define ``model_fn`` and ``dataset``.
@@ -48,13 +48,13 @@ def load_job(path: Path) -> Job:
 
 
 def dataset_of(module: ModuleType) -> Any:
-    """The file's data set, which it may also give as a function."""
+    """The file's data set; calls it if it is a function."""
     dataset = module.dataset
     return dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
 
 
 def run_file(path: Path) -> ModuleType:
-    """What a Python file defines; its functions travel to engines by value.
+    """The definitions of a Python file. Its functions are sent to engines by value.
 
     Raises:
         CommandError: there is no such file, or it is not Python.
@@ -63,7 +63,7 @@ def run_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None or not path.is_file():
         raise CommandError(f"{path}: not a Python file. Give the path of one, e.g. mine.py")
     module = importlib.util.module_from_spec(spec)
-    # Its classes must be found by name here, and its neighbours must be importable, as if it had been started itself.
+    # As in a script: its classes are found by name, and modules in its folder can be imported.
     sys.modules[_MODULE_NAME] = module
     sys.path.insert(0, str(path.resolve().parent))
     try:
@@ -77,7 +77,7 @@ def run_file(path: Path) -> ModuleType:
 
 
 def _send_by_value(module: ModuleType) -> None:
-    """Have the file's functions travel to the engines, which cannot import it by name."""
+    """Send the file's functions to engines by value: engines cannot import the file by name."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)
@@ -85,7 +85,7 @@ def _send_by_value(module: ModuleType) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench compare``."""
-    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and maybe loss_fn")
+    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and, if needed, loss_fn")
     parser.add_argument(
         "strategies",
         nargs="*",

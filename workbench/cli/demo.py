@@ -1,6 +1,6 @@
 """Train two networks on handwritten digits under four strategies and check each against one device.
 
-The data are scikit-learn's 1797 images of 8x8 pixels. The first network has two convolutions: work enough for two
+The data are scikit-learn's 1797 images of 8x8 pixels. The first network has two convolutions, enough work for two
 processes to be faster than one. The second is a perceptron with four layers, too small for that. The strategies are
 data, model, pipeline and hybrid (the first layers data parallel, the last ones model parallel). The report shows the
 convolutions. Exits with 1 if a strategy's losses or final weights differ from those of one device.
@@ -49,7 +49,9 @@ def make_mlp() -> torch.nn.Module:
 
 
 def make_cnn() -> torch.nn.Module:
-    """Two convolutions of 64 channels and two linear layers, ``conv1``, ``conv2``, ``fc`` and ``head``; of (n, 64)."""
+    """Two convolutions of 64 channels, ``conv1`` and ``conv2``, and two linear layers, ``fc`` and ``head``; input (n,
+    64).
+    """
     from collections import OrderedDict
 
     from torch import nn
@@ -71,7 +73,7 @@ def make_cnn() -> torch.nn.Module:
 
 
 NETWORKS = {"Two convolutions and two linear layers": make_cnn, "A perceptron of four small layers": make_mlp}
-"""What is trained, by the words that head its table."""
+"""The networks, by the titles of their tables."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,5 +100,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """How many numbers a model learns."""
+    """Number of parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())

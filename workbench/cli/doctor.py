@@ -1,7 +1,7 @@
-"""Say what works on this machine, and what to do about what does not.
+"""Check this machine, and say how to repair what fails.
 
-Looks at versions, cores, memory, GPUs, transports and the loopback interface, and starts an engine. Exits with 1 if
-something that the workbench needs does not work; warnings name what you miss.
+Checks versions, cores, memory, GPUs, transports and the loopback interface, and starts an engine. Exits with 1 if a
+requirement of the workbench fails; warnings name features that will be missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(quick: bool = False) -> Iterator[Finding]:
-    """All findings, one after the other; those that need a missing package are left out."""
+    """All findings in order, without those that need a missing package."""
     yield checks.check_python()
     yield from (checks.check_package(name) for name in _NEEDED)
     yield from (checks.check_package(name, extra="lab") for name in _FOR_NOTEBOOKS)
@@ -33,7 +33,7 @@ def find(quick: bool = False) -> Iterator[Finding]:
 
 
 def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding]]]:
-    """Checks with the modules they cannot do without."""
+    """The checks, each with the modules that it needs."""
     always: list[tuple[tuple[str, ...], Callable[[], Finding]]] = [
         (("psutil",), checks.check_machine),
         (("torch",), checks.check_gpus),
@@ -46,13 +46,13 @@ def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding
 
 
 def format_finding(finding: Finding) -> str:
-    """One finding as text, its way out on a line of its own."""
+    """One finding as text, with its fix on a line of its own."""
     line = f"{finding.state:<5} {finding.what:<13} {finding.text}"
     return f"{line}\n{'':<20}-> {finding.fix}" if finding.fix else line
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found, as it is found; the exit code is 1 if something needed does not work."""
+    """Print each finding at once. The exit code is 1 if a requirement fails."""
     bad = []
     for finding in find(args.quick):
         print(format_finding(finding), flush=True)

@@ -1,4 +1,4 @@
-"""Show where each rank of a notebook's engines is: its Python stack, from the cell inwards.
+"""Show the Python stack of each rank of a notebook's engines, from the cell inwards.
 
 Also answers while a cell runs or is stuck.
 """

@@ -1,4 +1,4 @@
-"""The engines of a notebook or script that runs on this host, for the commands that look at them from a terminal."""
+"""The engines of a notebook or script on this host, for commands in a terminal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def add_session_option(parser: argparse.ArgumentParser) -> None:
-    """The option that chooses among several sessions."""
-    parser.add_argument("--session", metavar="NAME", help="which one, where several run; without it they are listed")
+    """Add the option that selects one of several sessions."""
+    parser.add_argument("--session", metavar="NAME", help="which session, if several run; without a name they are listed")
 
 
 def show(args: argparse.Namespace, lines: Callable[[Session], list[str]]) -> int:
-    """Print what ``lines`` says of the session that the arguments choose.
+    """Print the ``lines`` of the session that the arguments select.
 
     Raises:
-        SessionError: there is none, none of that name, or several to choose from.
+        SessionError: there is no session, none of that name, or several without a name.
     """
     from workbench.session.observed_session import observe
 

@@ -1,6 +1,6 @@
-"""Interrupt the cell that a notebook's engines run, as its own interrupt does.
+"""Interrupt the cell that a notebook's engines run, as the notebook's own interrupt does.
 
-What does not react within two seconds is killed, and loses its variables; an import that is under way ends first.
+A rank that does not react within two seconds is killed and loses its variables; an import in progress ends first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Interrupt, and say what became of the ranks."""
+    """Interrupt, and print how each rank ended."""
     from workbench.session import text_reports
 
     return show(args, text_reports.interrupt_lines)

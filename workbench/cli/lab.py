@@ -1,10 +1,10 @@
 """Open JupyterLab on the first notebook.
 
-Outside of a checkout the notebooks that came with the package are copied into the current folder first, where they can
-be changed; those that are there already stay as they are.
+Outside of a checkout the command first copies the package's notebooks into the current folder, where you can change
+them. It does not overwrite notebooks.
 
-On a machine without a browser, ``--no-browser`` only prints the address, which opens the notebook itself. What follows
-``--`` is passed on to JupyterLab: workbench lab --no-browser -- --port 8890
+On a machine without a browser, ``--no-browser`` prints the address of the notebook. Options after ``--`` go to
+JupyterLab: workbench lab --no-browser -- --port 8890
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ COPIES = Path("workbench-notebooks")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench lab``."""
     parser.add_argument("--notebook", type=Path, help=f"what to open (default: {FIRST_NOTEBOOK})")
-    parser.add_argument("--no-browser", action="store_true", help="print the notebook's address, open no browser")
+    parser.add_argument("--no-browser", action="store_true", help="print the notebook's address and open no browser")
     parser.add_argument("jupyter", nargs="*", metavar="-- OPTIONS", help="options for JupyterLab")
 
 
 def find_notebook(wanted: Path | None) -> Path:
-    """The notebook to open: the one asked for, else the checkout's first one, else a copy of the package's.
+    """The notebook to open: the given one, else the checkout's first one, else a copy of the package's.
 
     Raises:
         CommandError: there is none.
@@ -48,7 +48,7 @@ def find_notebook(wanted: Path | None) -> Path:
 
 
 def copy_notebooks(folder: Path) -> Path:
-    """Copy what came with the installed package into a folder, without touching what lies there; the folder."""
+    """Copy the installed package's notebooks into a folder without overwriting files; returns the folder."""
     folder.mkdir(exist_ok=True)
     for file in files("workbench") or ():
         copy = folder / file.name
@@ -60,11 +60,12 @@ def copy_notebooks(folder: Path) -> Path:
 def lab_command(notebook: Path, options: list[str]) -> list[str]:
     """The command line that opens ``notebook`` with this interpreter's JupyterLab.
 
-    The notebook is the server's default address, not its argument: the addresses that the server prints then open it.
+    The notebook is the server's default address and not an argument, so that the addresses that the server prints open
+    it.
     """
     path = notebook.resolve()
     place = [f"--ServerApp.root_dir={path.parent}", f"--LabApp.default_url=/lab/tree/{quote(path.name)}"]
-    # Only root is refused by JupyterLab, which then says so in a long log: a container's usual user.
+    # JupyterLab refuses root, the usual user of a container, and says so only inside a long log.
     as_root = ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []
     return [sys.executable, "-m", "jupyterlab", *as_root, *place, *options]
 

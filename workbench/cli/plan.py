@@ -1,4 +1,4 @@
-"""The best strategy for a model on a machine that need not be there.
+"""Find the best strategy for a model on a machine that need not be here.
 
 The model is the name of a transformer (workbench plan --models), or a file that defines
     model_fn()              makes the torch module; it is traced on metadata, no weight is allocated
@@ -24,17 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench plan``."""
     parser.add_argument("model", nargs="?", help="the name of a transformer, or a Python file")
     parser.add_argument("--hardware", default="a100-80g-selene", metavar="NAME", help="a known machine, or a file")
-    parser.add_argument("--ranks", type=int, default=8, help="how many there are; default 8")
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks; default 8")
     parser.add_argument("--batch", type=int, default=64, help="samples per step, all ranks together; default 64")
     parser.add_argument("--objective", default="throughput", help="throughput, memory or cost")
-    parser.add_argument("--memory", type=float, metavar="GB", help="that a rank may hold; default: all of it")
-    parser.add_argument("--precision", help="fp32, bf16 or fp16; default: as the model is")
+    parser.add_argument("--memory", type=float, metavar="GB", help="the most that a rank may hold; default: the machine's memory")
+    parser.add_argument("--precision", help="fp32, bf16 or fp16; default: the model's")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
-                        help="what is decided: pipeline=, data=, model=, micro_batches=, schedule=, zero=, recompute=, "
+                        help="a limit on the search: pipeline=, data=, model=, micro_batches=, schedule=, zero=, recompute=, "
                              "sequence=, layers=, heads=; commas give several values")  # fmt: skip
-    parser.add_argument("--explain", metavar="LAYER", help="what else a layer could do, and what it would cost")
-    parser.add_argument("--why-not", metavar="STRATEGY", help="why it is not this one")
+    parser.add_argument("--explain", metavar="LAYER", help="the other choices of a layer, and their costs")
+    parser.add_argument("--why-not", metavar="STRATEGY", help="why the plan is not this strategy")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategy there, e.g. plan.strategy")
     parser.add_argument(
         "--table", action="store_true", help="the best strategy for every triple of degrees, and one device"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print; 0, or an error that says what cannot be."""
+    """Plan and print. Returns 0; a mistake raises an error."""
     if args.models:
         return _list_models()
     if args.model is None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from workbench.cost.hardware_files import load_hardware
 
     hardware, constraints = load_hardware(args.hardware), dict(parse_constraint(text) for text in args.constraint)
-    # torch and the model's trace take seconds: mistakes in the options are reported first
+    # report mistakes in the options first: torch and the model's trace take seconds
     from workbench.session.planning import plan
 
     found = plan(
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_strategy(path: Path, strategy: Strategy) -> None:
-    """A strategy as a file of text.
+    """Write a strategy to a text file.
 
     Raises:
-        CommandError: it cannot be written there.
+        CommandError: the file cannot be written.
     """
     try:
         path.write_text(f"{strategy}\n", encoding="utf-8")
@@ -94,7 +94,7 @@ def parse_constraint(text: str) -> tuple[str, Any]:
     """``zero=1,2`` -> ("zero", (1, 2)).
 
     Raises:
-        CommandError: not of that form.
+        CommandError: the text has another form.
     """
     name, sign, value = text.partition("=")
     if not sign or not value.strip():

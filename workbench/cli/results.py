@@ -1,4 +1,4 @@
-"""What ``demo`` and ``compare`` have in common: options of a run, the run, and how its result is shown."""
+"""Shared by ``demo`` and ``compare``: options of a run, the run, and its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EQUAL, UNEQUAL = 0, 1
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, as ``wb.compare`` takes it."""
+    """A training, with the arguments of ``wb.compare``."""
 
     model_fn: Any
     dataset: Any
@@ -34,10 +34,10 @@ class Job:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Say how to install what an extra of the workbench brings.
+    """Check that the modules of an extra are installed.
 
     Raises:
-        CommandError: one of the modules is not installed.
+        CommandError: a module is missing; it says how to install the extra.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -55,7 +55,7 @@ def positive(text: str) -> int:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
-    """Where and how long to train."""
+    """Options of the training."""
     parser.add_argument("--engines", type=positive, default=2, help="processes to train on (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=20, help="training steps per strategy (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=batch_size, help="samples per step (default: %(default)s)")
@@ -63,7 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) -> None:
-    """Which files to write."""
+    """Options of the output files."""
     default = "default: %(default)s" if report else "default: none"
     parser.add_argument("--out", metavar="FILE", type=Path, default=report, help=f"HTML report ({default})")
     parser.add_argument("--json", metavar="FILE", type=Path, help="the result as data, for CompareResult.from_json")
@@ -72,7 +72,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
 def compare_and_present(
     job: Job, strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
 ) -> int:
-    """Compare the strategies, in a session of their own where none is given; show the result, return the exit code."""
+    """Compare the strategies, in a new session if none is given; show the result and return the exit code."""
     from workbench.session.comparison.compare import compare
 
     if args.out is not None:
@@ -95,7 +95,7 @@ def compare_and_present(
 
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
-    """Print the table and the verdict, write the files; returns the exit code."""
+    """Print the table and the verdict, write the files, and return the exit code."""
     from workbench.ui.runs.render_table import comparison_table_text
 
     print(comparison_table_text(result.runs, result.baseline))
@@ -112,7 +112,7 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
 
 
 def differences(runs: Sequence[RunRecord]) -> list[str]:
-    """A sentence for every run that did not give the numbers of one device."""
+    """A sentence for each run whose numbers differ from those of one device."""
     return [f"{run.name}: {_difference(run)}." for run in runs if run.error is not None or not run.equal]
 
 
@@ -138,7 +138,7 @@ def _legend(runs: Sequence[RunRecord]) -> str:
 
 
 def _threads(settings: Mapping[str, Any]) -> list[str]:
-    """What a speed-up compares: the threads of the engines, and of one device; empty for results without them."""
+    """The threads of the engines and of one device, which a speed-up compares; empty for results without them."""
     if "threads" not in settings:
         return []
     engines, threads = (counted(settings[key], word) for key, word in (("engines", "engine"), ("threads", "thread")))

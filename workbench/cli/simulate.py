@@ -1,11 +1,11 @@
-"""Predict training steps of transformers that are rows of a table, without any device.
+"""Predict the training steps of a table of transformers, without any device.
 
 Columns: name, machine (a known one, or the path of a hardware file), gpus, heads, kv_heads, hidden, ffn, gated_ffn,
 layers, vocab, seq, tp, pp, dp, layers_per_virtual_stage, micro_batch, batch, recompute (none, selective, full),
-sequence_parallel, dtype (fp32, fp16, bf16, fp8), zero (0 to 3), flash, software (the year of the training program).
-Empty means: kv_heads as heads, ffn 4 hidden, no interleaving, and 0 for switches. Other columns are carried along.
+sequence_parallel, dtype (fp32, fp16, bf16, fp8), zero (0 to 3), flash, software (the year of Megatron-LM). Empty values
+mean: kv_heads = heads, ffn = 4 hidden, no interleaving, and 0 for switches. Other columns are copied.
 
-Added: seconds, memory_gib, compute_s, tensor_parallel_s, data_parallel_s, pipeline_bubble_s, optimizer_s.
+Added columns: seconds, memory_gib, compute_s, tensor_parallel_s, data_parallel_s, pipeline_bubble_s, optimizer_s.
 
     workbench simulate --table rows.csv --out predicted.csv
     workbench simulate --machines
@@ -26,7 +26,7 @@ from workbench.errors import CommandError, TableError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--table", type=Path, metavar="FILE", help="the rows, a CSV file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the predicted rows go; else they are printed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the predicted rows; without it they are printed")
     parser.add_argument("--machines", action="store_true", help="list the machines that are known by name, and stop")
 
 

@@ -1,7 +1,7 @@
-"""Say what the engines of a notebook do now.
+"""Show what the engines of a notebook do now.
 
-A line per rank: idle, or busy at which line of the cell; its process and memory. Also answers while a cell runs or is
-stuck. Finds the engines of every notebook and script of yours on this host; runs nothing on them.
+Prints a line per rank: idle, or busy at which line of the cell; its process and its memory. Also answers while a cell
+runs or is stuck. Finds the engines of all your notebooks and scripts on this host, and runs nothing on them.
 """
 
 from __future__ import annotations

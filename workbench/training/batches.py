@@ -1,13 +1,13 @@
-"""A batch: what of it goes to the model and what to the loss, how many samples it has, how it is cut and joined.
+"""Batches: inputs of the model and targets of the loss, number of samples, cutting and joining.
 
-A batch is a tensor, or dicts, lists and tuples of tensors; other mappings (transformers' ``BatchEncoding``) count as
-dicts, numpy's arrays as tensors. Everything that trains takes batches by the rules of this module:
+A batch is a tensor, or dicts, lists and tuples of tensors. Other mappings (transformers' ``BatchEncoding``) count as
+dicts, numpy's arrays as tensors. All code that trains uses the rules of this module:
 
     call        a dict gives keyword arguments, a list or tuple positional ones, anything else one argument
     own loss    without ``loss_fn`` the whole batch goes to the model, which returns its loss (see ``loss_of``)
-    loss_fn     ``loss_fn(output, targets)``: of a dict the targets are its entries named in ``TARGET_KEYS``, of a tuple
-                its last entry; they do not go to the model
-    samples     lie along dim 0; what has no dims, one row, or the length of the samples' dim 1 belongs to all of them
+    loss_fn     ``loss_fn(output, targets)``: targets are a dict's entries named in ``TARGET_KEYS``, or a tuple's last
+                entry; the model does not get them
+    samples     are counted by dim 0; a tensor with no dims, one row, or the length of the samples' dim 1 belongs to all
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 
 TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
-"""Entries of a dict that are targets: what a ``loss_fn`` compares with, needed where the loss is."""
+"""Entries of a dict that are targets: the second argument of ``loss_fn``, needed where the loss is."""
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Count = Callable[[Any, Any], Any]
-"""(inputs, targets) of a micro-batch -> how many terms its mean loss is a mean of: a number or a tensor of one."""
+"""(inputs, targets) of a micro-batch -> the number of terms of its mean loss: a number or a one-element tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Batch:
     """A batch, or a micro-batch.
 
     Attributes:
-        inputs: what the model is called with.
-        targets: what the loss function compares with; None where the model computes its own loss.
+        inputs: the arguments of the model.
+        targets: the second argument of the loss function; None if the model computes its own loss.
         share: a micro-batch's weight in the step's loss, 0 to 1.
     """
 
@@ -50,7 +50,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Any, loss_fn: LossFunction | None) -> Batch:
-        """A batch as a dataset or a loader gives it.
+        """A batch from a sample of a data set or a loader.
 
         >>> batch = Batch.of({"x": torch.ones(2, 3), "label": torch.zeros(2)}, F.cross_entropy)
         >>> sorted(batch.inputs), batch.targets.shape
@@ -69,22 +69,22 @@ class Batch:
 
     @classmethod
     def of_arguments(cls, inputs: Any, targets: Any, loss_fn: LossFunction | None) -> Batch:
-        """A batch whose targets come apart from its inputs; of a dict without any they are looked for among these."""
+        """A batch from separate inputs and targets. Without targets, those of a dict of inputs are used."""
         is_whole = targets is None and isinstance(inputs, Mapping)
         return cls.of(inputs, loss_fn) if is_whole else cls(as_tensors(inputs), as_tensors(targets))
 
     @property
     def num_samples(self) -> int:
-        """Rows along dim 0.
+        """Number of rows along dim 0.
 
         Raises:
-            RunError: tensors of unlike numbers of rows, or no row at all.
+            RunError: tensors with different numbers of rows, or no row at all.
         """
         return num_samples({"inputs": self.inputs, "targets": self.targets})
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample of the first input that has a row for each; () if there is none."""
+        """Shape of one sample of the first input with one row per sample; () if there is none."""
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
         rows = count_samples(tree_leaves(self.inputs))
         return next((shape[1:] for shape in shapes if shape and shape[0] == rows), ())
@@ -94,11 +94,12 @@ class Batch:
         return loss_of(call(model, self.inputs), self.targets, loss_fn)
 
     def cut(self, num_micro_batches: int, count: Count | None = None) -> list[Batch]:
-        """Micro-batches along dim 0; they differ by one sample at most, and there are never more than samples.
+        """Micro-batches along dim 0. Their sizes differ by at most one sample; there are never more micro-batches than
+        samples.
 
         Args:
-            num_micro_batches: how many are wanted.
-            count: how many terms a micro-batch's loss is the mean of; its samples, if None.
+            num_micro_batches: the wanted number.
+            count: number of terms of a micro-batch's mean loss. None: its samples.
 
         Raises:
             RunError: as ``num_samples``.
@@ -124,7 +125,7 @@ class Batch:
 
 
 def as_tensors(value: Any) -> Any:
-    """A batch with its mappings as dicts and its arrays as tensors.
+    """A batch with dicts for its mappings and tensors for its arrays.
 
     >>> as_tensors({"x": np.ones((2, 3))})["x"].shape
     torch.Size([2, 3])
@@ -139,7 +140,7 @@ def as_tensors(value: Any) -> Any:
 
 
 def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A dict's entries for the model, and its targets: one by itself, several as a dict, None if there are none."""
+    """A dict's entries for the model, and its targets: a single one alone, several as a dict, None without any."""
     targets = {key: entry for key, entry in samples.items() if key in TARGET_KEYS}
     inputs = {key: entry for key, entry in samples.items() if key not in targets}
     return inputs, next(iter(targets.values()), None) if len(targets) < 2 else targets
@@ -149,10 +150,10 @@ def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def count_samples(values: Iterable[Any]) -> int | None:
-    """Rows that the tensors among ``values`` share; 1 without any, None where it is not clear which dim 0 that is.
+    """Number of rows that the tensors among ``values`` share; 1 without tensors, None if dim 0 is ambiguous.
 
-    Tensors of one row belong to all samples, and so do those whose dims are all dim 1 of samples (positions ``(T,)``,
-    masks ``(T, T)`` beside words ``(N, T)``), unless that is N itself.
+    A tensor of one row belongs to all samples. So does a tensor whose dims all have the length of the samples' dim 1
+    (positions ``(T,)``, masks ``(T, T)`` beside words ``(N, T)``), unless that length is N.
 
     >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
     8
@@ -168,17 +169,17 @@ def count_samples(values: Iterable[Any]) -> int | None:
 
 
 def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether so many samples would share every tensor that has not a row for each."""
+    """Whether, with ``num_samples`` samples, all tensors without one row per sample would belong to all samples."""
     lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
     others = [set(shape) for shape in shapes if shape[0] not in (num_samples, 1)]
     return all(len(dims) == 1 and dims <= lengths for dims in others)
 
 
 def num_samples(batch: Any) -> int:
-    """Rows of a batch.
+    """Number of rows of a batch.
 
     Raises:
-        RunError: tensors of unlike numbers of rows, or no row at all.
+        RunError: tensors with different numbers of rows, or no row at all.
     """
     leaves = tree_leaves(batch)
     found = count_samples(leaves)
@@ -207,7 +208,7 @@ def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _name_of(path: Sequence[Any]) -> str:
-    """Where in a batch a tensor is, for people: its key, or its positions."""
+    """The place of a tensor in a batch, for messages: its keys and positions."""
     return ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path) or "tensor"
 
 
@@ -244,7 +245,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _refused_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a module's forward does not take its arguments; None if it does, and the mistake is inside."""
+    """The reason why a module's forward does not take its arguments; None if the error comes from inside it."""
     takes = signature(module.forward)
     try:
         takes.bind(*args, **kwargs)
@@ -265,10 +266,10 @@ def _refused_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """See whether what is called as ``loss_fn(output, targets)`` gives a loss.
+    """Raise if ``loss_fn(output, targets)`` cannot give a loss.
 
     Raises:
-        RunError: it is a class of losses.
+        RunError: it is a class of losses, not a loss.
     """
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         name = loss_fn.__name__
@@ -279,13 +280,13 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-    """The loss of a model's output: ``loss_fn(output, targets)``, or the output's own.
+    """The loss of a model's output: ``loss_fn(output, targets)``, or the output's own loss.
 
-    Its own is the output itself where it is a scalar; its entry or attribute ``loss``; of a tuple its first entry where
-    that is a scalar, else its only scalar.
+    The own loss is the output itself if it is a scalar, its entry or attribute ``loss``, or, in a tuple, the first
+    entry if that is a scalar, else the only scalar.
 
     Raises:
-        RunError: there is none, or it is no scalar that requires a gradient.
+        RunError: there is no loss, or it is not a scalar that requires a gradient.
 
     >>> loss_of((torch.ones(4, 2), torch.tensor(0.5, requires_grad=True)), None, None)
     tensor(0.5000, requires_grad=True)
@@ -312,7 +313,7 @@ def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> torch.Te
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model has computed itself, see ``loss_of``; None where its output has none."""
+    """The loss that the model has computed, see ``loss_of``; None if its output has none."""
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -314,7 +314,7 @@ def _target_leaves(described: Any) -> list[bool]:
 def _made(
     value: torch.Tensor | None, leaf: _Leaf | _Shared, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
 ) -> Any:
-    """One entry of the batch: a global tensor, or what all samples share, as it is."""
+    """One entry of the batch: a global tensor, or the plain value that all samples share."""
     if isinstance(leaf, _Shared):
         return leaf.value.to(world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
     spec = spec_of(world, layout, (num_rows, *leaf.shape))
@@ -328,7 +328,9 @@ def _made(
 
 
 class _Reproducible(Dataset[Any]):
-    """Samples whose random numbers follow from the seed, the epoch and the index, and leave torch's generator alone."""
+    """Samples whose random numbers depend on the seed, the epoch and the index only. torch's default generator does not
+    change.
+    """
 
     def __init__(self, dataset: Sequence[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed

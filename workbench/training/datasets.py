@@ -1,4 +1,4 @@
-"""Data sets: how many samples they have, and batches of them.
+"""Data sets: their number of samples, and batches of them.
 
 A data set is all samples in arrays (a tuple or a dict of them, nested or not, one sample per row), or a map-style
 ``Dataset``, ``datasets.Dataset`` or list whose items are tuples or dicts.
@@ -22,10 +22,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
-    """See whether samples can be taken from a data set by their positions.
+    """Raise if a data set does not give samples by position.
 
     Raises:
-        RunError: it has no positions, makes batches itself, or lies in arrays, of which ``collate_fn`` makes nothing.
+        RunError: it has no positions, makes batches itself, or consists of arrays while ``collate_fn`` is given.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -49,17 +49,17 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
 
 
 def num_samples_of(dataset: Any) -> int:
-    """Samples in a data set.
+    """Number of samples in a data set.
 
     Raises:
-        RunError: tensors of unlike numbers of samples.
+        RunError: tensors with different numbers of samples.
     """
     columns = columns_of(dataset)
     return len(dataset) if columns is None else num_samples(columns)
 
 
 def take(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:
-    """The samples at ``indices``, as a batch of tensors; ``collate_fn`` makes it of a list of samples.
+    """The samples at ``indices``, as a batch of tensors. ``collate_fn`` makes the batch from a list of samples.
 
     >>> take({"x": torch.ones(9, 3), "label": [0, 1] * 4 + [0]}, torch.arange(3))["label"]
     tensor([0, 1, 0])
@@ -76,20 +76,20 @@ def take(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None)
 def first_batch(
     dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2, collate_fn: Collate | None = None
 ) -> Batch:
-    """The first samples of a data set, as many as there are up to ``num_samples``."""
+    """The first ``num_samples`` samples of a data set, or all if there are fewer."""
     indices = torch.arange(min(num_samples, num_samples_of(dataset)))
     return Batch.of(take(dataset, indices, collate_fn), loss_fn)
 
 
 def columns_of(dataset: Any) -> Any:
-    """A data set whose samples all lie in tensors, as these tensors; None for one that is read sample by sample."""
+    """The tensors of a data set whose samples all are in tensors; None for a data set that is read sample by sample."""
     if isinstance(dataset, TensorDataset):
         return dataset.tensors
     return _as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
 
 
 def _as_columns(value: Any) -> Any:
-    """A data set that lies in arrays, as tensors; its lists are arrays too, with one entry per sample."""
+    """The arrays of a data set as tensors. A list is an array too, with one entry per sample."""
     if isinstance(value, Mapping):
         return {key: _as_columns(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
@@ -105,14 +105,14 @@ def _as_columns(value: Any) -> Any:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Samples as one batch: torch's ``default_collate``, where mappings are dicts and lists of numbers are tensors.
+    """Samples as one batch: torch's ``default_collate``, with mappings as dicts and lists of numbers as tensors.
 
     >>> collate([{"input_ids": [1, 2, 3], "label": 0}, {"input_ids": [4, 5, 6], "label": 1}])
     {'input_ids': tensor([[1, 2, 3],
             [4, 5, 6]]), 'label': tensor([0, 1])}
 
     Raises:
-        RunError: samples of unlike shapes.
+        RunError: samples of different shapes.
     """
     try:
         return default_collate([_as_sample(sample) for sample in samples])

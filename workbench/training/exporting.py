@@ -1,4 +1,4 @@
-"""``wb.checkpoint.export_safetensors``: a module's logical weights as safetensors files, laid out as by
+"""``wb.checkpoint.export_safetensors``: a module's logical weights as safetensors files, like those of
 ``save_pretrained``.
 """
 
@@ -73,7 +73,7 @@ def export_safetensors(
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What is written, by name; tied tensors under their first one."""
+    """The tensors to write, by name; tied tensors under their first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
@@ -119,7 +119,7 @@ def _share_out(tensors: Mapping[str, torch.Tensor], limit: int, num_ranks: int) 
 
 
 def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world: World, what: str) -> None:
-    """One file: every rank brings its slices, the file's writer puts them down, tensor by tensor."""
+    """Write one file: every rank sends its slices, and the file's writer writes them, tensor by tensor."""
     partly = folder / f"{file.name}.tmp"
     brought, error = _brought(file, tensors, world), None
     try:
@@ -159,7 +159,7 @@ def _header(file: _File, tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _finish(folder: Path, module: nn.Module, files: list[_File], tensors: Mapping[str, torch.Tensor]) -> None:
-    """The index and the configuration, and no weights of an earlier export."""
+    """Write the index and the configuration, and remove weights of an earlier export."""
     (folder / INDEX_NAME).unlink(missing_ok=True)
     if len(files) > 1:
         index = {

@@ -1,7 +1,8 @@
-"""Recomputation per block: ``recompute`` of a strategy. A block saves its input and runs forward again for backward.
+"""Recomputation per block: ``recompute`` of a strategy. A block saves its input, and runs its forward again in
+backward.
 
 Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList`` or ``nn.Sequential`` objects
-that have parts themselves. A model without any (a chain of layers) is recomputed layer by layer. (Chen et al., Training
+that have submodules. A model without blocks (a chain of layers) is recomputed layer by layer. (Chen et al., Training
 Deep Nets with Sublinear Memory Cost, 2016.)
 """
 
@@ -21,7 +22,7 @@ from workbench.training.strategies.state import ParallelState, layers_of
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
-    """Let every block of ``module`` be recomputed, where the strategy says so."""
+    """Make every block of ``module`` recompute, if the strategy says so."""
     if not state.strategy.options.recompute:
         return []
     return [Recomputed(block) for block in blocks_of(module)]
@@ -38,7 +39,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists and sequences of modules that have parts themselves."""
+    """The members of the outermost lists and sequences of modules that have submodules."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         blocks = [child for child in module if any(True for _ in child.children()) and _has_parameters(child)]
         if blocks:
@@ -53,9 +54,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 class Recomputed:
-    """Runs the calls of a block, with its hooks: they gather or bring parameters, and must do so again.
+    """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
-    It stands where ``nn.Module.compile`` puts a compiled call; copies of the module leave it behind.
+    It takes the place of a compiled call of ``nn.Module.compile``; copies of the module do not have it.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -63,7 +64,7 @@ class Recomputed:
         block._compiled_call_impl = self
 
     def remove(self) -> None:
-        """The block saves its activations again."""
+        """Make the block save its activations again."""
         if self.block._compiled_call_impl is self:
             self.block._compiled_call_impl = None
 
@@ -86,10 +87,10 @@ class Recomputed:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, without an empty cache of ``transformers``, which does so itself when it recomputes.
+        """The arguments without an empty cache of ``transformers``, which drops it too when it recomputes.
 
-        A block fills its cache, so a second run would find what the first has put there and attend to every word
-        twice; and the cache, which the function that runs again holds, would keep the graph of every step alive.
+        A block fills its cache. A second run would find the entries of the first and attend to every word twice. The
+        cache would also keep the graph of every step alive, because the function that runs again holds it.
         """
         values = [*args, *kwargs.values()]
         of_transformers = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
@@ -114,10 +115,10 @@ def _is_cache(value: Any, of_transformers: Any) -> bool:
 
 
 class _BuffersBefore:
-    """What a block's buffers held before its first forward, of those that this forward has changed.
+    """The values of a block's buffers before its first forward, for buffers that this forward changes.
 
-    The second forward starts from that: a spectral norm that began with what the first has left in its buffers would
-    iterate once more and give other weights. It writes to copies: what stays is what the first has written.
+    The second forward starts from these values. Otherwise a spectral norm, for example, would iterate once more and
+    give other weights. The second forward writes to copies, so the buffers keep the values of the first.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -132,7 +133,7 @@ class _BuffersBefore:
         ]
 
     def forget_unchanged(self) -> None:
-        """After the first forward: copies of what it has left alone need no memory."""
+        """After the first forward: drop the copies of buffers that did not change."""
         self.before = [
             (holder, name, buffer, copy)
             for (holder, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
@@ -141,7 +142,7 @@ class _BuffersBefore:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Copies of the buffers as the first forward found them, and afterwards the buffers themselves."""
+        """Context in which the buffers are copies with their values before the first forward."""
         now = self._held()
         with torch.no_grad():
             for holder, name, buffer in now:
@@ -156,5 +157,7 @@ class _BuffersBefore:
 
 
 def _version(buffer: torch.Tensor | None) -> int:
-    """How often it was written to; tensors made in inference mode do not count, and cannot be written to here."""
+    """Number of writes to a buffer; 0 for tensors of inference mode, which do not count writes and cannot be written
+    here.
+    """
     return 0 if buffer is None or buffer.is_inference() else buffer._version

@@ -1,1 +1,1 @@
-"""Job functions: `function` is what a program calls; `driver` ships it to engines; the rest runs on every rank."""
+"""Job functions: programs call `function`; `driver` sends jobs to engines; the other modules run on every rank."""

@@ -1,4 +1,4 @@
-"""Variables, optimizers and steps of one rank, written and read by the project's own checkpoints."""
+"""Variables, optimizers and steps of one rank in the project's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPS = "steps"
 
 
 def init(store: Store) -> Store:
-    """Begin anew: the next job makes its variables."""
+    """Drop all variables: the next job makes them."""
     store.forget()
     return store
 
@@ -39,9 +39,10 @@ def save(store: Store, path: str) -> Store:
 
 
 def load(store: Store, path: str, strict: bool = True) -> Store:
-    """Read variables that are there, and let others be read when a job makes them. All ranks call it.
+    """Read the variables that exist. Later variables are read when a job makes them. All ranks call it.
 
-    ``strict``: refuse variables that the checkpoint does not have; else they keep, or get, what they would have had.
+    ``strict``: refuse variables that the checkpoint does not have. Otherwise they keep their values, or get their
+    initial ones.
 
     Raises:
         CheckpointError: no checkpoint, or one of another model.

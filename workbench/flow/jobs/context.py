@@ -1,4 +1,4 @@
-"""The job that this rank is running: its scopes, what it has used of the variables, and the losses it has named."""
+"""The job that this rank is running: its scopes, the variables that it uses, and its losses."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class RunningJob:
         name: of the job function.
         view: ``"consistent"`` or ``"mirrored"``.
         trains: whether the job updates variables.
-        store: what outlives the call: variables, optimizers.
-        placement: the devices that the job runs on.
-        default_dtype: of variables that do not say theirs.
-        scopes: the placements entered and not yet left, innermost last.
-        losses: (loss, update rule or None) in the order in which the body named them.
-        used: variables that the body has asked for, by name.
+        store: state that outlives the call: variables, optimizers.
+        placement: the devices of the job.
+        default_dtype: of variables without a dtype.
+        scopes: the placements of the open scopes, innermost last.
+        losses: (loss, update rule or None) in the order of the body.
+        used: variables that the body has requested, by name.
         replicas: in the mirrored view, this rank's own leaf for each variable.
+        counts: number of layers without a name, by kind.
     """
 
     name: str
@@ -55,7 +56,7 @@ class RunningJob:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the body sees this device's arrays."""
+        """Whether the body gets this device's arrays."""
         return self.view == "mirrored"
 
     @property
@@ -64,7 +65,7 @@ class RunningJob:
         return self.scopes[-1] if self.scopes else self.placement
 
     def enter_scope(self, scope: Any) -> Placement:
-        """Run what follows on other devices; ``scope`` is a ``flow.scope.placement``."""
+        """Run the following code on other devices; ``scope`` is a ``flow.scope.placement``."""
         if self.is_mirrored:
             raise PlacementError(
                 f"{scope} in {self.name}, a job in the mirrored view: there every device runs the whole body. Take the "
@@ -76,7 +77,7 @@ class RunningJob:
         return self.scopes[-1]
 
     def leave_scope(self) -> None:
-        """Go on in the scope before."""
+        """Return to the scope before."""
         self.scopes.pop()
 
     def check_view(self, view: str) -> None:
@@ -93,14 +94,16 @@ class RunningJob:
         return f"{self.name}-{kind}_{number}"
 
     def to_scope(self, value: Any) -> Any:
-        """``value``, boxed to the devices of the scope where it lies on others: batches split, variables whole."""
+        """``value``, boxed to the devices of the scope: variables as B, other tensors as S(0). Values that are already
+        there do not change.
+        """
         if not isinstance(value, GlobalTensor) or value.placement == self.here:
             return value
         is_variable = value.is_leaf and value.requires_grad
         return box(value, self.layout(Broadcast() if is_variable or not value.dim() else Split(0)))
 
     def layout(self, sbp: Sbp) -> Layout:
-        """One way to lie on the first axis of the scope's devices; whole along its other axes."""
+        """The layout with ``sbp`` on the first axis of the scope's devices, and B on its other axes."""
         here = self.here
         first = sbp if here.num_ranks > 1 else Broadcast()
         return Layout(here, (first,) + (Broadcast(),) * (here.num_axes - 1))
@@ -110,7 +113,7 @@ def running_job(what: str) -> RunningJob:
     """The job in progress.
 
     Raises:
-        JobError: ``what`` is called outside of one.
+        JobError: the caller, ``what``, is outside of a job.
     """
     job = _running.get()
     if job is None:
@@ -127,7 +130,7 @@ def running_job_or_none() -> RunningJob | None:
 
 
 class JobContext:
-    """Context: this rank runs ``job``."""
+    """Context in which this rank runs ``job``."""
 
     def __init__(self, job: RunningJob) -> None:
         self.job = job
@@ -141,7 +144,7 @@ class JobContext:
 
 
 def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of tensors run where the scope says; outside of jobs it runs where its operands lie."""
+    """Make a function of tensors run on the scope's devices; outside of jobs, on the placement of its operands."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

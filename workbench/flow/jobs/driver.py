@@ -1,4 +1,4 @@
-"""The side of the one process that drives the engines: it sends a job once, then arrays, and gets arrays back."""
+"""The process that drives the engines: it sends a job once, then arrays, and receives arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.session import Session, find_current, protocol
 
 @dataclass
 class _EngineState:
-    """What the engines of a session have: jobs by name (a digest of what was sent), and the serials of their stores."""
+    """The state of a session's engines: jobs by name (with a digest of the code sent), and serials of stores."""
 
     jobs: dict[str, str] = field(default_factory=dict)
     serials: tuple[str, ...] | None = None
@@ -59,7 +59,7 @@ def call_on_engines(function: Callable[..., Any], limits: DeviceLimits, *args: A
 
 
 def session_or_none() -> Session | None:
-    """The session in which jobs run, if one is open."""
+    """The session for jobs, if one is open."""
     return find_current()
 
 
@@ -78,7 +78,7 @@ def _session(limits: DeviceLimits) -> Session:
 
 
 def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """The function's results by rank; what the ranks printed is printed here."""
+    """Run a function on all ranks, print their output here, and return the results by rank."""
     request = session.submit(function, *args)
     try:
         return request.result()
@@ -94,7 +94,7 @@ def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[
 
 
 def _sources(body: Any) -> Iterator[tuple[str, tuple[str, list[str]]]]:
-    """The text of the files in which a job is written, and how they are called: errors on engines show lines of it."""
+    """The source text of a job's files, with their titles: errors on engines show its lines."""
     for name in sorted({code.co_filename for code in _codes(body, set())}):
         lines = linecache.getlines(name)
         if lines:
@@ -102,7 +102,7 @@ def _sources(body: Any) -> Iterator[tuple[str, tuple[str, list[str]]]]:
 
 
 def _codes(function: Any, seen: set[int]) -> Iterator[CodeType]:
-    """The code of a function, and of functions of the program that it uses by name."""
+    """The code of a function, and of the program's functions that it names."""
     if not isinstance(function, FunctionType) or id(function) in seen or _is_library(function):
         return
     seen.add(id(function))

@@ -1,4 +1,4 @@
-"""``flow.global_function``: a function typed with placeholders becomes a job that all devices run together."""
+"""``flow.global_function``: a function with placeholders becomes a job that all devices run together."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def global_function(
 ) -> Callable[[Callable[..., Any]], JobFunction]:
     """Declare a job: ``@flow.global_function(type="train")``.
 
-    Every call runs the body on all devices at once: those of the session (a first call starts one where none runs), or,
-    where all ranks run this program, on these ranks. Arguments and results are numpy arrays.
+    Each call runs the body on all devices: those of the session (the first call starts one if needed), or these ranks
+    if all ranks run the program. Arguments and results are numpy arrays.
 
     Args:
         type: ``"train"`` updates variables, ``"predict"`` (the default) does not.
         function_config: settings, see ``flow.function_config``.
 
     Raises:
-        JobError: an argument without a placeholder, placeholders of both views, or of another view than the config's.
+        JobError: an argument without a placeholder, placeholders of both views, or a view other than the config's.
     """
     if isinstance(type, FunctionConfig):
         kind = "train" if type.train.is_set else "predict"
@@ -56,16 +56,16 @@ def global_function(
 
 
 class JobFunction:
-    """What ``global_function`` makes of a function; call it with arrays.
+    """The result of ``global_function``; call it with arrays.
 
     Attributes:
-        job: what travels to the ranks.
+        job: the part that is sent to the ranks.
     """
 
     def __init__(
         self, body: Callable[..., Any], trains: bool, config: FunctionConfig, names: Mapping[str, Any] | None = None
     ) -> None:
-        """``names``: what annotations that are texts may use besides the globals of the function."""
+        """``names``: names for annotations that are strings, in addition to the globals of the function."""
         name = body.__name__
         functools.update_wrapper(self, body)
         signature = inspect.signature(body, eval_str=True, locals=names)
@@ -80,8 +80,8 @@ class JobFunction:
         """Run the job.
 
         Raises:
-            TypeError: other arguments than the function has, or one of another kind or dtype.
-            ValueError: an array of another shape, a list of another length.
+            TypeError: the wrong arguments, or an argument of another kind or dtype.
+            ValueError: an array of another shape, or a list of another length.
             CellError: the body failed on an engine; the message shows its line.
         """
         arrays = self._check(args, kwargs)
@@ -122,7 +122,7 @@ def _placeholders(signature: inspect.Signature, job: str, config: FunctionConfig
 
 
 def _result_types(annotation: Any) -> Iterator[type[Numpy] | type[ListNumpy]]:
-    """``Numpy`` and ``ListNumpy``, wherever they stand in the annotation of the result."""
+    """Each ``Numpy`` and ``ListNumpy`` in the annotation of the result."""
     if annotation in (Numpy, ListNumpy):
         yield annotation
     for part in [annotation.result] if _is_callback(annotation) else typing.get_args(annotation):
@@ -134,7 +134,7 @@ def _is_callback(annotation: Any) -> bool:
 
 
 def _view(name: str, placeholders: Mapping[str, Placeholder], results: list[Any], config: FunctionConfig) -> str:
-    """The view of the config, or else of the placeholders; all of them must agree."""
+    """The config's view, or else that of the placeholders. All of them must agree."""
     kinds = {f"the argument {argument!r}": found.is_list for argument, found in placeholders.items()}
     kinds |= dict.fromkeys(["the result"] if results else [], any(result.is_list for result in results))
     inferred = "mirrored" if any(kinds.values()) else "consistent"

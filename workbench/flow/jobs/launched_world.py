@@ -1,4 +1,4 @@
-"""Whether this process runs a program together with other ranks, or drives engines that do."""
+"""Whether this process runs a program together with other ranks, or drives engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from workbench.tensors.world import World
 
 
 def launched_world() -> World | None:
-    """The world in which this thread or process runs one program together with others, by simulation, a launcher or a
-    session; None in a process of its own, also where that has a world of one rank."""
+    """The world in which this thread or process runs one program with other ranks: simulated, launched, or in a
+    session. None for a process of its own, also if it has a world of one rank.
+    """
     join_if_launched()
     world = worlds.joined()
     is_alone = world is worlds._process_world and "RANK" not in os.environ and (world is None or world.world_size == 1)

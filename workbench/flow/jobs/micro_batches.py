@@ -1,4 +1,4 @@
-"""Micro-batches in job functions: ``unpack`` cuts a batch, what follows runs once for each part, ``pack`` joins.
+"""Micro-batches in job functions: ``unpack`` cuts a batch, the code after it runs once for each part, ``pack`` joins.
 
     parts = flow.unpack(images, 4)           # 4 micro-batches of a quarter of the rows
     logits = flow.pack(lenet(parts), 4)      # the rows again
@@ -18,7 +18,7 @@ from workbench.errors import JobError
 
 
 class MicroBatches:
-    """A tensor in parts, all of which run through the same program; functions of ``flow`` and operators map over them.
+    """A tensor in parts. Functions of ``flow`` and operators run on each part.
 
     ``shape`` and ``dtype`` are those of one part.
     """
@@ -63,7 +63,7 @@ setattr(MicroBatches, "__neg__", _operator("neg"))  # noqa: B010 - the type chec
 
 
 def map_micro_batches(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> MicroBatches:
-    """Call ``function`` once for each micro-batch; arguments that are no micro-batches are the same in every call."""
+    """Call ``function`` once for each micro-batch. Other arguments are the same in every call."""
     counts = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, MicroBatches)}
     if len(counts) > 1:
         raise JobError(
@@ -84,7 +84,7 @@ def unpack(x: Any, unpack_num: int) -> MicroBatches:
     """Cut a batch into ``unpack_num`` micro-batches along dim 0.
 
     Raises:
-        JobError: the rows do not divide.
+        JobError: the number of rows is not a multiple of ``unpack_num``.
     """
     num_rows = x.shape[0]
     if unpack_num < 1 or num_rows % unpack_num:
@@ -102,7 +102,7 @@ def pack(x: MicroBatches, pack_num: int) -> Any:
 
 
 def repeat(x: Any, repeat_num: int) -> MicroBatches:
-    """The same value for each of ``repeat_num`` micro-batches: a variable's, for example."""
+    """The same value for each of ``repeat_num`` micro-batches, for example that of a variable."""
     return MicroBatches([x] * repeat_num)
 
 
@@ -113,7 +113,7 @@ def acc(x: MicroBatches, max_acc_num: int) -> Any:
 
 
 def add_up(parts: Sequence[Any]) -> Any:
-    """Parts added up from the left, without the zero that ``sum`` begins with."""
+    """The sum of the parts from the left, without the zero with which ``sum`` starts."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

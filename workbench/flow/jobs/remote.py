@@ -1,4 +1,4 @@
-"""What `driver` calls on every engine; loads nothing of the notebook's side."""
+"""The functions that `driver` runs on every engine. They load no module of the notebook's side."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _jobs: dict[str, Job] = {}
 
 @dataclass(frozen=True)
 class Reply:
-    """One rank's.
+    """The reply of one rank.
 
     Attributes:
-        result: in the consistent view on rank 0, in the mirrored view of each device.
-        ranks: that the job ran on, in the order of the devices.
+        result: in the consistent view on rank 0 only, in the mirrored view of each device.
+        ranks: the ranks of the job, in the order of the devices.
         serial: of the rank's store.
     """
 
@@ -35,7 +35,7 @@ class Reply:
 
 
 def keep_job(name: str, payload: bytes, sources: Mapping[str, tuple[str, list[str]]]) -> None:
-    """Keep a job under its name; ``sources`` are the texts of its files, by file name, with how they are called."""
+    """Keep a job under its name. ``sources`` are the texts of its files with their titles, by file name."""
     for filename, (title, lines) in sources.items():
         engine_failures.user_files[filename] = title
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
@@ -46,7 +46,7 @@ def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials:
     """Run a job that was kept.
 
     Raises:
-        JobError: this rank's variables are not those of the calls before: its process was replaced.
+        JobError: this rank lacks the variables of earlier calls, because its process was replaced.
     """
     world = current()
     known, job = known_store(world), _jobs.get(name)

@@ -30,7 +30,7 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 
 @dataclass(frozen=True)
 class Job:
-    """A job function as it travels to ranks.
+    """A job function in the form that is sent to ranks.
 
     Attributes:
         name: of the function.
@@ -50,7 +50,7 @@ class Job:
 
 
 def ranks_of(job: Job, store: Store, limits: DeviceLimits) -> list[int]:
-    """The ranks that a job runs on: those of its own settings, or as many as ``limits`` says."""
+    """The ranks of a job: those of its own settings, or as many as ``limits`` says."""
     scope = job.config.scope
     if scope is not None:
         return store.devices.ranks(scope.ranges, f"{scope} in the config of {job.name}")
@@ -61,11 +61,15 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits,
     """Run a job. All ranks of the world call it with equal arguments.
 
     Args:
-        on_rank_0: results of the consistent view are brought to rank 0 only; those of the mirrored view stay on
-            their ranks, and each rank returns its own (None where it has none).
+        job: the job function.
+        arrays: the arguments, by name.
+        store: this rank's variables.
+        limits: the number of devices.
+        on_rank_0: return results of the consistent view on rank 0 only; in the mirrored view, return each rank's own
+            results (None if it has none).
 
     Returns:
-        what the body returns, as arrays: logical ones in the consistent view, lists by device in the mirrored one.
+        The results of the body as arrays: logical ones in the consistent view, lists by device in the mirrored one.
     """
     ranks = ranks_of(job, store, limits)
     running = RunningJob(
@@ -84,7 +88,7 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits,
 
 
 def _generator(job: Job, store: Store) -> torch.Generator:
-    """Random numbers follow from the job and the step, on all ranks alike."""
+    """A generator seeded by the job and the step, equal on all ranks."""
     step = store.num_steps.get(job.name, 0)
     return torch.Generator().manual_seed(zlib.crc32(f"{store.seed}/{job.name}/{step}".encode()))
 
@@ -103,7 +107,7 @@ def _logical_tensor(array: np.ndarray, placement: Placement) -> GlobalTensor:
 
 
 def _mirrored(running: RunningJob, job: Job, arrays: Mapping[str, Any]) -> Any:
-    """This device's part; ranks without one have nothing to do, for the body exchanges nothing."""
+    """Run the body on this device's arrays. Other ranks have nothing to do, because the body does not communicate."""
     placement, world = running.placement, running.store.world
     if world.rank not in placement:
         return None
@@ -126,7 +130,7 @@ def _check_lengths(job: Job, arrays: Mapping[str, Any], ranks: list[int]) -> Non
 
 
 def _by_device(result: Any, ranks: list[int], store: Store) -> Any:
-    """The results of all devices, a list of arrays in the place of every tensor."""
+    """The results of all devices, with a list of arrays in place of every tensor."""
     everywhere = all_gather_object(result, store.world, "the results of the devices")
     return zip_results([everywhere[rank] for rank in ranks])
 
@@ -142,10 +146,10 @@ def zip_results(results: list[Any]) -> Any:
 
 
 def map_tensors(result: Any, convert: Callable[[torch.Tensor], Any], job: str) -> Any:
-    """What a body returned, with every tensor converted.
+    """The results of a body with every tensor converted. Numbers, arrays and None stay.
 
     Raises:
-        JobError: it returned something else.
+        JobError: a result of another type, or micro-batches that were not packed.
     """
     if isinstance(result, torch.Tensor):
         return convert(result)
@@ -163,7 +167,7 @@ def map_tensors(result: Any, convert: Callable[[torch.Tensor], Any], job: str) -
 
 
 def _logical(value: torch.Tensor, store: Store, on_rank_0: bool) -> np.ndarray | None:
-    """The whole, as an array, on rank 0 or on every rank."""
+    """The logical value as an array, on rank 0 or on every rank."""
     world = store.world
     if not isinstance(value, GlobalTensor):
         return to_array(value)
@@ -174,7 +178,7 @@ def _logical(value: torch.Tensor, store: Store, on_rank_0: bool) -> np.ndarray |
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:
-    """A plain tensor as an array that shares nothing with it; numpy has no bfloat16, which becomes float32."""
+    """A copy of a plain tensor as an array. bfloat16, which numpy lacks, becomes float32."""
     value = value.detach()
     if value.dtype == torch.bfloat16:
         value = value.float()

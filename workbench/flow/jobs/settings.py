@@ -1,4 +1,4 @@
-"""``flow.function_config()``: how a job runs, as attributes that programs call."""
+"""``flow.function_config()``: the settings of a job, which programs set by calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.flow.scope import View, placement
 
 
 class TrainConfig:
-    """``config.train``: the older way to say how a training job updates its variables."""
+    """``config.train``: the older spelling of the update of variables."""
 
     def __init__(self) -> None:
         self.rate: float | None = None
@@ -36,11 +36,11 @@ class TrainConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether anything was said."""
+        """Whether a setting was made."""
         return self.rate is not None or self.conf is not None
 
     def rule(self, job: str) -> UpdateRule:
-        """The rule for losses that ``losses.add_loss`` names.
+        """The update rule for losses of ``losses.add_loss``.
 
         Raises:
             JobError: there is no learning rate.
@@ -57,7 +57,7 @@ class TrainConfig:
 
 
 class _Constant:
-    """A rate that is the same in every step; it travels to engines."""
+    """A constant learning rate; it can be sent to engines."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -76,7 +76,7 @@ class FunctionConfig:
         self.scope: placement | None = None
 
     def default_logical_view(self, view: View) -> None:
-        """How the job sees the devices: ``flow.scope.consistent_view()`` or ``flow.scope.mirrored_view()``."""
+        """The view of the job: ``flow.scope.consistent_view()`` or ``flow.scope.mirrored_view()``."""
         if not isinstance(view, View):
             raise TypeError(
                 f"function_config.default_logical_view({view!r}): views are flow.scope.consistent_view() and "
@@ -93,13 +93,13 @@ class FunctionConfig:
         self.default_logical_view(view)
 
     def default_data_type(self, dtype: torch.dtype) -> None:
-        """The dtype of variables and placeholders that do not say theirs."""
+        """The dtype of variables and placeholders without one."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"function_config.default_data_type({dtype!r}): give a dtype, e.g. flow.float.")
         self.dtype = dtype
 
     def default_placement_scope(self, scope: placement) -> None:
-        """The devices that the job runs on, where its body names no others."""
+        """The devices of the job where its body names no others."""
         if not isinstance(scope, placement):
             raise TypeError(
                 f"function_config.default_placement_scope({scope!r}): give a placement, e.g. "
@@ -114,12 +114,12 @@ class FunctionConfig:
         raise AttributeError(f"function_config has no setting {name!r}. It has train, {', '.join(known)}.")
 
     def copy(self) -> FunctionConfig:
-        """A job keeps its settings as they were when it was declared."""
+        """A copy: a job keeps the settings of its declaration."""
         return copy.deepcopy(self)
 
 
 _WITHOUT_EFFECT = {"cudnn_conv_heuristic_search_algo", "prune_parallel_cast_ops", "use_boxing_v2", "concurrency_width"}
-"""Settings of a compiler that is not here."""
+"""Settings of a compiler; they have no effect here."""
 
 
 def function_config() -> FunctionConfig:

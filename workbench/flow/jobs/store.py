@@ -1,4 +1,6 @@
-"""What a rank keeps between calls of jobs: variables by name, optimizers, and a checkpoint that is still to be read."""
+"""The state that a rank keeps between calls of jobs: variables by name, optimizers, and a checkpoint that is still to
+be read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ PART = "variables"
 
 
 class Variables(nn.Module):
-    """Variables by name, in the form in which checkpoints take modules; any text is a name."""
+    """Variables by name, as a module for checkpoints. Any text is a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,17 +44,17 @@ class Variables(nn.Module):
 
 @dataclass(eq=False)
 class Store:
-    """One rank's.
+    """The store of one rank.
 
     Attributes:
         world: the ranks.
-        devices: their places.
-        variables: by name; each has one layout, whatever the job that made it.
-        optimizers: by job; ``rules`` says by which settings they were made.
+        devices: the ranks by host.
+        variables: by name. A variable has one layout, whichever job made it.
+        optimizers: by job; ``rules`` has the settings that made them.
         num_steps: finished training steps, by job.
-        to_load: a checkpoint from which variables that do not exist yet are read when they are made.
+        to_load: a checkpoint for variables that do not exist yet; they are read when they are made.
         is_strict: whether it must have all of them.
-        serial: another one for each store, so that a rank that has lost its variables is noticed.
+        serial: unique for each store; it shows that a rank has lost its variables.
         seed: of the initial values.
     """
 
@@ -76,11 +78,11 @@ class Store:
         trainable: bool,
         layout: Layout,
     ) -> GlobalTensor:
-        """The variable of this name, made now if it is new.
+        """The variable of this name; it is made if it does not exist.
 
         Raises:
             JobError: it exists with another shape or dtype.
-            CheckpointError: the checkpoint that was loaded has none of this name and shape.
+            CheckpointError: the loaded checkpoint has no variable of this name and shape.
         """
         found = self.variables.by_name.get(name)
         if found is None:
@@ -143,12 +145,12 @@ _stores: WeakKeyDictionary[World, Store] = WeakKeyDictionary()
 
 
 def known_store(world: World) -> Store | None:
-    """This rank's store in a world, if it has one; asks no other rank."""
+    """This rank's store in a world, if it has one; no communication."""
     return _stores.get(world)
 
 
 def store_of(world: World) -> Store:
-    """This rank's store in a world, made when it is first asked for; all ranks ask together."""
+    """This rank's store in a world, made by the first call; all ranks call it together."""
     store = _stores.get(world)
     if store is None:
         store = _stores[world] = Store(world, Devices.of_world(world))
@@ -156,7 +158,7 @@ def store_of(world: World) -> Store:
 
 
 def common_store(world: World) -> Store:
-    """The same where the process of a rank may have been replaced: then all ranks begin with new stores."""
+    """``store_of`` after a rank's process may have been replaced: all ranks then begin with new stores."""
     if not all(all_gather_object(world in _stores, world, "which ranks have variables")):
         _stores.pop(world, None)
     return store_of(world)

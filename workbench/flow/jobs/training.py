@@ -1,4 +1,6 @@
-"""The end of a training job: gradients of its losses, averaged over mirrors, and one step of its update rule."""
+"""The end of a training job: gradients of its losses, averaged over the mirrored devices, and one step of its update
+rule.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from workbench.training.saving import optimizers
 
 
 def clear_gradients(store: Store) -> None:
-    """A call that raised half-way has left some."""
+    """Clear gradients of a call that raised before its step."""
     for variable in store.variables.by_name.values():
         variable.grad = None
 
 
 def finish(job: RunningJob, config: FunctionConfig) -> None:
-    """Backward from the losses that the body has named, and a step.
+    """Backward of the body's losses, and a step.
 
     Raises:
-        JobError: it named none, or two rules; or no variable is trained.
+        JobError: the body has no loss or two update rules, or trains no variable.
     """
     rule = _rule(job, config)
     objective = add_up([_mean(loss) for loss, _ in job.losses])
@@ -84,7 +86,9 @@ def _mean(loss: Any) -> torch.Tensor:
 
 
 def _hand_over_gradients(job: RunningJob) -> None:
-    """Each device's gradient is one term of the variable's: they are summed before the step, in buckets."""
+    """Make each device's gradient one term of the variable's gradient; the terms are summed before the step, in
+    buckets.
+    """
     for name, replica in job.replicas.items():
         if replica.grad is not None:
             variable = job.used[name]
@@ -96,7 +100,7 @@ def _trained(job: RunningJob) -> list[GlobalTensor]:
 
 
 def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
-    """The job's own, over the variables that it has used; made in its first step, or from a loaded checkpoint."""
+    """The job's optimizer over the variables that it uses, made in its first step or from a loaded checkpoint."""
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
     if optimizer is None or store.rules[job.name] != rule.settings:  # a job declared anew may have another rule

@@ -1,4 +1,4 @@
-"""``flow.get_variable``: what a job learns, by name; it stays on the devices between calls and is shared by jobs."""
+"""``flow.get_variable``: the variables of jobs, by name. They stay on the devices between calls; jobs share them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def get_variable(
     distribute: Sbp | None = None,
     reuse: bool = True,
 ) -> torch.Tensor:
-    """The variable of this name. The first job that asks makes it; others get the same one.
+    """The variable of this name. The first job that calls it makes the variable; others get the same one.
 
     Args:
+        name: of the variable.
         shape: logical sizes.
-        dtype: default the job's ``default_data_type``.
-        initializer: default zeros. Values follow from the name and the position, not from the layout.
+        dtype: default: the job's ``default_data_type``.
+        initializer: default: zeros. Values depend on the name and the position, not on the layout.
         trainable: whether training jobs update it.
-        distribute: ``flow.distribute.split(axis)`` cuts it over the devices of the scope; default whole on each.
-        reuse: False to refuse a variable that exists.
+        distribute: ``flow.distribute.split(axis)`` splits it over the devices of the scope; default: whole on each.
+        reuse: False refuses a variable that exists.
 
     Raises:
         JobError: outside of a job; no shape; the variable has another shape or dtype.
@@ -65,10 +66,10 @@ def get_variable(
 
 
 def get_all_variables() -> dict[str, GlobalTensor]:
-    """The variables of all jobs by name, as this rank holds them; in a cell under ``%%global``, for example.
+    """The variables of all jobs by name, on this rank; for example in a cell under ``%%global``.
 
     Raises:
-        JobError: in a process that drives engines, where no variables are.
+        JobError: in a process that drives engines, which has no variables.
     """
     world = launched_world()
     if world is None:
@@ -99,7 +100,7 @@ def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: RunningJob
 
 
 def _replica(job: RunningJob, name: str) -> torch.Tensor:
-    """This device's own leaf over the variable; its gradient becomes one term of the variable's."""
+    """This device's own leaf for the variable. Its gradient becomes one term of the variable's."""
     replica = job.replicas.get(name)
     if replica is None:
         variable = job.used[name]

@@ -56,7 +56,7 @@ class Checkpoints:
         )
 
     def incomplete(self) -> list[str]:
-        """Names of directories that a broken-off save has left; no load looks at them, the next save removes them."""
+        """Names of directories that interrupted saves have left. Loads ignore them; the next save removes them."""
         return sorted(path.name for path in self.directory.glob("step-*") if _is_left_over(path))
 
     def latest(self) -> int | None:
@@ -72,17 +72,19 @@ class Checkpoints:
         return store.save(self.path(step), async_op=async_op, on_complete=lambda: self._tidy(step), step=step, **parts)
 
     def load(self, step: int | None = None, **parts: Any) -> dict[str, Any] | None:
-        """``wb.checkpoint.load`` of a step, default the newest complete one.
+        """``wb.checkpoint.load`` of a step; default: the newest complete one.
 
         Returns:
-            the plain values, ``"step"`` among them; None if there is no complete checkpoint and none was asked for.
+            The plain values, with ``"step"``; None if no step was given and there is no complete checkpoint.
         """
         if step is None:
             step = self.latest()
         return None if step is None else store.load(self.path(step), **parts)
 
     def _tidy(self, step: int) -> None:
-        """Remove what is too old, its name first, so that it never looks whole; and what killed saves have left."""
+        """Remove old checkpoints and the leftovers of killed saves. A removed checkpoint first loses its name, so it
+        never looks complete.
+        """
         old = self.steps()
         for superfluous in old[: -self.keep] if self.keep else []:
             if superfluous != step:

@@ -1,4 +1,4 @@
-"""Nested state as one flat dictionary of dotted names, as torch.distributed.checkpoint names its entries, and back."""
+"""Nested state as one flat dictionary, with the dotted names of torch.distributed.checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from workbench.errors import CheckpointError
 
 Path = tuple[str | int, ...]
-"""Where a value stands in the nested state: ``("optimizer", "param_groups", 0, "lr")``."""
+"""The place of a value in the nested state: ``("optimizer", "param_groups", 0, "lr")``."""
 
 
 def flatten(state: Mapping[str, Any]) -> dict[Path, Any]:
-    """The leaves of nested dictionaries and of lists that hold tensors or dictionaries, by their paths.
+    """The leaves of nested dictionaries, and of lists that hold tensors or dictionaries, by their paths.
 
-    A dictionary that torch's names could not bring back (empty, of a class of its own, with keys that are no strings)
-    is a leaf.
+    A dictionary that torch's names cannot represent (empty, of another class, with keys that are not strings) is a
+    leaf.
 
     >>> flatten({"a": {"b": [1, 2]}, "c": {}})
     {('a', 'b'): [1, 2], ('c',): {}}
@@ -30,12 +30,12 @@ def flatten(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name under which torch.distributed.checkpoint knows an entry."""
+    """The dotted name of an entry in torch.distributed.checkpoint."""
     return ".".join(map(str, path))
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> Any:
-    """The nested state that ``flatten`` took apart; None for no leaves.
+    """The nested state of the leaves of ``flatten``; None for no leaves.
 
     >>> unflatten({("a", "b"): [1, 2], ("c", 0, "d"): 3})
     {'a': {'b': [1, 2]}, 'c': [{'d': 3}]}

@@ -1,10 +1,10 @@
-"""An optimizer's state by the names of the parameters, in the form of torch's ``get_optimizer_state_dict``, and back.
+"""An optimizer's state by names of parameters, in the form of torch's ``get_optimizer_state_dict``, and back.
 
     {"state": {"fc1.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
 
-Per-element state becomes global tensors of the layout that ``optim.state_layout`` tells, and is cut anew like weights.
-Optimizers that are not elementwise keep global tensors themselves.
+Per-element state becomes global tensors in the layout of ``optim.state_layout``, and is split like weights. Optimizers
+that are not elementwise already have global tensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _state_spec(parameter: GlobalTensor) -> Spec:
 
 
 def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
-    """A state value as what it is a part of: per-element state is cut like its parameter, the rest is whole."""
+    """A state value as a global tensor if it has one value per element of the parameter; other values unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, GlobalTensor):
         return value
     if not isinstance(parameter, GlobalTensor) or value.dim() == 0:
@@ -81,7 +81,7 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
 
 
 def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint) -> list[str]:
-    """What does not fit, one line each."""
+    """The mismatches, one line each."""
     groups = checkpoint.value(part, "param_groups") or []
     if len(groups) != len(optimizer.param_groups):
         return [
@@ -99,7 +99,7 @@ def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoi
 def targets(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """(path, new tensor to fill) for all tensors of the state; ``assign`` puts them into the optimizer."""
+    """(path, new tensor to fill) for all tensors of the state; ``assign`` moves them into the optimizer."""
     for parameter in _with_state(optimizer):
         path = (part, "state", _name(parameter, names, part))
         for rest, entry in checkpoint.below(*path).items():
@@ -108,7 +108,7 @@ def targets(
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters whose state is on this rank; a placeholder's is only where the step itself runs on placeholders."""
+    """Parameters with state on this rank; those of placeholders only if the step itself runs on placeholders."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             is_placeholder = isinstance(parameter, GlobalTensor) and parameter._spec.is_placeholder
@@ -117,7 +117,7 @@ def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: Any) -> torch.Tensor:
-    """An empty tensor for one state value, where torch would keep it: steps on the CPU unless kernels read them."""
+    """An empty tensor for one state value, on torch's device for it: steps on the CPU, unless kernels read them."""
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     with local_torch():
         device = parameter.device
@@ -135,7 +135,7 @@ def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: A
 
 
 def _layout_like(spec: Spec, shape: Shape) -> Layout:
-    """Cut like the parameter where a dim has the parameter's size: factored moments of rows lie with the rows."""
+    """The parameter's split along dims of the parameter's size: factored moments of rows are split like the rows."""
     kept = [
         entry
         if isinstance(entry, Split) and shape[entry.dim : entry.dim + 1] == (spec.shape[entry.dim],)
@@ -148,7 +148,7 @@ def _layout_like(spec: Spec, shape: Shape) -> Layout:
 def assign(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, filled: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Take over hyperparameters, and state whose tensors have been filled."""
+    """Set hyperparameters, and state whose tensors have been filled."""
     for ours, saved in zip(optimizer.param_groups, checkpoint.value(part, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.clear()

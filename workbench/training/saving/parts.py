@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: modules, optimizers, objects with a state, plain values, and the random state."""
+"""The parts of a checkpoint: modules, optimizers, objects with state, plain values, and the random state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.training.saving.flat import Path, flatten, name_of
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 RANDOM = "random"
-"""The part that holds the generator of keys; always there."""
+"""The part with the generator of keys; every checkpoint has it."""
 
 
 def kind_of(value: Any) -> str:
@@ -30,7 +30,7 @@ def kind_of(value: Any) -> str:
 
 
 def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], dict[str, str]]:
-    """The leaves of everything that is saved, and for other names of tied tensors the name they are saved under."""
+    """The leaves of all parts, and for each other name of a tied tensor the name of its entry."""
     state: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     for part, value in parts.items():
@@ -58,7 +58,7 @@ def _state_of(part: str, value: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def _drop_tied(leaves: dict[Path, Any], part: str) -> dict[str, str]:
-    """Leave every tensor of a module under its first name; other names -> first name."""
+    """Keep every tensor of a module under its first name; returns other names -> first name."""
     first: dict[int, Path] = {}
     aliases = {}
     for path, value in list(leaves.items()):
@@ -69,7 +69,7 @@ def _drop_tied(leaves: dict[Path, Any], part: str) -> dict[str, str]:
 
 
 def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
-    """Names of the parameters of all modules by id; with the module's own name in front where there are several."""
+    """Names of the parameters of all modules, by id. With several modules, each name begins with the module's."""
     modules = {part: value for part, value in parts.items() if isinstance(value, nn.Module)}
     return {
         id(parameter): name if len(modules) == 1 else f"{part}.{name}"
@@ -79,7 +79,7 @@ def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
 
 
 class Restoring:
-    """Puts what a checkpoint holds into ``parts``, in three steps: ``problems``, ``targets``, ``assign``."""
+    """Loads a checkpoint into ``parts`` in three steps: ``problems``, ``targets``, ``assign``."""
 
     def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
         self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict
@@ -87,7 +87,7 @@ class Restoring:
         self.filled: dict[Path, torch.Tensor] = {}
 
     def problems(self) -> list[str]:
-        """Everything that does not fit, one line each; empty where all is well."""
+        """All mismatches, one line each; empty if everything fits."""
         found = []
         for part, value in self.parts.items():
             if not self.checkpoint.below(part) and part not in self.checkpoint.kinds:
@@ -117,7 +117,7 @@ class Restoring:
         return [f"{part}: {len(some)} {text}: {', '.join(some)}" for text, some in listed if some]
 
     def targets(self) -> Iterator[tuple[Path, torch.Tensor]]:
-        """(path in the checkpoint, tensor to fill with it) for everything that is read in slices."""
+        """(path in the checkpoint, tensor to fill) for everything that is read in slices."""
         for part, value in self.parts.items():
             if isinstance(value, nn.Module):
                 yield from self._module_targets(part, value)
@@ -138,7 +138,7 @@ class Restoring:
                 yield path, value
 
     def assign(self) -> dict[str, Any]:
-        """When the targets are filled: everything that is no tensor; returns the values that were saved as such."""
+        """When the targets are filled: set everything that is not a tensor. Returns the saved plain values."""
         for part, value in self.parts.items():
             kind = kind_of(value)
             if kind == "module":
@@ -163,6 +163,6 @@ class Restoring:
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(self.checkpoint.value(part, *path))
 
     def assign_random_state(self) -> None:
-        """Go on with the random numbers of the moment of saving."""
+        """Restore the random numbers of the moment of saving."""
         if self.checkpoint.below(RANDOM):
             _generator(self.world).set_state(self.checkpoint.value(RANDOM, "generator"))

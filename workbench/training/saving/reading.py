@@ -1,4 +1,4 @@
-"""Reading one checkpoint: what it holds, whether it is whole, and the slices that a rank wants of it."""
+"""Reading one checkpoint: its entries, whether it is complete, and the slices that a rank needs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from workbench.training.saving.writing import INCOMPLETE, MANIFEST, REPLACED
 
 _BLOCK_BYTES = 1 << 22
 KEPT_BYTES = 1 << 28
-"""So much is kept between comparing its checksum and taking it over; what is more is read twice."""
+"""Bytes that are kept between the comparison of their checksum and their use. Bytes beyond that are read twice."""
 
 
 class Piece(NamedTuple):
-    """A slice that is right, and what it goes into; its bytes, if they were kept."""
+    """A slice with a correct checksum, its target, and its bytes if they were kept."""
 
     into: torch.Tensor
     item: Any
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def find(path: Path) -> Path:
-    """The directory to read for ``path``: itself, or what it replaced in the moment in which its writer was killed.
+    """The directory to read for ``path``: itself, or the one that it was replacing when its writer was killed.
 
     Raises:
         CheckpointError: there is none, or only a half-written one.
@@ -58,7 +58,7 @@ def find(path: Path) -> Path:
 
 
 def _half_written(folder: Path) -> str:
-    """Says who had not finished when a save was broken off."""
+    """Names the ranks that had not finished when a save was interrupted."""
     started = sorted(int(p.name[2:].split("_")[0]) for p in folder.glob("__*_0.distcp"))
     done = {int(p.name[2:].split(".")[0]) for p in folder.glob("__*.written")}
     missing = [rank for rank in started if rank not in done]
@@ -71,11 +71,11 @@ class Checkpoint:
 
     Attributes:
         entries: (path in the nested state -> torch's description of the entry).
-        kinds: the kind of every part that ``wb.checkpoint.save`` was given.
+        kinds: the kind of each part of ``wb.checkpoint.save``.
 
     Raises:
-        CheckpointError: the table of contents is damaged, or a file is missing or has another size than it was written
-            with.
+        CheckpointError: the table of contents is damaged, or a file is missing or has another size than when it was
+            written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class Checkpoint:
             )
 
     def below(self, *path: str | int) -> dict[StatePath, Any]:
-        """The entries whose path begins so, by the rest of their paths."""
+        """The entries whose path begins with ``path``, by the rest of their paths."""
         if self._by_prefix is None:  # once, not by a look at all entries for every parameter
             self._by_prefix = {}
             for whole in self.entries:
@@ -121,11 +121,11 @@ class Checkpoint:
         return {whole[len(path) :]: self.entries[whole] for whole in self._by_prefix.get(path, ())}
 
     def is_tensor(self, path: StatePath) -> bool:
-        """Whether the entry is a tensor; others are pickled Python values."""
+        """Whether the entry is a tensor. Other entries are pickled Python values."""
         return hasattr(self.entries[path], "chunks")
 
     def value(self, *path: str | int) -> Any:
-        """The nested value at ``path``: Python values, and tensors whole on the CPU."""
+        """The nested value at ``path``: Python values, and whole tensors on the CPU."""
         return unflatten({rest: self._leaf((*path, *rest)) for rest in self.below(*path)})
 
     def _leaf(self, path: StatePath) -> Any:
@@ -141,12 +141,12 @@ class Checkpoint:
         return torch.load(io.BytesIO(self._bytes(place)), weights_only=False)
 
     def read(self, path: StatePath, into: torch.Tensor) -> None:
-        """Fill a tensor (of a global one, this rank's shard) from the slices that meet it."""
+        """Fill a tensor (this rank's shard of a global one) from the slices that overlap it."""
         for item, place in self._reads(path, into):
             _put(into, item, self._bytes(place))
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Put what ``check`` has left into the tensors that somebody has."""
+        """Fill the tensors in use from the pieces that ``check`` has returned."""
         for piece in pieces:
             _put(piece.into, piece.item, self._bytes(piece.place) if piece.data is None else piece.data)
 
@@ -166,16 +166,16 @@ class Checkpoint:
             return os.pread(file.fileno(), place.length, place.offset)
 
     def check(self, wanted: Iterable[tuple[StatePath, torch.Tensor]], fresh: Container[StatePath] = ()) -> list[Piece]:
-        """Compare the checksums of all Python values and of the slices that ``wanted`` tensors are read from.
+        """Compare the checksums of all Python values, and of the slices that ``wanted`` tensors are read from.
 
-        Bytes are read once: those of ``fresh`` tensors, which nobody uses yet, go into them at once, and others are
-        kept up to ``KEPT_BYTES`` until it is known that all are right.
+        Bytes are read once. Those of ``fresh`` tensors, which nothing uses yet, go into them at once. Others are kept,
+        up to ``KEPT_BYTES``, until all checksums are correct.
 
         Returns:
-            what is left to ``fill`` in.
+            The pieces for ``fill``.
 
         Raises:
-            CheckpointError: listing every entry whose bytes are not those that were written.
+            CheckpointError: it lists every entry with wrong bytes.
         """
         left: list[Piece] = []
         damaged: dict[str, str] = {}
@@ -229,7 +229,7 @@ def _describe_place(name: str, place: Any) -> str:
 
 
 def _put(into: torch.Tensor, item: Any, data: bytes) -> None:
-    """The part of a saved slice that meets a tensor, into its place there."""
+    """Copy the overlap of a saved slice and a tensor into the tensor."""
     saved, part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), plain(into)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         saved = saved.narrow(dim, start, length)

@@ -1,4 +1,4 @@
-"""``wb.checkpoint.save`` and ``wb.checkpoint.load``: one checkpoint of everything that training needs to go on."""
+"""``wb.checkpoint.save`` and ``wb.checkpoint.load``: one checkpoint of everything that training needs to continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
 
 
 class Saving:
-    """A checkpoint that is being written; what ``wb.checkpoint.save`` returns."""
+    """A checkpoint that is being written: the handle of ``wb.checkpoint.save``."""
 
     def __init__(self, job: writing.Job) -> None:
         self._job = job
@@ -33,20 +33,20 @@ class Saving:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint will be when it is complete."""
+        """The directory of the complete checkpoint."""
         return self._job.path
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is there under its name; asks the file system, and no other rank."""
+        """Whether the checkpoint has its final name. Reads the file system only; no communication."""
         return (self.path / ".metadata").is_file() and not self._job.folder.exists()
 
     def wait(self) -> Path:
         """Return when the checkpoint is complete. All ranks call it; the wait can be interrupted.
 
         Raises:
-            CheckpointError: a rank could not write its part; the checkpoint before stays as it was.
-            OSError: this rank could not.
+            CheckpointError: a rank could not write its part. The checkpoint before is unchanged.
+            OSError: this rank could not write.
         """
         if self._waited:
             return self.path
@@ -71,7 +71,7 @@ class Saving:
         return self.path
 
     def start(self) -> None:
-        """Write in a helper thread, which the interpreter waits for at its end."""
+        """Write in a helper thread. The interpreter waits for it at its end."""
 
         def run() -> None:
             self._run(self._job.write_own)
@@ -169,7 +169,7 @@ def _plan(parts: dict[str, Any], world: World, folder: Path) -> Any:
 
 
 def finish_previous(world: World) -> None:
-    """Wait for the asynchronous save that this world has under way, if there is one."""
+    """Wait for this world's asynchronous save in progress, if there is one."""
     previous = _under_way.get(world)
     if previous is not None:
         previous.wait()

@@ -1,14 +1,14 @@
-"""Writing one checkpoint: every rank its own slices into one file, rank 0 the table of contents, then one rename.
+"""Writing one checkpoint: each rank writes its slices into one file, rank 0 writes the table of contents and renames.
 
-    <path>.incomplete/        until all is there
-        __0_0.distcp ...      what a rank has written, one file per rank
-        __0.written ...       where in the file each slice lies; gone at the end
+    <path>.incomplete/        until all is written
+        __0_0.distcp ...      the slices of a rank, one file per rank
+        __0.written ...       the place of each slice in the file; removed at the end
         .metadata             torch.distributed.checkpoint's table of contents
         workbench.json        kinds of the parts, sizes and checksums
     <path>/                   the same directory, renamed when everything is on the disk
 
-The main threads agree beforehand on who writes what, so the writing itself needs no communication and may happen in a
-helper thread: rank 0 sees by the files ``.written`` that the others are done.
+The main threads first agree on which rank writes which slice. The writing itself needs no communication and may run in
+a helper thread: rank 0 learns from the files ``.written`` that the other ranks are done.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of
 
 INCOMPLETE = ".incomplete"
-"""What the name of a directory ends with while it is being written."""
+"""End of a directory's name while it is written."""
 REPLACED = ".replaced"
-"""What the old directory is called for the moment in which a new one takes its name."""
+"""End of the old directory's name while a new one takes its name."""
 MANIFEST = "workbench.json"
 _POLL_S = 0.005
 _GRACE_S = 10.0
-"""How long rank 0 waits after its program has ended, while the others' files do not grow."""
+"""Seconds for which rank 0 waits after its program has ended, while the files of the other ranks do not grow."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where a slice lies: bytes ``offset`` to ``offset + length`` of a file, and their CRC-32."""
+    """The place of a slice: bytes ``offset`` to ``offset + length`` of a file, and their CRC-32."""
 
     index: Any
     file: str
@@ -58,14 +58,14 @@ class Written:
 
 @dataclass
 class Job:
-    """What one rank has to do for one checkpoint.
+    """One rank's work for one checkpoint.
 
     Attributes:
         items: (torch's description of the slice, the plain tensor on the CPU, or bytes).
-        metadata: torch's table of contents, without the places in the files; rank 0 alone uses it.
-        aliases: other names of tied tensors, by the name under which each is written.
+        metadata: torch's table of contents, without the places in the files; only rank 0 uses it.
+        aliases: other names of tied tensors, by the name of the entry.
         parts: the kind of every part, by name.
-        on_complete: called on rank 0 when the checkpoint has its final name.
+        on_complete: rank 0 calls it when the checkpoint has its final name.
     """
 
     path: Path
@@ -79,11 +79,11 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the files lie until they are complete."""
+        """The directory of the files until they are complete."""
         return self.path.with_name(self.path.name + INCOMPLETE)
 
     def write_own(self) -> None:
-        """Write this rank's file; afterwards it is on the disk, and rank 0 can see so."""
+        """Write this rank's file to the disk, and the file that shows rank 0 that it is done."""
         rank = self.world.rank
         try:
             written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
@@ -93,7 +93,7 @@ class Job:
             raise
 
     def finish(self) -> None:
-        """On rank 0, when all ranks have written: the table of contents, and the final name."""
+        """On rank 0, when all ranks have written: write the table of contents, and set the final name."""
         if self.world.rank == 0:
             self._wait_for_others()
             written = [self._written_by(rank) for rank in range(self.world.world_size)]
@@ -106,7 +106,7 @@ class Job:
                 self.on_complete()
 
     def discard(self) -> None:
-        """Remove what a failed save has left."""
+        """Remove the files of a failed save."""
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -163,7 +163,7 @@ class Job:
 
 
 def local_plan(flat: Mapping[StatePath, Any]) -> tuple[Any, Any]:
-    """torch's planner, and what this rank could write."""
+    """torch's planner, and the slices that this rank could write."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -172,10 +172,10 @@ def local_plan(flat: Mapping[StatePath, Any]) -> tuple[Any, Any]:
 
 
 def agree(planner: Any, local: Any, world: World, what: str) -> tuple[list[Any], Any]:
-    """Who writes what: this rank's items, and torch's table of contents. All ranks call it.
+    """This rank's items to write, and torch's table of contents. All ranks call it.
 
-    Equal slices on several ranks are written once, by the rank that has least to write so far; every rank works
-    that out for itself from the plans of all.
+    Equal slices of several ranks are written once, by the rank with the least to write so far. Each rank computes that
+    from the plans of all.
     """
     plans, metadata = planner.create_global_plan(all_gather_object(local, world, what))
     metadata.planner_data = {name: path for plan in plans for name, path in plan.planner_data.items()}
@@ -183,7 +183,7 @@ def agree(planner: Any, local: Any, world: World, what: str) -> tuple[list[Any],
 
 
 def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any, torch.Tensor | bytes]]:
-    """What is to be written, as it is now; ``keeps`` copies tensors, so that training may go on."""
+    """The values to write, as they are now. ``keeps`` copies tensors, so that training may continue."""
     taken: list[tuple[Any, torch.Tensor | bytes]] = []
     for item in items:
         value = planner.resolve_data(item)
@@ -198,7 +198,7 @@ def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any,
 
 
 class _Checked:
-    """A file that sums up what is written to it."""
+    """A file that computes the checksum of the bytes written to it."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.checksum = file, 0
@@ -231,7 +231,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """A small file that is there in full or not at all."""
+    """Write a small file that exists either completely or not at all."""
     partly = path.with_name(path.name + ".tmp")
     with open(partly, "wb") as file:
         file.write(data)
@@ -241,7 +241,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _say_failed(path: Path, text: str) -> None:
-    """Leave the reason where rank 0 looks for it: in full, or empty where a full disk takes a name and no more."""
+    """Write the reason of a failure for rank 0; an empty file if a full disk has no space for it."""
     with contextlib.suppress(OSError):
         _write_whole(path, text.encode())
         return
@@ -250,7 +250,7 @@ def _say_failed(path: Path, text: str) -> None:
 
 
 def _take_name(folder: Path, path: Path) -> None:
-    """Give ``folder`` its final name; what had it before stays until then."""
+    """Give ``folder`` its final name. The directory that had the name stays until then."""
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
         shutil.rmtree(replaced, ignore_errors=True)

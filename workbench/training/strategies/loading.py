@@ -1,6 +1,4 @@
-"""``wb.checkpoint.load_safetensors``: weights from safetensors files into a module's shards; each rank reads its own
-slices.
-"""
+"""``wb.checkpoint.load_safetensors``: weights from safetensors files into a module's shards, slice by slice."""
 
 from __future__ import annotations
 
@@ -52,13 +50,13 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the module and the name under which a file has it."""
+    """A tensor of the module, and its name in a file."""
 
     name: str
     tensor: torch.Tensor
 
     def fill(self, files: SafetensorsFiles) -> None:
-        """Read this rank's slice of it."""
+        """Read this rank's slice."""
         if not isinstance(self.tensor, GlobalTensor):
             region: Region = tuple((0, size) for size in self.tensor.shape)
             _fill(files, self.name, region, self.tensor.detach())
@@ -77,7 +75,7 @@ def _fill(files: SafetensorsFiles, name: str, region: Region, local: torch.Tenso
 
 
 def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True) -> list[Weight]:
-    """What of the module is in the files; raises ``CheckpointError`` with a list of all that does not fit."""
+    """The module's tensors that the files have. Raises ``CheckpointError`` with a list of all mismatches."""
     aliases: dict[int, list[str]] = {}
     tensors: Mapping[str, torch.Tensor] = {
         name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
@@ -122,7 +120,7 @@ def _problem(what: str, names: list[str]) -> list[str]:
 
 
 def _names_in(have: set[str], want: set[str], prefix: str) -> dict[str, str]:
-    """Module's name -> file's name. Files of a bare model lack the prefix that a model with a head puts before it."""
+    """Module's name -> file's name. Files of a bare model lack the prefix that a model with a head adds."""
     same = {name: name for name in want & have}
     if same or not prefix:
         return same
@@ -133,7 +131,7 @@ def _names_in(have: set[str], want: set[str], prefix: str) -> dict[str, str]:
 
 
 def _agree(error: CheckpointError | None, world: World) -> None:
-    """Where one rank could not read, all raise: the others would go on and wait for it."""
+    """Raise on all ranks if one rank could not read; otherwise the others would wait for it."""
     if world.world_size > 1:
         flag = torch.tensor([int(error is not None)], device=world.device)
         failed = [rank for rank, f in enumerate(world.transport.all_gather(flag, "load_safetensors")) if int(f)]
