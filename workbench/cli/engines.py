@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 def add_session_option(parser: argparse.ArgumentParser) -> None:
     """Add the option that selects one of several sessions."""
-    parser.add_argument("--session", metavar="NAME", help="which session, if several run; without a name they are listed")
+    parser.add_argument(
+        "--session", metavar="NAME", help="which session, if several run; without a name they are listed"
+    )
 
 
 def show(args: argparse.Namespace, lines: Callable[[Session], list[str]]) -> int:

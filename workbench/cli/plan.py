@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks; default 8")
     parser.add_argument("--batch", type=int, default=64, help="samples per step, all ranks together; default 64")
     parser.add_argument("--objective", default="throughput", help="throughput, memory or cost")
-    parser.add_argument("--memory", type=float, metavar="GB", help="the most that a rank may hold; default: the machine's memory")
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="the most that a rank may hold; default: the machine's memory"
+    )
     parser.add_argument("--precision", help="fp32, bf16 or fp16; default: the model's")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",

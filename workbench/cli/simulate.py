@@ -26,7 +26,9 @@ from workbench.errors import CommandError, TableError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--table", type=Path, metavar="FILE", help="the rows, a CSV file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the predicted rows; without it they are printed")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file for the predicted rows; without it they are printed"
+    )
     parser.add_argument("--machines", action="store_true", help="list the machines that are known by name, and stop")
 
 
