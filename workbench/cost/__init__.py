@@ -1,1 +1,1 @@
-"""What steps cost on which hardware: seconds by part, and memory by kind. No torch, no devices."""
+"""Predicted costs of training steps: seconds by part, and memory by kind. No torch, no devices."""

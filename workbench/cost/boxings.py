@@ -20,8 +20,9 @@ from workbench.cost.stage_settings import StageSettings
 
 Neighbour = tuple[LayerCost, ResolvedLayer]
 SUMS_OF_LOSS = (3, 3)
-"""Numbers of 32 bits per row of logits that ranks with slices of the words sum, forward and backward: the sum of
-exponentials, the target's logit, and the share of smoothed targets. Before them comes the largest logit as it is."""
+"""Numbers of 32 bits per row of logits that ranks with a split vocabulary sum, in forward and in backward: the sum of
+exponentials, the target's logit, and the share of smoothed targets. The maximum of the logits is exchanged first.
+"""
 
 
 class Exchange(NamedTuple):

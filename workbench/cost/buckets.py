@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LARGEST_BYTES, SMALLEST_BYTES, PER_BACKWARD, UNDER_WAY = 25 * 2**20, 2**19, 8, 4
-"""The constants of ``training.gradients``; ``UNDER_WAY`` buckets are in exchange at the same time."""
+"""The constants of ``training.gradients``. ``UNDER_WAY`` buckets are exchanged at the same time."""
 
 
 def bucket_bytes(total: float) -> float:

@@ -1,7 +1,7 @@
-"""Seconds of exchanges: bytes that the busiest rank receives, over the bandwidth of its group.
+"""Seconds of exchanges: the bytes that the busiest rank receives, over the bandwidth of its group.
 
-Between layers, the entry of an activation's layout on the model axis changes; backward goes the dual way. With A bytes
-of the whole activation (of one data-parallel rank) on t ranks, every rank receives
+Between layers, the layout of an activation on the model axis changes; backward changes between the dual layouts. With A
+bytes of the whole activation (of one data-parallel rank) on t ranks, each rank receives
 
     P -> B   2 A (t - 1) / t     all-reduce
     P -> S   A (t - 1) / t       reduce-scatter
@@ -20,7 +20,7 @@ DUAL = {"B": "P", "P": "B"}
 
 
 def received_parts(source: str, target: str, num_ranks: int) -> float:
-    """What a rank receives when an entry changes, in parts of the whole activation. S entries carry their dim: "S0".
+    """What a rank receives when an entry changes, as a part of the whole activation. S entries have their dim: "S0".
 
     >>> received_parts("P", "B", 4), received_parts("S1", "S2", 2), received_parts("B", "S1", 2)
     (1.5, 0.25, 0.0)
@@ -34,9 +34,9 @@ def received_parts(source: str, target: str, num_ranks: int) -> float:
 
 
 def summed_bytes(hardware: Hardware, num_bytes: float, num_ranks: int) -> float:
-    """What a rank receives for a sum of ``num_bytes``, as boxings are carried out at run time.
+    """The bytes that a rank receives for a sum of ``num_bytes``, as the runtime makes it.
 
-    Of few bytes every rank adds up all terms by itself: more bytes, but one start.
+    For a small sum, each rank adds all terms itself: more bytes, but one start.
     """
     others, link = (num_ranks - 1) * num_bytes, hardware.link(num_ranks)
     two_steps = 2 * link.latency_s + 2 * others / num_ranks / link.bandwidth_bytes_per_s
@@ -55,16 +55,16 @@ def kind_of(source: str, target: str) -> str:
 
 
 def change_s(hardware: Hardware, source: str, target: str, num_bytes: float, num_ranks: int) -> float:
-    """Seconds of the change of an entry on neighbouring ranks, of which each receives ``num_bytes``."""
+    """Seconds to change an entry on neighbouring ranks, each of which receives ``num_bytes``."""
     return exchange_s(hardware, num_bytes, num_ranks, 1, kind_of(source, target))
 
 
 def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: bool = True) -> tuple[float, float]:
     """(latency, bytes per second that each rank receives) in a group of ``size`` ranks, ``stride`` ranks apart.
 
-    Where a group has several ranks inside a span, a ring enters and leaves the span once: it has what all of them
-    have of the wider link (without ``all_adapters``, what one of them has), up to what the narrower one carries. Few
-    ranks never have more bandwidth than as many neighbours have: any two GPUs of a DGX-1 share one link at most.
+    If a group has several ranks inside a span, a ring enters and leaves the span once. It then has the bandwidth of all
+    their adapters on the wider link (without ``all_adapters``, of one), up to the bandwidth of the narrower link. Few
+    ranks never have more bandwidth than as many neighbours: any two GPUs of a DGX-1 share at most one link.
     """
     link = hardware.link((size - 1) * stride + 1)
     bandwidth = link.bandwidth_bytes_per_s
@@ -83,8 +83,8 @@ def exchange_s(
 ) -> float:
     """Seconds until every rank of the group has received ``num_bytes``.
 
-    A ring goes through all its ranks, twice if it adds up and spreads. Kinds that were measured among all ranks have
-    rates of their own there.
+    A ring passes all its ranks once; for a sum that all ranks get, twice. Kinds that were measured among all ranks have
+    their own rates there.
     """
     if num_bytes <= 0 or size == 1:
         return 0.0

@@ -13,13 +13,16 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
 
 _BACKWARD_MOVES = 1.5
-"""Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one.
-Used if they have not been counted."""
+"""Bytes that the backward of an elementwise function moves, per byte of its forward: it reads two tensors and writes
+one. Used if they have not been counted.
+"""
 FLASH = "scaled_dot_product_attention"
 WRITES = 2
-"""A line of memory that is written comes into the cache first: written bytes move twice."""
+"""A written line of memory is first read into the cache, so written bytes move twice."""
 _FLASH_BACKWARD = 1.5
-"""Its backward has five products where forward has two: the first half of it, with the scores again, counts 1.5."""
+"""Flash attention has two products in forward and five in backward. The first half of backward, which computes the
+scores again, counts 1.5.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,11 @@ class Rates:
     Attributes:
         hardware: the machine.
         flops_per_s: of large products with weights.
-        attention_flops_per_s: of products of activations, which stay in 16 bits where weights have 8.
-        usual_flops_per_s: at which the hardware's ``matmul_half_size`` holds, in 16 bits where there is such a rate.
-            What a product takes besides its operations is the same at every precision, so the size grows with the rate.
-        casts: whether operands of products are written again in 8 bits, as they are and transposed.
-        scale: bytes of an element at this precision, per byte as the works were counted.
+        attention_flops_per_s: of products of activations, which stay in 16 bits if weights have 8.
+        usual_flops_per_s: the rate for which the hardware's ``matmul_half_size`` holds: in 16 bits if there is such a
+            rate. The fixed part of a product is the same at every precision, so the half size grows with the rate.
+        casts: whether operands of products are written again in 8 bits, plain and transposed.
+        scale: bytes of an element at this precision, over those at which the works were counted.
     """
 
     hardware: Hardware
@@ -62,7 +65,9 @@ class Rates:
         return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8")
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
-        """A matrix product that sums over ``inner``; one that was measured by its name has a rate of its own."""
+        """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name has its own
+        rate.
+        """
         rate = self.hardware.function_flops_per_s.get(name, 0.0)
         if not rate:
             large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
@@ -73,13 +78,13 @@ class Rates:
     def operands_s(self, weight_bytes: float, moved_bytes: float, name: str) -> float:
         """Additional seconds of a product to read its weight and activations, which no cache holds.
 
-        A product that was measured by name has them in its rate.
+        The rate of a product that was measured by name includes them.
         """
         rate = 0.0 if name in self.hardware.function_flops_per_s else self.hardware.weight_bytes_per_s
         return (weight_bytes + moved_bytes * self.scale) / rate if rate else 0.0
 
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
-        """Seconds to read and write ``moved_bytes``, as counted; a function that was measured has a rate of its own."""
+        """Seconds to read and write ``moved_bytes``, as counted. A function that was measured has its own rate."""
         hardware = self.hardware
         rate = hardware.function_bytes_per_s.get(name, hardware.memory_bandwidth_bytes_per_s)
         return moved_bytes * self.scale / rate
@@ -88,7 +93,8 @@ class Rates:
 def forward_s(
     work: OpCost, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1, weight_bytes: float = 0
 ) -> float:
-    """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``.
+    """Seconds of one function's forward on ``samples`` samples: 1/``parts`` of its work, with 1/``inner_parts`` of the
+    summed dim.
 
     ``weight_bytes`` are those of this rank's part of the weight.
     """
@@ -110,11 +116,11 @@ def backward_s(
     rows: float = 0,
     weight_bytes: float = 0,
 ) -> tuple[float, float]:
-    """Backward of one function: (the seconds for which earlier layers wait, the others).
+    """Seconds of one function's backward: (the part for which earlier layers wait, the rest).
 
-    A product has two products in backward: for its input, which sums over the ``outputs``, and for its weight, which
-    sums over the ``rows`` of all samples. Both sum over the inner dim where these are not known (0). What is moved
-    besides (a bias's gradient is a sum over rows) belongs to the latter.
+    A product has two products in backward: one for its input, which sums over the ``outputs``, and one for its weight,
+    which sums over the ``rows`` of all samples. If these are unknown (0), both sum over the inner dim. Other moves,
+    such as the sum over rows for a bias's gradient, belong to the second.
     """
     share = samples / parts
     if not work.is_matmul:
@@ -132,7 +138,7 @@ def backward_s(
 
 
 def _moving_s(work: OpCost, moved_bytes: float, rates: Rates) -> float:
-    """A function that is no product; a view moves nothing, and starts nothing."""
+    """Seconds of a function that is not a product. A view moves nothing and starts nothing."""
     return rates.memory_s(moved_bytes, work.name) + rates.hardware.op_s if moved_bytes else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Constants of a machine from times that were measured: straight lines through points, judged by relative error."""
+"""Constants of a machine from measured times: straight lines through points, by least relative error."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SMALLEST = 1e-15
 
 
 def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) -> tuple[float, float]:
-    """Offset, not negative, and slope of ``y = offset + slope * x``, least squares of the relative errors.
+    """Offset (at least 0) and slope of ``y = offset + slope * x``, by least squares of the relative errors.
 
-    Relative, because times of small and of large exchanges lie orders of magnitude apart and count alike.
+    Errors are relative because times of small and large exchanges differ by orders of magnitude and must count equally.
 
     Args:
-        points: (x, y), y above 0.
-        least_slope: below which it cannot be.
+        points: (x, y), with y above 0.
+        least_slope: lower limit of the slope.
 
     >>> offset, slope = fit_line([(1, 3), (10, 12), (100, 102)])
     >>> round(offset, 6), round(slope, 6)
@@ -50,11 +50,11 @@ def fit_products(products: Sequence[tuple[float, float, float, float]]) -> tuple
     Least squares of the relative errors; a term that would be negative is left out.
 
     Args:
-        products: (flops, inner size k, bytes of operands and result, seconds) of products measured.
+        products: (flops, inner size k, bytes of operands and result, seconds) of measured products.
 
     Returns:
-        flops per second of large products, the inner size at which half of it is reached, and bytes of operands per
-        second (0: going through them takes no time besides the operations).
+        flops per second of large products, the inner size at which half of that is reached, and bytes of operands per
+        second (0: reading them takes no time besides the operations).
 
     >>> sizes = [(1e6, 16, 2e3), (1e8, 64, 5e5), (1e9, 512, 8e3)]
     >>> known = [(flops, k, w, flops * (1 + 50 / k) / 1e9 + w / 1e8) for flops, k, w in sizes]
@@ -74,9 +74,10 @@ def fit_products(products: Sequence[tuple[float, float, float, float]]) -> tuple
 
 
 def fit_link(exchanges: Sequence[tuple[float, float]], most_bytes_per_s: float) -> tuple[float, float]:
-    """Latency and bandwidth from (bytes that a rank receives, seconds) of exchanges measured.
+    """Latency and bandwidth from (bytes that a rank receives, seconds) of measured exchanges.
 
-    Bytes that arrive are written, so that no link is faster than memory: what noise says beyond that is latency.
+    Received bytes are written, so no link is faster than memory. A fit that says otherwise gives the difference to the
+    latency.
 
     >>> latency_s, bandwidth = fit_link([(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)], 1e11)
     >>> round(latency_s * 1e6, 3), round(bandwidth / 1e9, 3)

@@ -1,7 +1,7 @@
-"""GPT-3 of 175 billion parameters, ready made, and how it was trained: 64 stages, each on 6 hosts of 8 GPUs.
+"""GPT-3 of 175 billion parameters, and its training: 64 stages, each on 6 hosts of 8 GPUs.
 
-Inside a host the eight GPUs split the layers (model parallelism), between the six hosts of a stage the batch is split
-(data parallelism): 64 x 6 x 8 = 3072 GPUs.
+The eight GPUs of a host split the layers (model parallelism), and the six hosts of a stage split the batch (data
+parallelism): 64 x 6 x 8 = 3072 GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from workbench.cost.transformer import Transformer, transformer_strategy
 from workbench.errors import StrategyError
 
 GPT3 = Transformer(hidden=12288, heads=96, layers=96, vocab=51200, seq=2048)
-"""Brown et al., arXiv 2005.14165, with the words padded to a multiple of 1024 as Megatron-LM does."""
+"""Brown et al., arXiv 2005.14165, with the vocabulary padded to a multiple of 1024 as in Megatron-LM."""
 DEGREES = (64, 6, 8)
 """Pipeline x data x model."""
 BATCH_SIZE = 1536
@@ -27,13 +27,13 @@ def gpt3_strategy(
     tensor: int = DEGREES[2],
     recompute: bool = True,
 ) -> ResolvedStrategy:
-    """The example's strategy; more or fewer GPUs change its data-parallel degree. One text is a micro-batch.
+    """The strategy of the example. Another number of GPUs changes its data-parallel degree. One text is a micro-batch.
 
     >>> gpt3_strategy().degrees, gpt3_strategy(1024).degrees
     ((64, 6, 8), (64, 2, 8))
 
     Raises:
-        StrategyError: the GPUs or the batch cannot be shared out.
+        StrategyError: the GPUs or the batch cannot be divided.
     """
     data, rest = divmod(gpus, pipeline * tensor)
     if rest or not data:

@@ -13,13 +13,13 @@ from workbench.core.boxing import LinkCost
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How ranks reach each other.
+    """A kind of connection between ranks.
 
     Attributes:
-        span: neighbouring ranks that one such link joins, 8 inside a host of 8 GPUs. Groups inside one span use it.
-        latency_s: until the first byte of an exchange is there.
-        bandwidth_bytes_per_s: that every rank receives while all of them exchange.
-        hop_s: by how much longer that takes for each further rank of a ring.
+        span: number of neighbouring ranks that it joins: 8 inside a host of 8 GPUs. Groups inside one span use it.
+        latency_s: seconds until the first byte of an exchange arrives.
+        bandwidth_bytes_per_s: bytes per second that each rank receives while all of them exchange.
+        hop_s: additional seconds for each further rank of a ring.
     """
 
     span: int

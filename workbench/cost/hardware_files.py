@@ -1,7 +1,7 @@
 """Machines as JSON files: the fields of ``Hardware``, and a source for every number.
 
-Files that come with the package are known by name (``known_machines()``); others by their path. See
-``machines/h200.json`` for how one looks.
+Files of the package are known by name (``known_machines()``), others by their path. ``machines/h200.json`` is an
+example.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ _RANGES = {
     "hop_s": (0, 1),
     "bandwidth_bytes_per_s": (1e4, 1e14),
 }
-"""Smallest and largest number that is not a slip of units (GB for bytes, TFLOP/s for FLOP/s)."""
+"""The smallest and largest number in SI units; numbers outside are mistakes of units (GB for bytes, TFLOP/s for
+FLOP/s).
+"""
 
 
 def known_machines() -> list[str]:
-    """Names of the machines that come with the package."""
+    """Names of the machines in the package."""
     folder = resources.files("workbench.cost") / "machines"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
@@ -71,7 +73,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """A machine by its name or from a file.
 
     Raises:
-        HardwareError: no such machine or file; a number is missing, is none, or cannot be one in SI units.
+        HardwareError: no such machine or file; or a number is missing, is not a number, or is impossible in SI units.
 
     >>> load_hardware("h200").memory_bytes > 1e11
     True
@@ -112,7 +114,7 @@ def _parse(name: str, text: str) -> Hardware:
 
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong, so that one reading mends it."""
+    """All mistakes of a file, so that one error lists them all."""
     names = [field.name for field in fields(Hardware)]
     problems = [f"{name} is missing" for name in names if name not in data and name not in _OPTIONAL]
     problems += [f"{name} is no field; fields are {', '.join(names)}" for name in data if name not in names]

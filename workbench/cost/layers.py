@@ -1,6 +1,6 @@
-"""The price of one layer on one rank of its stage: a pure function of the layer, its choice and its neighbours'.
+"""The price of one layer on one rank of its stage: a pure function of the layer, its choice and its neighbours.
 
-Estimates are sums of these prices, and a search adds up the same ones.
+Estimates are sums of these prices, and a search adds the same prices.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class LayerPrice:
 
     Attributes:
         forward_s, input_s, weight_s: compute: forward, backward of the input, backward of the weight.
-        boxing_forward_s, boxing_backward_s: exchanges of the model axis, of the layer's input and output.
-        boxing_sums_s: of the latter, those that add up terms of gradients.
-        boxed_bytes: that a rank receives in them, forward and backward.
-        boxed_forward_bytes: of these, those of forward, which full recomputation repeats.
-        weights: how many it works with.
-        shared: of these, how many every rank of the model axis has whole, and sums their gradients on that axis, too.
+        boxing_forward_s, boxing_backward_s: exchanges of the model axis, for the layer's input and output.
+        boxing_sums_s: the part of ``boxing_backward_s`` that adds terms of gradients.
+        boxed_bytes: bytes that a rank receives in them, forward and backward.
+        boxed_forward_bytes: the part of these in forward, which full recomputation repeats.
+        weights: number of weights on the rank.
+        shared: number of these that every rank of the model axis has; their gradients are summed on that axis, too.
         kept_bytes: activations for backward, without recomputation.
-        kept_after_bytes: of these, those of the functions behind the layer.
-        passing_bytes, passing_after_bytes: what backward takes and makes besides, in the layer's own function and in
-            those behind it.
-        cast: of ``weights``, those of which ``kept_bytes`` has a copy in 16 bits.
-        input_bytes: bytes of its input, which a recomputed block keeps of its first layer.
-        scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
-            the last one: the scores of attention, which selective recomputation computes again.
+        kept_after_bytes: the part of these that belongs to the functions after the layer.
+        passing_bytes, passing_after_bytes: further operands and results of backward, in the layer's own function and in
+            the functions after it.
+        cast: number of ``weights`` of which ``kept_bytes`` has a copy in 16 bits.
+        input_bytes: bytes of its input, which a recomputed block keeps for its first layer.
+        scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
+            last one: the scores of attention, which selective recomputation computes again.
     """
 
     forward_s: float = 0.0
@@ -71,11 +71,11 @@ class LayerPrice:
 
     @property
     def backward_s(self) -> float:
-        """Compute of the whole backward."""
+        """Seconds of compute in the whole backward."""
         return self.input_s + self.weight_s
 
     def without_casts(self) -> LayerPrice:
-        """As it is under ZeRO 3, which gathers copies of weights again for backward."""
+        """The price under ZeRO 3, which gathers copies of weights again for backward."""
         return replace(self, kept_bytes=self.kept_bytes - ITEMSIZE_16_BIT * self.cast) if self.cast else self
 
 
@@ -86,14 +86,14 @@ def layer_price(
     following: ResolvedLayer | None,
     setting: StageSettings,
 ) -> LayerPrice:
-    """The price of a layer with the functions behind it and the boxings of its input and output.
+    """The price of a layer with the functions after it and the boxings of its input and output.
 
     Args:
         row: its undivided costs.
         choice: its choice.
-        before: the layer whose output it takes, on the same stage; None for the first of a stage.
+        before: the layer before it on the same stage, whose output it takes; None for the first of a stage.
         following: the next layer on the same stage.
-        setting: everything else.
+        setting: all other settings.
     """
     forward = first = second = scores = scores_kept = 0.0
     kept, passing = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
@@ -131,7 +131,7 @@ def layer_price(
 
 
 def scores_of(row: LayerCost) -> tuple[OpCost, ...]:
-    """The functions behind a layer from the first matrix product to the last one."""
+    """The functions after a layer from the first matrix product to the last one."""
     products = [index for index, work in enumerate(row.after) if work.is_matmul]
     return row.after[products[0] : products[-1] + 1] if len(products) > 1 else ()
 
@@ -156,7 +156,7 @@ def _divided(
 
 
 def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
-    """(outputs, rows): what the two products of a layer's backward sum over."""
+    """(outputs, rows): the sizes over which the two products of a layer's backward sum."""
     weight = max(row.layer.shapes.values(), key=prod, default=())
     outputs = prod(weight) / work.inner if weight else 0.0
     rows = setting.samples * prod(row.output_shape[:-1]) if row.output_shape else 0.0
@@ -164,7 +164,7 @@ def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting:
 
 
 def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> float:
-    """Of this rank's part of the layer's weight, as products read it."""
+    """Bytes of this rank's part of the layer's weight, as products read it."""
     number = max((prod(shape) for shape in row.layer.shapes.values()), default=0)
     return number / (setting.model if choice.split else 1) * ITEMSIZES[setting.precision]
 
@@ -178,7 +178,7 @@ def _input_bytes(
 
 
 def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
-    """(parameters of a rank, those of them that are whole); a row-split layer has its biases whole."""
+    """(parameters on a rank, those of them that are whole). A row-split layer has whole biases."""
     number = float(row.layer.num_parameters)
     if setting.model == 1:
         return number, 0.0
@@ -191,7 +191,7 @@ def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> t
 
 
 def state_bytes(weights: float, shared: float, setting: StageSettings) -> tuple[float, float, float]:
-    """Parameters, gradients and the optimizer's state; ZeRO shards over the ranks that share a weight."""
+    """Bytes of parameters, gradients and optimizer state. ZeRO shards them over the ranks that share a weight."""
     software, precision = setting.software, setting.precision
     sizes = (
         software.parameter_bytes(precision),
@@ -205,7 +205,7 @@ def state_bytes(weights: float, shared: float, setting: StageSettings) -> tuple[
 
 
 def accumulation_s(weights: float, setting: StageSettings) -> float:
-    """Adding a micro-batch's gradients to those of the ones before, which the first has not: read, read, write."""
+    """Seconds to add a micro-batch's gradients to the earlier ones: read, read, write. The first one adds nothing."""
     if setting.software.fuses_accumulation:
         return 0.0
     later = 1 - 1 / setting.num_micro_batches

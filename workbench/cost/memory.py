@@ -11,14 +11,14 @@ from workbench.pipeline.check import max_live_micro_batches
 from workbench.pipeline.schedules import make_table
 
 _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-"""Schedules with a formula. For others, the table is made and counted."""
+"""Schedules with a formula. For others, the live micro-batches are counted in the table."""
 
 
 def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
-    """For every stage, of how many micro-batches its activations are alive when its rank has most of them.
+    """For each stage, the number of micro-batches with live activations when its rank has most of them.
 
-    Stages that share a rank are not full at the same time. Where a table is counted, what the rank holds at most is
-    spread over them evenly.
+    Stages that share a rank are not full at the same time. For a counted table, the rank's maximum is divided evenly
+    among them.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
     if strategy.schedule not in _FORMULAS:
@@ -35,7 +35,7 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
 
 
 def _live_of_interleaved(stage: int, ranks: int, virtual_stages: int, m: int) -> float:
-    """After all forwards of its rank's start and one more: they go through its stages, ``group`` at a time."""
+    """The number after all forwards of the rank's start and one more. They pass its stages ``group`` at a time."""
     virtual_stage, rank = divmod(stage, ranks)
     group = min(m, ranks)
     forwards = min((virtual_stages - 1) * group + 2 * (ranks - rank - 1) + 1, m * virtual_stages)
@@ -48,8 +48,8 @@ def memory_of(
 ) -> tuple[Mapping[str, float], ...]:
     """Bytes by kind of every rank of the pipeline axis, at the fullest moment of its step.
 
-    That is in the first backward, in one behind it, in the last one, or while the optimizer steps. A rank with several
-    stages is taken to have all gradients by the time when it is fullest.
+    That moment is in the first backward, in a later one, in the last one, or while the optimizer steps. A rank with
+    several stages is assumed to have all gradients when it is fullest.
     """
     slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
     return tuple(_fullest(stages, mine, alive, num_micro_batches) for mine in slices)

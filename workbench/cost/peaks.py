@@ -1,8 +1,8 @@
 """Memory of a rank at the peak of a backward: activations are freed while gradients are made.
 
-Backward goes through a stage's rows from the last to the first. At a row, the activations of the rows up to it are
-still there, the gradients of the weights behind it are there already, and beside them what the row's own functions take
-and make. Nowhere are all activations and all gradients of one micro-batch alive at once.
+Backward passes a stage's rows from the last to the first. At a row there are the activations of the rows up to it, the
+gradients of the weights after it, and the operands and results of the row's own functions. All activations and all
+gradients of one micro-batch are never alive together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from workbench.cost.layers import LayerPrice
 from workbench.cost.stage_settings import StageSettings
 
 SMALL_UNIT_BYTES, LARGEST_UNIT = 2**20, 4
-"""ZeRO 3 gathers a block at once that is small, or if the model has so many of them; else layer by layer."""
+"""ZeRO 3 gathers a whole block if it is small, or at most 1/``LARGEST_UNIT`` of the model; otherwise it gathers layer
+by layer.
+"""
 
 
 class Alive(NamedTuple):
-    """Bytes at one moment of a backward: of its own micro-batch, of weights' gradients, of gathered parameters."""
+    """Bytes at one moment of a backward: activations, gradients of weights, gathered parameters and sums."""
 
     activations: float = 0.0
     gradients: float = 0.0
@@ -30,13 +32,13 @@ class Alive(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """Of one stage.
+    """The peaks of one stage.
 
     Attributes:
         first: the fullest moment of the first backward of a step, before which there are no gradients.
-        later: of a backward behind it, which adds to gradients.
-        last: of the last backward, beside which sums of gradients are made; the only one of a step without parts.
-        update_bytes: sums and other copies of gradients beside them, while the optimizer steps.
+        later: of a later backward, which adds to gradients.
+        last: of the last backward, which makes the sums of gradients; the only one of a step without micro-batches.
+        update_bytes: sums and other copies of gradients, while the optimizer steps.
     """
 
     first: Alive = Alive()
@@ -68,7 +70,7 @@ def peaks_of(
 
 
 def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
-    """For each row the number of the unit with which ZeRO 3 gathers it: its block, or itself."""
+    """For each row, the number of the unit with which ZeRO 3 gathers it: its block, or itself."""
     size_of = [4.0 * row.layer.num_parameters for row in model.rows]
     largest = max(SMALL_UNIT_BYTES, sum(size_of) / LARGEST_UNIT)
     sizes: dict[int, float] = {}
@@ -80,7 +82,7 @@ def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
 def _activations(
     model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> list[tuple[int, bool, float]]:
-    """(row, whether in its own function or behind it, bytes) through a stage."""
+    """(row, whether in its own function or in those after it, bytes) through a stage."""
     found, kept = [], 0.0
     block, of_block = None, 0.0
     is_full = setting.recompute and setting.software.recompute == "full"
@@ -102,7 +104,7 @@ def _activations(
 
 
 class _Gradients:
-    """Bytes of gradients and gathered parameters at a place of backward."""
+    """Bytes of gradients and gathered parameters at a row of backward."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class _Gradients:
         return (whole + parts * self._part) * self._size, gathered
 
     def update_bytes(self) -> float:
-        """Sums of gradients beside the gradients, and what Adam computes for all weights at once on GPUs."""
+        """Bytes of the sums of gradients, and of Adam's results for all weights at once on GPUs."""
         setting, sums = self._setting, self._total * self._sum
         if setting.software.keeps_gradients or setting.hardware.exchanges_on_cores:
             return sums

@@ -5,9 +5,9 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
     ZeRO 0   2 g W                  one all-reduce
     ZeRO 1   g W + p W              gradients to shards, parameters gathered after the update
     ZeRO 2   m g W + p W            the same, gradients after each of m micro-batches
-    ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that lets
-                                    them go between recomputation and backward); tables for forward alone, weights
-                                    that autocast casts in 16 bits for backward
+    ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that frees
+                                    them between recomputation and backward); tables for forward only; weights that
+                                    autocast casts, in 16 bits for backward
 
 where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
 over d t ranks.
@@ -25,21 +25,25 @@ from workbench.cost.stage_settings import StageSettings
 from workbench.cost.stages import StagePrice
 
 _NUM_BUCKETS = 8
-"""Sums start bucket by bucket; the last one has nothing to hide behind."""
+"""Sums start bucket by bucket. The last one cannot overlap with backward."""
 _PASSES = 8
-"""Bytes of memory per byte received: copied and cast on its way in and out, written, read to be passed on. Compute
-waits for these also where an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP."""
+"""Bytes of memory traffic per byte received: copies and casts in and out, a write, a read to pass it on. Compute waits
+for these also if an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP.
+"""
 _NEXT_TO_NOTHING = 1.0
-"""Bytes of an exchange of which only the start counts."""
+"""Bytes of an exchange whose start alone counts."""
 _STATISTICS_BYTES = 2 * 4
-"""Of a channel's mean and variance forward, and of its gradient's two sums backward."""
+"""Bytes of a channel's mean and variance in forward, and of its gradient's two sums in backward."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
-"""Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
-weights back to 16 bits."""
+"""Bytes per weight for 16-bit gradients and 32-bit weights: gradients to 32 bits, search for infinities, norm and clip,
+weights back to 16 bits.
+"""
 
 
 def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, float]:
-    """What a rank receives in a step: (from the ranks of its data axis, and besides from those of its model axis)."""
+    """The bytes that a rank receives in a step: (from the ranks of its data axis, in addition from those of its model
+    axis).
+    """
     d, t, software, m = setting.data, setting.model, setting.software, setting.num_micro_batches
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
@@ -51,7 +55,7 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
-    """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
+    """Seconds of a step in which a rank waits for sums of gradients, over all its stages."""
     across, inside = (sum(parts) for parts in zip(*(reduced_bytes(stage, setting) for stage in stages), strict=True))
     software, hardware, received = setting.software, setting.hardware, across + inside
     seconds = exchange_s(hardware, across, setting.data, setting.model, "gradients", software.uses_all_adapters)
@@ -72,7 +76,9 @@ def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
 
 
 def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> float:
-    """Of a step: buckets of gradients, and of parameters after the update; under ZeRO 3 units, there and back."""
+    """Number of exchanges in a step: buckets of gradients, and of parameters after the update; under ZeRO 3, two
+    gathers and one scatter per unit.
+    """
     if setting.zero == 3:
         return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages)
     gradients, parameters = (sum(stage.num_buckets[which] for stage in stages) for which in (0, 1))
@@ -82,9 +88,11 @@ def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> floa
 def statistics_of(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> list[tuple[float, float]]:
-    """For every stage, what batch norms exchange of one micro-batch where samples are split: (seconds, bytes received).
+    """For each stage, the exchanges of batch norms for one micro-batch whose samples are split: (seconds, bytes
+    received).
 
-    Forward, every rank gathers mean and variance of all channels from each other one; backward, two sums are added.
+    In forward, every rank gathers the mean and variance of all channels from all others. In backward, they add two
+    sums.
     """
     found = [(0.0, 0.0)] * len(settings)
     for row, choice in zip(model.rows, strategy.layers, strict=True):
@@ -104,7 +112,7 @@ def statistics_of(
 
 
 def optimizer_s(weights: float, setting: StageSettings) -> float:
-    """The update: passes over memory, of the rank's shard under ZeRO."""
+    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard."""
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES

@@ -1,8 +1,8 @@
 """Seconds of a schedule: the result of ``simulate``, without a table of actions.
 
-Every stage takes the same time for every micro-batch, so the tables are recurrences over rounds, one forward and one
-backward per rank, and a round is a few operations on arrays of all ranks. Once a round adds the same to all ranks, so
-do all rounds behind it, and they are skipped.
+Every stage takes the same time for every micro-batch. The tables are therefore recurrences over rounds, with one
+forward and one backward per rank, and a round is a few operations on arrays of all ranks. Once a round adds the same
+time to all ranks, all later rounds do so too and are skipped.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def makespan_s(
         num_micro_batches: per step.
         forward_s, input_s, weight_s: by stage: forward, backward of inputs, backward of weights.
         transfer_s: from the end of an action until another rank has its result.
-        alone_speedup: above 1, ranks share cores. Seconds are those of ranks that are all at work; one at work while
-            the others wait is so many times as fast, and any number of them together no faster than all.
+        alone_speedup: above 1, ranks share cores. Seconds hold while all ranks work. A rank that works alone is this
+            many times as fast; several ranks together are never faster than all.
 
     >>> makespan_s("1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
     15.0
 
-    Two stages on one core never gain by being two:
+    Two stages on one core gain nothing:
 
     >>> makespan_s("1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], alone_speedup=2.0)
     12.0
@@ -73,7 +73,7 @@ def timeline_of(
     weight_s: Sequence[float],
     transfer_s: float = 0.0,
 ) -> Timeline:
-    """Action by action, to be drawn; takes about 10 us for each."""
+    """The timeline action by action, for pictures. It takes about 10 us per action."""
     table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
     return _simulated(table, forward_s, input_s, weight_s, transfer_s)
 
@@ -81,7 +81,9 @@ def timeline_of(
 def _shared_cores_s(
     alone_speedup: float, table: Table, num_stages: int, duration: Duration, transfer_s: float
 ) -> float:
-    """Where ranks share cores: who waits leaves its part of them to the others. Some 10 us for each action and rank."""
+    """Seconds if ranks share cores: a waiting rank leaves its share to the others. It takes some 10 us per action and
+    rank.
+    """
     num_ranks = len(table)
     listed = {action for actions in table for action in actions}
     arrives: dict[Action, float] = {}  # at other ranks
@@ -128,7 +130,7 @@ def _duration(forward_s: Sequence[float], input_s: Sequence[float], weight_s: Se
 
 
 def _all_forwards_first(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
-    """GPipe: a flow shop with equal jobs, there and back: every stage once, and the slowest one for the other jobs."""
+    """GPipe: a flow shop with equal jobs, both ways: every stage once, and the slowest stage for the other jobs."""
     hops = 2 * (len(f) - 1) * transfer_s
     return float(f.sum() + b.sum() + (m - 1) * (f.max() + b.max()) + hops)
 
@@ -136,8 +138,8 @@ def _all_forwards_first(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float)
 def _one_forward_one_backward(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: int, transfer_s: float) -> float:
     """1F1B and zero bubble. In round r, stage s of p does forward r + p - s - 1, backward r, weights of r - s.
 
-    A forward waits for the one that the stage before did a round ago; backwards go from the last stage to the first
-    within the round, which is a running maximum.
+    A forward waits for the forward of the stage before in the round before. Backwards go from the last stage to the
+    first within the round, which is a running maximum.
     """
     p = len(f)
     stage = np.arange(p)
@@ -161,11 +163,11 @@ def _one_forward_one_backward(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: in
 
 
 def _interleaved(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
-    """Interleaved 1F1B; rows of ``f`` and ``b`` are virtual_stages, columns ranks.
+    """Interleaved 1F1B. Rows of ``f`` and ``b`` are virtual stages, columns are ranks.
 
-    Forwards have the same order on all ranks, and so have backwards: let slots number them. Rank r of p does backward
-    slot i behind forward slot i + its lead. At tick t = i - r, everything that it waits for was done at tick t - 1 by
-    the rank before or behind it.
+    Forwards have the same order on all ranks, and so do backwards; slots number them. Rank r of p does backward slot i
+    after forward slot i + its lead. At tick t = i - r, all inputs were made at tick t - 1, by the rank before or after
+    it.
     """
     virtual_stages, p = f.shape
     rank, round_ = np.arange(p), virtual_stages * p
@@ -200,7 +202,7 @@ def _interleaved(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> flo
 
 
 def _same_step(now: tuple[np.ndarray, ...], before: tuple[np.ndarray, ...]) -> float | None:
-    """By how much everything has grown, if by the same."""
+    """The growth of all elements, if it is the same for all."""
     steps = np.concatenate([a - b for a, b in zip(now, before, strict=True)])
     return float(steps[0]) if float(np.ptp(steps)) <= 1e-9 * abs(float(steps[0])) else None
 

@@ -1,4 +1,4 @@
-"""Properties in which training programs differ: flags, never factors."""
+"""Properties in which training programs differ, as flags. No flag is a factor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from workbench.errors import StrategyError
 
 ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
-"""Bytes of an activation's element, by precision. fp8 is for products alone: between them activations have 16 bits."""
+"""Bytes of an activation's element, by precision. fp8 is for products only: between them activations have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +16,29 @@ class Software:
 
     Attributes:
         name: its name in tables.
-        has_master_weights: weights and activations are kept in 16 bits, the optimizer has weights of 32 bits of its
-            own. Else weights, gradients and optimizer stay in 32 bits and forward casts (autocast).
-        hides_gradients: gradients are summed while backward still runs; else after it.
-        hides_gradients_of_pipelines: also where there is more than one stage.
-        hides_tensor_parallel: which of backward's exchanges of the model axis run beside the products for the weights:
+        has_master_weights: weights and activations have 16 bits, and the optimizer has its own weights of 32 bits. Else
+            weights, gradients and optimizer have 32 bits, and forward casts (autocast).
+        hides_gradients: gradients are summed while backward runs; else after it.
+        hides_gradients_of_pipelines: the same with more than one stage.
+        hides_tensor_parallel: the exchanges of the model axis in backward that run beside the products for the weights:
             "none", the "sums" of gradients, or "all".
-        fuses_accumulation: a product adds to the gradient of earlier micro-batches by itself; else a pass over memory
-            (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
-        scatters_between_stages: a stage sends each slice of an activation once; else every rank gets all of it from
-            its like.
+        fuses_accumulation: a product adds to the gradient of earlier micro-batches itself; else another pass over
+            memory does (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
+        scatters_between_stages: a stage sends each slice of an activation once; else every rank gets the whole
+            activation from its counterpart.
         sums_shared: gradients of weights that all ranks of the model axis have (norms) are terms there; else every rank
             of the axis computes them whole.
         hides_sends: a stage computes during its sends; else it waits for each, in both directions.
-        uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
-        gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
-        copies_tied: a stage that uses a weight of another stage has a copy of it, with gradient and optimizer; else it
-            is sent there for each use.
-        keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
-            gathered once more in backward.
-        keeps_gradients: gradients lie in memory that is there all the time, and are summed in place; else backward
-            makes them anew, and their sums lie beside them.
-        keeps_exponentials: where words are split over the model axis, the loss keeps their logits and exponentials of
-            these; else what it keeps is counted with the model.
+        uses_all_adapters: a ring through several ranks of a host uses the adapters of all of them; else of one.
+        gathers_again: under ZeRO 3 parameters are gathered for recomputation, freed, and gathered again for backward.
+        copies_tied: a stage that uses a weight of another stage has its own copy, with gradient and optimizer; else the
+            weight is sent for each use.
+        keeps_gathered: after a gather of the sequence the gathered activation is saved; else its slice, which backward
+            gathers again.
+        keeps_gradients: memory for all gradients exists all the time, and they are summed in place; else backward makes
+            them, and their sums take more memory.
+        keeps_exponentials: with a vocabulary split over the model axis, the loss keeps logits and exponentials; else
+            its kept bytes are counted with the model.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
             attention.
     """
@@ -65,15 +65,15 @@ class Software:
             raise StrategyError(f"recompute of software is 'full' or 'selective', not {self.recompute!r}.")
 
     def parameter_bytes(self, precision: str) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return 2 if self.has_master_weights and precision != "fp32" else 4
 
     def gradient_bytes(self, precision: str) -> int:
-        """Of one weight's gradient. Sums in bf16 are kept in 32 bits: it has too few digits for them."""
+        """Bytes of one weight's gradient. With bf16 weights it has 32 bits: bf16 has too few digits for sums."""
         return 2 if self.has_master_weights and precision == "fp16" else 4
 
     def optimizer_bytes(self, precision: str, optimizer: str) -> int:
-        """Of what the optimizer keeps of one weight."""
+        """Bytes of the optimizer's state for one weight."""
         state = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}.get(optimizer)
         if state is None:
             raise StrategyError(f"optimizer {optimizer!r} is not known; known are adamw, adam, momentum, sgd.")
@@ -85,7 +85,7 @@ WORKBENCH = Software()
 
 
 def megatron(year: int, recompute: str = "full") -> Software:
-    """Megatron-LM of a year: 2021 as in arXiv 2104.04473, 2022 as in 2205.05198, from 2023 on with overlap."""
+    """Megatron-LM of a year: 2021 as in arXiv 2104.04473, 2022 as in 2205.05198, with overlap from 2023 on."""
     return Software(
         name=f"megatron-{year}",
         has_master_weights=True,

@@ -15,17 +15,17 @@ from workbench.errors import StrategyError
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Of one stage; a pure value, so that layers can be priced one by one.
+    """The settings of one stage; a pure value, so that layers can be priced one by one.
 
     Attributes:
         data, model: degrees of the stage's grid.
         stages: pipeline stages of the whole strategy.
-        samples: of one micro-batch on one data-parallel rank, the one with most of them.
+        samples: samples of one micro-batch on the data-parallel rank with most of them.
         num_micro_batches: per step.
         precision, zero, recompute, sequence: options of the strategy.
         rates: the machine at this precision.
         itemsize: bytes of an activation's element at this precision; rows are scaled to it.
-        scale: that, over the bytes with which the model was counted.
+        scale: ``itemsize`` over the bytes with which the model was counted.
     """
 
     hardware: Hardware
@@ -45,7 +45,7 @@ class StageSettings:
 
     @property
     def batch_parts(self) -> float:
-        """In how many parts the model axis can divide the batch dim: fewer than its ranks if samples are few."""
+        """Number of parts into which the model axis divides the batch dim: fewer than its ranks if samples are few."""
         return self.samples / ceil(self.samples / self.model) if self.samples >= 1 else 1.0
 
 
@@ -62,7 +62,7 @@ def settings_of(
     optimizer: str = "adamw",
     software: Software = WORKBENCH,
 ) -> tuple[StageSettings, ...]:
-    """One for each stage.
+    """The settings of each stage.
 
     Raises:
         StrategyError: there are fewer samples than micro-batches, or the hardware lacks the precision.

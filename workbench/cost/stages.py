@@ -23,20 +23,20 @@ Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
 class StagePrice:
     """The price of a stage on one rank; seconds and bytes of one micro-batch unless a step is named.
 
-        Attributes:
-            forward_s, input_s, weight_s: forward, backward of inputs and of weights, with exchanges and recomputation.
-            compute_s, boxing_s: the parts of these three together.
-            boxed_bytes: that a rank receives of other ranks of its stage.
-            weights: number of weights that it updates.
-            shared: of these, weights whose gradients are also summed over the model axis.
-            tables: of ``weights``, weights of embeddings, which backward does not need.
-            boxing_forward_s: of ``boxing_s``, that of a forward.
-    cast_weights: of ``weights``, weights that ZeRO 3 gathers for backward in 16 bits.
-            num_units: blocks and layers outside of blocks, which ZeRO 3 gathers one by one.
-            num_buckets: buckets of gradients, and of parameters that ZeRO 1 and 2 gather after the update.
-            parameters, gradients, optimizer: bytes that it holds.
-            kept_bytes: activations, per micro-batch that is alive.
-            peaks: memory when a backward is fullest.
+    Attributes:
+        forward_s, input_s, weight_s: forward, backward of inputs and of weights, with exchanges and recomputation.
+        compute_s, boxing_s: the parts of these three together.
+        boxed_bytes: bytes that a rank receives from other ranks of its stage.
+        weights: number of weights that it updates.
+        shared: number of these whose gradients are also summed over the model axis.
+        tables: number of ``weights`` in embeddings, which backward does not need.
+        cast_weights: number of ``weights`` that ZeRO 3 gathers for backward in 16 bits.
+        boxing_forward_s: the part of ``boxing_s`` in forward.
+        num_units: blocks and layers outside of blocks, which ZeRO 3 gathers one by one.
+        num_buckets: buckets of gradients, and of parameters that ZeRO 1 and 2 gather after the update.
+        parameters, gradients, optimizer: bytes that it holds.
+        kept_bytes: activations, per live micro-batch.
+        peaks: memory at the fullest moments of a backward.
     """
 
     forward_s: float
@@ -94,7 +94,7 @@ def _neighbour(
 
 
 def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
-    """What a price depends on, besides its neighbours."""
+    """The values on which a price depends, besides its neighbours."""
     return row.counted, row.layer.tied_to, _of_choice(choice)
 
 
@@ -105,7 +105,7 @@ def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
 def stage_prices(
     model: ModelCosts, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice], settings: Sequence[StageSettings]
 ) -> list[StagePrice]:
-    """Of all stages."""
+    """The prices of all stages."""
     rows_of: list[list[int]] = [[] for _ in settings]
     for index, choice in enumerate(choices):
         rows_of[choice.stage].append(index)
@@ -174,7 +174,7 @@ def _added_up(
 def _buckets(
     model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> tuple[int, int]:
-    """Backward fills its buckets from the last parameter on."""
+    """Number of buckets. Backward fills them from the last parameter on."""
     sizes = []
     for i in updated:
         layer = model.rows[i].layer
@@ -185,7 +185,7 @@ def _buckets(
 
 
 def _updated(model: ModelCosts, mine: Sequence[int], setting: StageSettings) -> Sequence[int]:
-    """Rows of the stage whose weights it holds and updates: tied ones once, where they are met first."""
+    """Rows of the stage whose weights it holds and updates; a tied weight at its first row."""
     names = {model.rows[i].layer.name for i in mine}
     tied_to = {i: model.rows[i].layer.tied_to for i in mine}
     copies = setting.software.copies_tied

@@ -1,6 +1,6 @@
-"""Tables of training runs of transformers: a row in, its predicted step out.
+"""Tables of training runs of transformers: each row gives a predicted step.
 
-The one way from a row to a prediction; published results and anyone's own rows go through it alike.
+Published results and your own rows use the same functions.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OPTIONAL = {
     "kv_heads": "", "ffn": "", "gated_ffn": "0", "layers_per_virtual_stage": "", "recompute": "none",
     "sequence_parallel": "0", "zero": "0", "flash": "0",
 }  # fmt: skip
-"""Columns that may be empty or left out, and what that means."""
+"""Columns that may be empty or missing, with their defaults."""
 COLUMNS = (
     "name", "machine", "gpus", "heads", "kv_heads", "hidden", "ffn", "gated_ffn", "layers", "vocab", "seq", "tp", "pp",
     "dp", "layers_per_virtual_stage", "micro_batch", "batch", "recompute", "sequence_parallel", "dtype", "zero",
     "flash", "software",
 )  # fmt: skip
-"""All columns that are read, in their usual order; others are carried along."""
+"""All columns that are read, in their usual order. Other columns are copied."""
 ADDED = (
     "seconds", "memory_gib", "compute_s", "tensor_parallel_s", "data_parallel_s", "pipeline_bubble_s", "optimizer_s",
 )  # fmt: skip
@@ -76,15 +76,15 @@ class Reader:
 
 
 def predict_row(row: Mapping[str, str], number: int = 1, machines: dict[str, Hardware] | None = None) -> Estimate:
-    """The step that a row describes.
+    """The predicted step of a row.
 
     Args:
         row: values by column, as text.
-        number: the row's, for errors; the first row behind the header is 1.
-        machines: hardware that has been loaded already, by name; grows.
+        number: of the row, for errors; the first row after the header is 1.
+        machines: loaded hardware by name; new machines are added.
 
     Raises:
-        TableError: names the row and every column that is wrong.
+        TableError: it names the row and every wrong column.
     """
     reader = Reader(row)
     texts = {column: reader.text(column) for column in ("name", "machine", "recompute", "dtype")}
@@ -126,7 +126,7 @@ def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware)
 
 
 def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]) -> list[str]:
-    """Values that are valid alone, but not together."""
+    """Values that are valid alone, but inconsistent together."""
     n: Mapping[str, Any] = numbers
     ranks, samples = n["tp"] * n["pp"] * n["dp"], n["dp"] * n["micro_batch"]
     kv_heads, each = n["kv_heads"] or n["heads"], n["layers_per_virtual_stage"]
@@ -170,7 +170,7 @@ def predict_table(
     """All rows with the added columns, as text.
 
     Raises:
-        TableError: a column is not there, or something is wrong with rows; all wrong rows at once.
+        TableError: a column is missing, or rows are wrong; it lists all wrong rows.
     """
     given = set().union(*(row.keys() for row in rows)) if rows else set()
     missing = [column for column in REQUIRED if rows and column not in given]

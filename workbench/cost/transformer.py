@@ -35,11 +35,13 @@ from workbench.errors import StrategyError
 
 _ITEM = 2
 _LOGITS_MOVED = 24
-"""Bytes per logit in forward: to 32 bits, maximum, difference, exponential, sum. Backward moves half as many again."""
+"""Bytes per logit in forward: cast to 32 bits, maximum, difference, exponential, sum. Backward moves half as many
+again.
+"""
 LOSS_IN_PLACE_SINCE = 2024
-"""The year of Megatron-LM."""
+"""The first year of Megatron-LM whose loss works in place."""
 _LOGITS_SAVED, _LOGITS_SAVED_IN_PLACE = 2 + 4 + 4 + 4, 2 + 4 + 2
-"""All there when the loss goes backward."""
+"""Bytes per logit that are alive when the loss goes backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,12 @@ class Transformer:
 
     Attributes:
         hidden, heads, layers, vocab, seq: its sizes.
-        kv_heads: heads of keys and values; as many as ``heads`` if None.
-        ffn: width of the feed-forward part; 4 hidden if None.
-        is_gated: a gate beside it (SwiGLU), and with it rotary positions, no dropout, an embedding that is not tied.
-        has_flash: attention in one kernel, its dropout included.
-        has_loss_in_place: of logits there is one copy in 32 bits, not three.
+        kv_heads: heads of keys and values; None: as many as ``heads``.
+        ffn: width of the feed-forward part; None: 4 hidden.
+        is_gated: the feed-forward part has a gate (SwiGLU); the model then has rotary positions, no dropout, and an
+            embedding that is not tied.
+        has_flash: attention in one kernel, including its dropout.
+        has_loss_in_place: the loss keeps one copy of the logits in 32 bits, not three.
     """
 
     hidden: int
@@ -68,7 +71,7 @@ class Transformer:
 
     @property
     def width(self) -> int:
-        """Of the feed-forward part."""
+        """Width of the feed-forward part."""
         return self.ffn or 4 * self.hidden
 
     @property
@@ -114,13 +117,13 @@ def transformer_strategy(
     layers_per_stage: int | None = None,
     **options: object,
 ) -> ResolvedStrategy:
-    """Megatron-LM's: q, k, v and up by columns, projection and down by rows, embedding by words, equal stages.
+    """Megatron-LM's strategy: q, k, v and up by columns, projection and down by rows, embedding by words, equal stages.
 
     Args:
         model: the decoder.
         tensor, pipeline, data: degrees.
         num_micro_batches: per step.
-        layers_per_stage: fewer than layers / pipeline for stages that interleave.
+        layers_per_stage: fewer than layers / pipeline for interleaved stages.
         options: of ``Options``: zero, recompute, sequence, precision.
 
     Raises:
@@ -153,7 +156,7 @@ def transformer_strategy(
 
 
 def _stage_sizes(layers: int, stages: int) -> list[int]:
-    """As equal as can be; the first and the last stage, which have embedding and loss, are the shorter ones."""
+    """Layers per stage, as equal as possible. First and last stage, with embedding and loss, get fewer."""
     sizes = [layers // stages] * stages
     for extra in range(layers % stages):
         sizes[(stages - layers % stages) // 2 + extra] += 1
@@ -161,7 +164,7 @@ def _stage_sizes(layers: int, stages: int) -> list[int]:
 
 
 _Part = tuple[str, str, tuple[int, ...], tuple[OpCost, ...], tuple[OpCost, ...], tuple[int, ...]]
-"""Name, class, shape of the weight, functions of the layer, functions behind it, shape of the output."""
+"""Name, class, shape of the weight, functions of the layer, functions after it, shape of the output."""
 
 
 def _block(model: Transformer) -> list[_Part]:
@@ -189,7 +192,7 @@ def _row(
 
 
 def _with_positions(row: LayerCost, size: int) -> LayerCost:
-    """The embedding with its positions, in one dim as biases are: every rank of the model axis has all of them."""
+    """The embedding with its positions, as one dim like biases: every rank of the model axis has all of them."""
     layer = row.layer
     shapes = {**layer.shapes, "positions": (size,)}
     return replace(row, layer=replace(layer, shapes=shapes, num_parameters=layer.num_parameters + size))
@@ -210,7 +213,9 @@ def _dropout(model: Transformer) -> tuple[OpCost, ...]:
 
 
 def _dropout_and_sum(model: Transformer) -> tuple[OpCost, ...]:
-    """Bias, dropout and residual sum in one: reads two tensors, writes one and the mask of a byte."""
+    """Bias, dropout and residual sum in one function: it reads two tensors, writes one and a mask of one byte per
+    element.
+    """
     size = model.seq * model.hidden
     return (OpCost("add", 0, 6 * size),) if model.is_gated else (OpCost("dropout_add", 0, 7 * size, 0, size),)
 

@@ -1,7 +1,7 @@
-"""The boxing column of the grid: how activations lie behind every row, and which boxing brings them to the next one.
+"""The boxing column of the grid: the layout of activations after each row, and the boxing to the next row.
 
-A badge stands on the boundary of the two rows between which its boxing happens. Boxings inside a row that stands for
-several layers are counted in its note.
+A badge stands on the boundary of the two rows of its boxing. If a row stands for several layers, its note counts the
+boxings inside.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class StepBoxings:
     Attributes:
         layer_edges: by layer.
         num_micro_batches: of a step; each does all of these boxings.
-        gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
-        output: how large the model's output is; None where it is not known.
+        gradient_bytes: by layer, bytes on the wire in a step, all ranks together; under ZeRO, with those of its
+            weights.
+        output: size of the model's output; None if unknown.
         micro_batch: samples of a micro-batch.
-        has_zero: are weights gathered where each rank holds a shard?
+        has_zero: whether weights are gathered from shards on each rank.
     """
 
     layer_edges: Sequence[LayerEdge]
@@ -51,19 +52,19 @@ class StepBoxings:
 
     @property
     def bytes_per_micro_batch(self) -> int:
-        """Of activations and their gradients, all ranks together."""
+        """Bytes of activations and their gradients, all ranks together."""
         return sum(edge.forward_bytes + edge.backward_bytes for edge in self.layer_edges)
 
     @property
     def bytes_known(self) -> bool:
-        """Is the shape of everything that is boxed known?"""
+        """Whether the shape of every boxed tensor is known."""
         return all(edge.shape is not None for edge in self.layer_edges if edge.plans)
 
 
 def boxings_of(
     layers: Sequence[Layer], resolved: ResolvedStrategy, extents: Sequence[LayerExtents], batch_size: int
 ) -> StepBoxings:
-    """The boxings of one micro-batch. ``extents``: how large the inputs and outputs of every layer are."""
+    """The boxings of one micro-batch. ``extents`` are the sizes of all layers' inputs and outputs."""
     micro_batch = max(batch_size // resolved.num_micro_batches, 1)
     itemsize = 4 if resolved.options.precision == "fp32" else 2
     found = layer_edges(layers, resolved, extents, micro_batch, itemsize=itemsize)
@@ -77,18 +78,19 @@ def boxings_of(
 
 
 def _num_half_sums(resolved: ResolvedStrategy) -> int:
-    """How often in a step gradients are scattered, or weights gathered: the two halves of a sum.
+    """Number of scatters of gradients and gathers of weights in a step. One of each makes a whole sum.
 
-    ZeRO 2 scatters after every micro-batch and gathers after the step, ZeRO 3 gathers in every forward and backward.
+    ZeRO 2 scatters after every micro-batch and gathers after the step. ZeRO 3 gathers in every forward and backward.
     """
     m = resolved.num_micro_batches
     return {2: m + 1, 3: 3 * m}.get(resolved.options.zero, 2)
 
 
 def _half_sum_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
-    """What half a sum of a layer's gradients moves: p - 1 times what p ranks have copies of.
+    """Bytes of a scatter, or of a gather, of a layer's gradients: p - 1 times the tensor that p ranks have copies of.
 
-    The gradient of a copy is a term, on the model axis too: norms and biases behind rows are summed over both axes.
+    The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed over
+    both axes.
     """
     total = 0
     for shape in layer.shapes.values():
@@ -101,11 +103,11 @@ def _half_sum_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
 def boxing_view(
     node: Node, boxings: StepBoxings, *, is_open: bool | None = None, is_first_below: bool = False
 ) -> dict[str, Any]:
-    """What the boxing column shows at a row: layout, note, and the badge on the boundary above it.
+    """The content of the boxing column at a row: layout, note, and the badge on the boundary above it.
 
     Args:
-        is_open: are the rows below it shown? They then have the notes and badges of what is inside.
-        is_first_below: is it the first row below an open one? That one has the badge.
+        is_open: whether the rows below it are visible. They then have the notes and badges of the layers inside.
+        is_first_below: whether it is the first row below an open one, which has the badge.
     """
     first, last = node.first[0], node.first[-1]
     entering = boxings.layer_edges[first]
@@ -122,7 +124,7 @@ def boxing_view(
 
 
 def _inside(node: Node, boxings: StepBoxings) -> str:
-    """What is boxed inside a folded row: ``"8 x all-reduce inside, 33.6 MB"``."""
+    """The boxings inside a folded row: ``"8 x all-reduce inside, 33.6 MB"``."""
     if len(node.first) == 1 and node.copies > 1 and not node.blocks:
         return ""  # one layer of each of several blocks: they are not neighbours
     edges = [boxings.layer_edges[index] for index in node.layers[1:]]
@@ -134,7 +136,7 @@ def _inside(node: Node, boxings: StepBoxings) -> str:
 
 
 def between_blocks(node: Node, boxings: StepBoxings) -> str:
-    """What is boxed between equal blocks: ``"all-reduce between blocks, 4.2 MB"``; empty where nothing is."""
+    """The boxings between equal blocks: ``"all-reduce between blocks, 4.2 MB"``; empty if there are none."""
     if node.copies == 1:
         return ""
     edge = boxings.layer_edges[node.layers[len(node.first)]]
@@ -149,7 +151,7 @@ def _size_of(edges: Sequence[LayerEdge]) -> str:
 
 
 def badge(edge: LayerEdge) -> dict[str, Any]:
-    """The boxings before a layer as one badge; its tip is the whole plan."""
+    """The boxings before a layer as one badge, with the whole plan as its tooltip."""
     plans = edge.plans
     known = edge.shape is not None
     return {
@@ -162,7 +164,7 @@ def badge(edge: LayerEdge) -> dict[str, Any]:
 
 
 def _bytes_both_ways(forward: int, back: int) -> str:
-    """Bytes of a boxing and of its gradient's: ``"5.12 + 5.12 kB"``."""
+    """Bytes of a boxing and of its gradient: ``"5.12 + 5.12 kB"``."""
     there, unit = format_bytes(forward).split(" ")
     again, other_unit = format_bytes(back).split(" ")
     return f"{there} + {again} {unit}" if unit == other_unit else f"{there} {unit} + {again} {other_unit}"
@@ -170,7 +172,7 @@ def _bytes_both_ways(forward: int, back: int) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
-    """The plans for people. Of many ranks only the totals: a list of their moves would not be read."""
+    """The plans as text; for many ranks only the totals, because the list of moves would be too long."""
     ranks = {rank for plan in plans for rank in (*plan.source.placement, *plan.destination.placement)}
     if len(ranks) <= _MAX_DESCRIBED_RANKS:
         return "\n".join(plan.describe(max_moves=8) for plan in plans)
@@ -184,10 +186,10 @@ def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def sbp_text(layout: Layout) -> str:
-    """The layout's entry on the model axis, or on the data axis where that has all ranks: ``"S(1)"``.
+    """The layout's entry on the model axis, or on the data axis if that has all ranks: ``"S(1)"``.
 
-    On the data axis weights are always B and activations S(0), so the other entry says what differs; ``full_text`` has
-    both. On a single rank everything is ``"B"``.
+    On the data axis weights are always B and activations S(0), so the other entry shows the difference; ``full_text``
+    has both. On a single rank everything is ``"B"``.
     """
     entries = [repr(entry) for entry, size in zip(layout.sbp, layout.placement.shape, strict=True) if size > 1]
     return entries[-1] if entries else repr(broadcast)
@@ -200,7 +202,7 @@ def full_text(layout: Layout) -> str:
 
 
 def change_text(source: Layout, destination: Layout) -> str:
-    """What boxings change: ``"S(0) -> B"``, and between stages, if that is short, on which ranks: ``"B@0 -> B@1"``."""
+    """The change by boxings: ``"S(0) -> B"``; between stages, if it is short, with the ranks: ``"B@0 -> B@1"``."""
     if source.placement == destination.placement:
         return f"{sbp_text(source)} {ARROW} {sbp_text(destination)}"
     ranks = [format_ranks(layout.placement.grid) for layout in (source, destination)]
@@ -210,7 +212,7 @@ def change_text(source: Layout, destination: Layout) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How the last layer's output meets the loss: the layout there, the badge of a boxing, and what it moves."""
+    """The boxing between the last layer and the loss: the layout there, its badge, and its bytes."""
 
     layout: str
     boxing: dict[str, Any] | None = None
@@ -220,7 +222,7 @@ class End:
 def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: bool) -> End:
     """The loss after the last layer. With split classes, ranks exchange a few numbers per row instead of logits.
 
-    Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
+    It counts the exchanges of CPUs: a maximum and three sums, and their gradients. The kernel for GPUs has three.
     """
     last, choice = boxings.layer_edges[-1], resolved.layers[-1]
     wanted = Stages(resolved).boxed_output_layout(choice, None, last.output_layout, boxings.output or Extent((1,)))
@@ -244,7 +246,7 @@ def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: b
 
 
 def total_text(boxings: StepBoxings, end: End | None) -> tuple[str, str]:
-    """Bytes boxed in a step, and of what they are the sum: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
+    """Bytes boxed in a step, and their sum in words: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
     what, gradients = "gradients and weights" if boxings.has_zero else "gradients", sum(boxings.gradient_bytes)
     if not boxings.bytes_known:
         return f"{format_bytes(gradients)} of {what}", "shapes of activations are not known"

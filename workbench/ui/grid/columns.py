@@ -1,4 +1,4 @@
-"""The columns of the grid's picture: which ranks stand side by side, grouped by stage, and how wide."""
+"""The columns of the grid: the ranks of each, grouped by stage, and their widths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WIDTH_OF_AN_AXIS = 140
 
 @dataclass(frozen=True)
 class Column:
-    """One column: a rank, or all ranks of a stage where there are many.
+    """One column: a rank, or all ranks of a stage if there are many.
 
     Attributes:
-        stage: on the pipeline axis; stages that lie on the same ranks share their columns.
+        stage: on the pipeline axis; stages on the same ranks share columns.
         shade: position of the rank in its stage.
         centre: in pixels from the left.
     """
@@ -51,7 +51,7 @@ def columns_of(stages: Stages) -> list[Column]:
 
 
 def _label(ranks: tuple[int, ...], width: float) -> str:
-    """As many words as fit: ``"rank 3"``, ``"ranks 8-15"``, ``"8-15"``, ``"8"``."""
+    """The longest label that fits: ``"rank 3"``, ``"ranks 8-15"``, ``"8-15"``, ``"8"``."""
     word = "rank" if len(ranks) == 1 else "ranks"
     text = format_ranks(list(ranks))
     full = f"{word} {text}"
@@ -63,12 +63,12 @@ def _label(ranks: tuple[int, ...], width: float) -> str:
 
 
 def total_width(columns: list[Column]) -> int:
-    """Pixels of all columns, but room for two where there are fewer."""
+    """Pixels of all columns; at least those of two."""
     return round(max(columns[0].width * len(columns), 2 * _WIDEST))
 
 
 def stage_heads(stages: Stages, columns: list[Column]) -> list[dict[str, Any]]:
-    """The coloured band above the columns of every stage."""
+    """The coloured bands above the columns of the stages."""
     heads = []
     numbers = dict.fromkeys(column.stage for column in columns)
     for number in numbers:

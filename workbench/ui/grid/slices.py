@@ -1,4 +1,4 @@
-"""Pictures of weights: the outline of the whole, and in it what the ranks of a column hold."""
+"""Pictures of weights: the outline of the whole weight, and the slices on the ranks of a column."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FLATTER = 0.62  # rows are 32 pixels high, columns up to 83 wide
 
 @lru_cache(maxsize=8192)
 def held(shape: Shape, layout: Layout, ranks: tuple[int, ...], shade: int, itemsize: int = 4) -> dict[str, Any] | None:
-    """What ranks hold of a weight, as parts of its picture (fractions of its width and height); None for nothing.
+    """The parts of a weight on some ranks, as fractions of its width and height; None if they hold nothing.
 
-    Several ranks in one column are one picture with all their slices; ``note`` says how many copies there are.
+    Several ranks in one column make one picture with all their slices. ``note`` is the number of copies.
 
     >>> from workbench.core.placement import Placement
     >>> layout = Layout.of(Placement.of("cpu", [0, 1]), "S(0)")
@@ -49,7 +49,7 @@ def held(shape: Shape, layout: Layout, ranks: tuple[int, ...], shade: int, items
 
 
 def _parts(shape: Shape, regions: dict[Region, int]) -> list[dict[str, Any]]:
-    """A part per slice in alternating shades, or the whole where slices would be thinner than a line."""
+    """One part per slice in alternating shades; one part in all if slices would be thinner than a line."""
     width, height = picture_size(shape)
     parts = [_part(shape, region, index) for index, region in enumerate(regions)]
     thinnest = min(min(part["w"] * width, part["h"] * height) for part in parts)
@@ -59,7 +59,7 @@ def _parts(shape: Shape, regions: dict[Region, int]) -> list[dict[str, Any]]:
 
 
 def _part(shape: Shape, region: Region, shade: int) -> dict[str, Any]:
-    """The region as a rectangle: the first dim goes down, the second (of two or more) to the right."""
+    """The region as a rectangle: the first dim from top to bottom, the second (of two or more) from left to right."""
     if not shape:
         return {"x": 0.0, "y": 0.0, "w": 1.0, "h": 1.0, "shade": shade}
     top, bottom = (edge / max(shape[0], 1) for edge in region[0])
@@ -79,12 +79,12 @@ def region_text(shape: Shape, region: Region) -> str:
 
 
 def shape_text(shape: Shape) -> str:
-    """``"256 x 64"``; of a scalar ``"1"``, of nothing an empty text."""
+    """``"256 x 64"``; ``"1"`` for a scalar, empty without a weight."""
     return f" {TIMES} ".join(map(str, shape))
 
 
 def picture_size(shape: Shape, small: bool = False) -> tuple[int, int]:
-    """Width and height in pixels, which grow with the logarithm of the weight's sizes."""
+    """Width and height in pixels; they grow with the logarithm of the weight's sizes."""
     if len(shape) < 2:
         return (16 if small else 26), 6
     if small:

@@ -1,4 +1,4 @@
-"""The layer grid without controls and without a script: a table, for saved, printed and mailed notebooks."""
+"""The layer grid without controls and without a script: a table for saved, printed and mailed notebooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEIGHT, _GAP, _NOTE = 26.0, 4.0, 34.0
 
 
 def static_grid_html(view: dict[str, Any]) -> str:
-    """The rows of ``grid_view`` as a plain table; mistakes follow their rows."""
+    """The rows of ``grid_view`` as a table; mistakes follow their rows."""
     ranks = element("th", _column_names(view), css="ranks")
     head = element("tr", *map(_title, _BEFORE), ranks, *map(_title, _BEHIND))
     body = "".join(_row(row, view) for row in view["rows"])
@@ -62,7 +62,7 @@ def _column_names(view: dict[str, Any]) -> str:
 
 
 def _pictures(row: dict[str, Any], view: dict[str, Any]) -> str:
-    """A picture for every column: the outline of each weight, and the part of it that the column's ranks hold."""
+    """A picture for each column: the outline of the weight, and the part on the column's ranks."""
     columns = view["columns"]
     width = columns[1]["centre"] - columns[0]["centre"] if len(columns) > 1 else 2 * columns[0]["centre"]
     parts = []

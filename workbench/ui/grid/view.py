@@ -1,4 +1,4 @@
-"""What the layer grid shows, as plain data for its script: pure functions, state in, dictionary out."""
+"""The content of the layer grid as plain data for its script: pure functions from state to dictionary."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _STAGES_AS_BUTTONS = 4
 
 @dataclass(frozen=True)
 class Facts:
-    """What the grid knows besides the strategy.
+    """The grid's knowledge besides the strategy.
 
     Attributes:
         batch_size: samples of a step, all ranks together.
-        extents: how large the inputs and outputs of every layer are.
+        extents: sizes of the inputs and outputs of all layers.
         loss: name of the loss function, shown as the last row.
     """
 
@@ -43,7 +43,7 @@ class Facts:
 
 
 def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
-    """The whole view: stages and their columns, one entry per shown row, totals."""
+    """The whole view: stages and their columns, one entry per visible row, totals."""
     stages = Stages(state.resolved)
     drawing = _Drawing(state, facts, stages, columns.columns_of(stages), boxings_of(state, facts))
     met = _end(state, facts, drawing.boxings)
@@ -74,7 +74,7 @@ def boxings_of(state: PanelState, facts: Facts) -> StepBoxings:
 
 
 def _stage_options(state: PanelState) -> list[int]:
-    """Stages that can be chosen: those in use and one more, up to four; from a list where the pipeline is longer."""
+    """The stages to choose from: those in use and one more, up to four; for a longer pipeline, a list."""
     used = _num_stages(state)
     return list(
         range(state.num_ranks if used > _STAGES_AS_BUTTONS else min(state.num_ranks, used + 1, _STAGES_AS_BUTTONS))
@@ -82,7 +82,7 @@ def _stage_options(state: PanelState) -> list[int]:
 
 
 def _num_stages(state: PanelState) -> int:
-    """Stages in use, as written."""
+    """Number of stages in the strategy's text."""
     written = max((choice.stage for choice in state.choices), default=0) + 1
     return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
 
@@ -96,7 +96,7 @@ def _end(state: PanelState, facts: Facts, way: StepBoxings) -> End | None:
 
 
 def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any] | None:
-    """The loss, below the last layer; it has no choice of its own. Not there while names are looked for."""
+    """The loss, after the last layer. It has no choice. A search for names hides it."""
     if met is None or state.wanted_name:
         return None
     shown = {"layout": met.layout, "boxing": met.boxing}
@@ -105,7 +105,7 @@ def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any]
 
 @dataclass
 class _Drawing:
-    """One view while it is being made."""
+    """Makes one view."""
 
     state: PanelState
     facts: Facts
@@ -120,13 +120,13 @@ class _Drawing:
 
     @property
     def note(self) -> str:
-        """How to read the pictures."""
+        """The legend of the pictures."""
         if any(len(column.ranks) > 1 for column in self.columns):
             return f"a picture per stage: its slices, and how many copies ({TIMES}) \u00b7 \u2013 nothing there"
         return "coloured: the part of the weight that the rank holds \u00b7 \u2013 nothing there"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One entry per row that is shown."""
+        """One entry per visible row."""
         shown = self.state.rows
         found = []
         for index, row in enumerate(shown):
@@ -140,7 +140,7 @@ class _Drawing:
         return found
 
     def _hint(self, row: Row) -> dict[str, str]:
-        """What the choice of a row does not do, and why; empty unless that is so for all of its layers."""
+        """The reason why a row's choice has no effect; empty unless that holds for all of its layers."""
         found = [self.hints.get(self.state.layers[index].name) for index in row.node.layers]
         first = found[0] if not row.unfolded and None not in found else None
         return {"hint": first.message if first else "", "hint_tip": first.reason if first else ""}
@@ -181,7 +181,7 @@ class _Drawing:
         }
 
     def _on(self, stages: set[int]) -> list[bool]:
-        """For every column: do its ranks hold any of the row's layers?"""
+        """For each column, whether its ranks hold any of the row's layers."""
         ranks = {rank for stage in stages for rank in self.stages.placements[stage]}
         return [not ranks.isdisjoint(column.ranks) for column in self.columns]
 
@@ -196,7 +196,7 @@ class _Drawing:
         return f"{len(layers)} weights"
 
     def _pictures(self, node: Node) -> list[dict[str, Any]]:
-        """Weights of a row: its own, or the largest of a folded block."""
+        """Pictures of the row's weight, or of the largest weight in a folded block."""
         if node.children and any(child.children for child in node.children):
             return []
         indices = [i for i in node.first if main_weight(self.state.layers[i])]
@@ -212,7 +212,7 @@ class _Drawing:
         return {"size": picture_size(shape, small), "slices": slices, "label": layer.name.rpartition(".")[2]}
 
     def _mistakes(self, row: Row) -> list[tuple[Mistake, int]]:
-        """What is wrong with the row's layers, and at how many of them; at a row that is unfolded its rows say it."""
+        """The mistakes of the row's layers, with the number of layers. An open row leaves them to the rows below it."""
         if row.unfolded:
             return []
         counts: Counter[str] = Counter()
@@ -224,7 +224,7 @@ class _Drawing:
         return [(mistake, counts[message]) for message, mistake in first.items()]
 
     def _note_between_blocks(self, shown: Sequence[Row], found: list[dict[str, Any]]) -> None:
-        """The last row of an unfolded block says what lies between it and the next one."""
+        """The note of the last row in an open block: the boxings to the next block."""
         parents: list[Row] = []
         for index, row in enumerate(shown):
             parents = [*parents[: row.depth], row]
@@ -235,12 +235,12 @@ class _Drawing:
 
 
 def main_weight(layer: Layer) -> tuple[int, ...]:
-    """Shape of the parameter with the most elements: what a row's picture shows. Empty for a layer without any."""
+    """Shape of the parameter with the most elements, for a row's picture. Empty for a layer without parameters."""
     return max(layer.shapes.values(), key=prod, default=())
 
 
 def _common(values: Any) -> Any:
-    """What all values are, None where they differ."""
+    """The common value; None if values differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 
@@ -250,7 +250,7 @@ def _kind(node: Node, layers: Sequence[Layer]) -> str:
 
 
 def _choice_text(choices: Sequence[Choice]) -> str:
-    """What layers do in words: ``"model:column"``, or ``"mixed"``."""
+    """The choice of some layers: ``"model:column"``, or ``"mixed"``."""
     texts = {choice.parallel + (f":{choice.split}" if choice.split else "") for choice in choices}
     return texts.pop() if len(texts) == 1 else "mixed"
 
@@ -266,7 +266,7 @@ def _height(row: Row) -> int:
 
 
 def _make_room(rows: list[dict[str, Any]], end: dict[str, Any] | None) -> None:
-    """Rows are taller where boxing badges straddle both of their edges, or one of them and there is a note."""
+    """Make rows taller that have badges on both edges, or one badge and a note."""
     for row, following in zip(rows, [*rows[1:], end], strict=True):
         edges = bool(row["boxings"]["boxing"]) + bool(following and following["boxings"]["boxing"])
         if edges + bool(row["boxings"]["note"]) > 1 and edges:
@@ -282,7 +282,7 @@ def _problems_by_layer(mistakes: Sequence[Mistake]) -> dict[str, list[Mistake]]:
 
 
 def _bad_control(mistakes: Sequence[tuple[Mistake, int]]) -> str | None:
-    """Which of the row's controls the first mistake is about."""
+    """The control of the row that the first mistake concerns."""
     if not mistakes:
         return None
     return "stage" if mistakes[0][0].message.startswith("stage") else "parallel"
@@ -294,5 +294,5 @@ def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
 
 
 def fix_button(fix: str) -> dict[str, Any]:
-    """A fix as the script draws it; ``value`` is what comes back when it is clicked, None where only the user can."""
+    """A fix as the script draws it. A click returns ``value``; None if only the user can make the fix."""
     return {"label": fix, "value": fix if fix.startswith(FIXES) else None}

@@ -1,4 +1,4 @@
-"""The layer grid as one widget: Python sends what to draw, the script sends what the user asks for."""
+"""The layer grid as one widget: Python sends the view, the script sends the user's events."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PANEL_CLASS = "wb-panel"
 
 
 class LayerGrid(anywidget.AnyWidget):
-    """Draws ``view`` (see ``workbench.ui.grid.view.grid_view``) and hands the user's events to one handler.
+    """Draws ``view`` (see ``workbench.ui.grid.view.grid_view``) and passes the user's events to one handler.
 
-    The handler gets plain dictionaries, ``{"event": "parallel", "rows": ["fc1"], "value": "model"}``. One widget
-    for all rows, because a widget per control would send hundreds of messages for a deep model.
+    The handler gets plain dictionaries, ``{"event": "parallel", "rows": ["fc1"], "value": "model"}``. All rows share
+    one widget, because a widget per control would send hundreds of messages for a deep model.
     """
 
     _esm = "".join(map(asset, SCRIPTS))  # one module: widgets cannot import their neighbours
