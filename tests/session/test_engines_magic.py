@@ -264,7 +264,7 @@ class TestNamesOfTheEngines:
         assert "engine_only_name" not in self.complete(shell, "engine_on")
 
     def test_attributes_and_options(self, run, shell):
-        assert any("to_global" in text for text in self.complete(shell, "%%global\nwb.to_glo"))
+        assert self.complete(shell, "%%global\nwb.to_glo") == {"to_global"}
         assert "--ranks" in self.complete(shell, "%%global --ra")
 
     def test_while_a_cell_runs(self, run, shell, session):

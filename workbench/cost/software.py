@@ -64,6 +64,10 @@ class Software:
         if self.recompute not in ("full", "selective"):
             raise StrategyError(f"recompute of software is 'full' or 'selective', not {self.recompute!r}.")
 
+    def __repr__(self) -> str:
+        """By its name only, as signatures show it."""
+        return f"Software({self.name!r})"
+
     def parameter_bytes(self, precision: str) -> int:
         """Bytes of one weight."""
         return 2 if self.has_master_weights and precision != "fp32" else 4

@@ -1,22 +1,28 @@
-"""In a ``%%global`` cell the notebook's completion and help speak of the engines' names.
+"""Completion and help of a notebook: the engines' names in a ``%%global`` cell, the options of a magic on its line.
 
-Both ask the control thread of one engine, which answers while a cell runs; an engine that does not answer in time costs
-no more than that time, and the notebook's own proposals remain.
+For names both ask the control thread of one engine, which answers while a cell runs; an engine that does not answer in
+time costs no more than that time, and the notebook's own proposals remain.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from threading import Thread
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.session import cluster
+from workbench.session import cluster, magic_commands
 from workbench.session.ranks import parse_ranks
 
 ANSWER_TIMEOUT_S = 0.5
 _GLOBAL_CELL = re.compile(r"^(?:#\s*)?%%global\b(.*)\n")
-_OPTIONS = ("--ranks", "--timeout", "--quiet", "--no-stream", "--label", "--time", "-o")
+_WORKBENCH_LINE = re.compile(r"^\s*%workbench\s+(\S+\s+)?(?:.*\s)?")
+CELL_OPTIONS = ("--ranks", "--timeout", "--quiet", "--no-stream", "--label", "--time", "--out", "--group-outputs", "-o")
+LINE_OPTIONS = ("--engines", "--device", "--keep", "--new", "--name", "--profile", "--ranks", "--lines")
 
 
 def install(ipython: Any) -> None:
@@ -39,18 +45,23 @@ def uninstall(ipython: Any) -> None:
         del ipython.workbench_inspects
 
 
-def propose(context: Any) -> dict[str, Any]:
-    """A matcher for IPython's completer: inside a ``%%global`` cell names of the engines, in its first line options."""
-    from IPython.core.completer import SimpleCompletion
+def load_early() -> None:
+    """Import on a thread what the completion of ``wb.`` imports, torch above all: JupyterLab waits a second for it."""
+    if "workbench.api" not in sys.modules:
+        Thread(target=import_module, args=("workbench.api",), name="workbench-imports", daemon=True).start()
 
+
+def propose(context: Any) -> dict[str, Any]:
+    """A matcher for IPython's completer: in a ``%%global`` cell names of the engines, on a magic's line its words."""
     none: dict[str, Any] = {"completions": []}
     text = context.full_text
+    if (line := _WORKBENCH_LINE.match(context.text_until_cursor)) is not None:
+        return _fitting(context.token, LINE_OPTIONS if line.group(1) else magic_commands.COMMANDS)
     found = _GLOBAL_CELL.match(text if "\n" in text else text + "\n")
-    if found is None:
+    if found is None or context.token.startswith("%"):
         return none
     if context.cursor_line == 0:
-        fitting = [option for option in _OPTIONS if context.token and option.startswith(context.token)]
-        return {"completions": [SimpleCompletion(option, type="option") for option in fitting]}
+        return _fitting(context.token, CELL_OPTIONS)
     code = text[found.end() :]
     before = code.split("\n")[: context.cursor_line - 1]
     offset = sum(len(line) + 1 for line in before) + context.cursor_position
@@ -58,6 +69,8 @@ def propose(context: Any) -> dict[str, Any]:
     if not proposals:
         return none
     start = proposals[0][0]
+    from IPython.core.completer import SimpleCompletion
+
     return {
         "completions": [SimpleCompletion(item, type=kind) for at, _, item, kind in proposals if at == start],
         "matched_fragment": code[start:offset],
@@ -67,6 +80,16 @@ def propose(context: Any) -> dict[str, Any]:
 
 propose.matcher_api_version = 2  # type: ignore[attr-defined]
 propose.matcher_identifier = "workbench.engine_names"  # type: ignore[attr-defined]
+
+
+def _fitting(token: str, words: Iterable[str]) -> dict[str, Any]:
+    """Of a magic's words those that begin so; nothing else fits on its line."""
+    from IPython.core.completer import SimpleCompletion
+
+    return {
+        "completions": [SimpleCompletion(word, type="magic") for word in words if word.startswith(token)],
+        "suppress": True,
+    }
 
 
 class _Inspector:

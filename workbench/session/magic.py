@@ -122,6 +122,8 @@ class SessionMagics(Magics):
             return
         options = _parse(self.line_workbench, line)
         COMMANDS[options.action](options)
+        if cluster.find_current() is not None:
+            completion.load_early()
 
     @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:

@@ -31,8 +31,9 @@ def complete(code: str, offset: int) -> list[tuple[int, int, str, str]]:
     with provisionalcompleter():
         found = shell().Completer.completions(code, offset)
         return [
-            (item.start, item.end, item.text, item.type or "")
+            (item.start + len(dot), item.end, item.text[len(dot) :], item.type or "")
             for item, _ in zip(found, range(MAX_COMPLETIONS), strict=False)
+            for dot in ["." if item.text.startswith(".") else ""]
         ]
 
 
