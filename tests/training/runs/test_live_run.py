@@ -16,6 +16,7 @@ from workbench.core.run_commands import RunCommand
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.runs import step_metrics
+from workbench.training.runs import train as train_module
 from workbench.training.runs.step_metrics import MeasuredStep, StepCollector
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
 
@@ -248,3 +249,48 @@ def test_losses_are_numbers_tensors_or_missing():
         return collector.collect()[0].losses
 
     assert run_ranks(program, 1) == [(2.0, None, 3.0)]
+
+
+def test_evidence_for_a_verdict_collects_no_garbage_and_does_not_count_activations(monkeypatch: pytest.MonkeyPatch):
+    collected = []
+    monkeypatch.setattr("workbench.training.diagnostics.memory.gc.collect", lambda: collected.append(1))
+    for measures, times in ((True, 1), (False, 0)):
+        collected.clear()
+        result = run_one_device(replace(make_job(), measures_memory=measures))
+        assert len(collected) == times and result.memory_bytes["peak"] >= 0
+        strategies = run_ranks(lambda m=measures: run_strategy(replace(make_job(), measures_memory=m), "*: data"), 1)
+        assert (strategies[0].memory_bytes["activations"] > 0) is measures
+        assert strategies[0].losses == pytest.approx(result.losses, abs=1e-5)
+
+
+def test_a_model_that_is_known_to_draw_runs_once_with_the_same_numbers_and_the_same_plans():
+    taken = []
+
+    def loss(output, target):
+        taken.append(type(output).__name__)
+        return F.cross_entropy(output, target)
+
+    job = replace(make_job(), model_fn=lambda: nn.Sequential(make_model(), nn.Dropout(0.5)), loss_fn=loss, num_steps=3)
+    unknown = run_one_device(job)
+    assert unknown.draws and taken.count("Tensor") == 1
+    alone = train_module._worlds_of_one[current()]
+    num_plans = len(alone.plans)
+    taken.clear()
+    known = run_one_device(replace(job, draws=True))
+    assert known.losses == unknown.losses and taken == ["GlobalTensor"] * 3
+    assert all(torch.equal(known.course.end[name], value) for name, value in unknown.course.end.items())
+    assert all(torch.equal(known.course.start[name], value) for name, value in unknown.course.start.items())
+    assert train_module._worlds_of_one[current()] is alone and len(alone.plans) == num_plans > 0
+
+
+def test_a_world_of_one_that_has_failed_is_not_used_again():
+    def broken(output, target):
+        raise ZeroDivisionError
+
+    job = replace(make_job(), draws=True, num_steps=2)
+    run_one_device(job)
+    alone = train_module._worlds_of_one[current()]
+    with pytest.raises(ZeroDivisionError):
+        run_one_device(replace(job, loss_fn=broken))
+    run_one_device(job)
+    assert train_module._worlds_of_one[current()] is not alone

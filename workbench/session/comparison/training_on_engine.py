@@ -97,6 +97,8 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
         result = run_one_device(
             job, which.num_micro_batches, engine_shell.publish, engine_commands.commands, which.precision
         )
+    if result.draws:
+        _jobs[key] = replace(_jobs[key], draws=True)
     history, plain = result.course, replace(which, variant="plain")
     if which.variant == "perturbed":
         return _report(result, history, _histories.get((key, plain)))
@@ -120,7 +122,8 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
 
 
 def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:
-    job = replace(_jobs[key], num_steps=num_steps)
+    """The job of a run; one that is no plain one is evidence for a verdict, of losses and weights only."""
+    job = replace(_jobs[key], num_steps=num_steps, measures_memory=variant == "plain")
     if variant == "perturbed":
         return replace(job, perturbed=precision)
     return replace(job, dtype=torch.float64) if variant == "float64" else job

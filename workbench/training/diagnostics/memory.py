@@ -106,12 +106,13 @@ class PeakMeter:
     (libraries, data) or buffers from before are unmapped. On CUDA: the allocator's peak. Elsewhere: the largest
     resident size at the moments when it was asked.
 
-    ``shares_process`` says that other ranks live in the same process: then there is nothing to tidy up for one of them.
+    ``collects_garbage``: first free what only cycles hold, so that its pages do not hide the run's. This takes up to
+    half a second: not where other ranks live in the same process, or where the peak is not of interest.
     """
 
-    def __init__(self, device: torch.device, shares_process: bool = False) -> None:
+    def __init__(self, device: torch.device, collects_garbage: bool = True) -> None:
         self.device = device
-        if not shares_process:
+        if collects_garbage:
             gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -48,6 +48,8 @@ class Job:
         dtype: of the floating-point numbers in model and data; default as they are.
         perturbed: change the first weights by up to one rounding unit of what the model computes in, under
             that precision of a strategy.
+        measures_memory: False for a run that only its losses and weights are wanted of; memory figures are rough then.
+        draws: the model is known to draw random numbers in its first step.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
@@ -67,6 +69,8 @@ class Job:
     count: Count | None = None
     dtype: torch.dtype | None = None
     perturbed: str | None = None
+    measures_memory: bool = True
+    draws: bool = False
 
     def __post_init__(self) -> None:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
@@ -138,7 +142,7 @@ class RankResult:
     """What one rank brings home from a run.
 
     ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), where it was asked for.
-    ``course`` is that of a one-device run.
+    ``course`` is that of a one-device run, and ``draws`` says whether its model drew random numbers.
     ``changes`` has (step, strategy) for every change of strategy on the way, ``segments`` what was measured under each
     of them, where there are several; other figures are those of the whole run. ``layer_forward_s`` and
     ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
@@ -154,6 +158,7 @@ class RankResult:
     layer_backward_s: dict[str, float] = field(default_factory=dict)
     segments: list[RankSegment] = field(default_factory=list)
     course: WeightHistory | None = None
+    draws: bool = False
 
 
 def seed_draws(job: Job) -> None:

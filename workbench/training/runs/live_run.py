@@ -45,7 +45,8 @@ class LiveRun:
     ) -> None:
         self.job, self.world = job, current()
         self.world.traffic.reset()
-        self.peak = PeakMeter(self.world.device, shares_process=is_simulated(self.world))
+        collects = job.measures_memory and not is_simulated(self.world)
+        self.peak = PeakMeter(self.world.device, collects_garbage=collects)
         self.model = parallelize(job.model(), strategy)
         self.optimizer = job.optimizer(self.model)
         self.meter = ActivationMeter(self.model)
@@ -61,7 +62,7 @@ class LiveRun:
         self._num_commands = 0
         self._sent: list[int] = []
         self._segment_start = 0
-        self._measures_at = {1}  # steps in which activations are counted
+        self._measures_at = {1} if job.measures_memory else set[int]()  # steps in which activations are counted
         self._layers, self._layers_since = LayerTimes(self.model), 0
 
     def train(self, keeps_weights: bool = False) -> RankResult:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,6 +33,9 @@ from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
+_worlds_of_one: WeakKeyDictionary[World, World] = WeakKeyDictionary()
+"""By this rank's world, a world of which it is the only rank: its plans serve the next run of that kind."""
+
 
 def run_one_device(
     job: Job,
@@ -47,7 +51,11 @@ def run_one_device(
     listens. Of ``commands``, what was asked of it so far, it follows a stop, after the step in which it comes.
     ``precision`` is that of a strategy: its word for what the model's forward computes in.
     """
-    peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
+    if job.draws:
+        course = WeightHistory.begin(job.model(), precision)
+        return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
+    collects = job.measures_memory and not is_simulated(current())
+    peak = PeakMeter(torch.device("cpu"), collects_garbage=collects)
     model = job.model()
     course = WeightHistory.begin(model, precision)
     optimizer = job.optimizer(model)
@@ -69,9 +77,7 @@ def run_one_device(
                 total += float(loss.detach())
             draws = has_drawn()
         if draws:
-            result = _run_on_one_rank(job, num_micro_batches, listen, commands, precision)
-            result.course = replace(course, end=result.weights or {})
-            return result
+            return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
         optimizer.step()
         losses.append(total)
         stopped = time.perf_counter()
@@ -100,12 +106,24 @@ def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[f
 
 
 def _run_on_one_rank(
-    job: Job, num_micro_batches: int, listen: Listener | None, commands: Callable[[], list[RunCommand]], precision: str
+    job: Job,
+    num_micro_batches: int,
+    listen: Listener | None,
+    commands: Callable[[], list[RunCommand]],
+    precision: str,
+    course: WeightHistory,
 ) -> RankResult:
-    world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
-    with Simulated(world):
-        strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision)
-        return run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)
+    """The run as the only rank of a world, where random numbers follow from positions as under every strategy."""
+    here, strategy = (
+        current(),
+        Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision),
+    )
+    alone = _worlds_of_one.pop(here, None) or World(0, 1, here.device, ThreadTransport(ThreadHub(1), 0))
+    with Simulated(alone):
+        result = run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)
+    _worlds_of_one[here] = alone  # not after a failure
+    result.course, result.draws = replace(course, end=result.weights or {}), True
+    return result
 
 
 def warm_up(job: Job) -> str:

@@ -85,7 +85,7 @@ class _Loop:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
         self._collector = StepCollector(world)
-        self._peak = PeakMeter(world.device, shares_process=True)
+        self._peak = PeakMeter(world.device, collects_garbage=False)
         self._offset = clock_offset(world)
         self._before: tuple[float, float, int] | None = None
         self._until_spans_s = 0.0
