@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.jit import _builtins
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import workbench as wb
@@ -61,6 +64,28 @@ def test_a_hook_of_optimizers_is_gone_too(no_world: None):
     assert len(hooks) == count
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.full([3], 0.5) + torch.arange(3) + torch.tensor(1.0) + x.new_full([3], 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_lone_process_that_makes_a_global_tensor_scripts_and_pickles_as_before(no_world: None):
+    x, operators = torch.ones(3), dict(_builtins._get_builtin_table())
+    functions, expected = [torch.full, torch.tensor, torch.Tensor.new_full, torch.optim.Optimizer.zero_grad], shifted(x)
+    wb.ones(2, placement=wb.placement("cpu", ranks=[0]), sbp="B")  # joins a world of one
+    inside = [torch.full, torch.tensor, torch.Tensor.new_full, torch.optim.Optimizer.zero_grad]
+    assert all(mine is not torchs for mine, torchs in zip(inside, functions, strict=True))
+    assert torch.equal(torch.jit.script(shifted)(x), expected) and torch.equal(shifted(x), expected)
+    sent = pickle.dumps(inside)
+    assert pickle.loads(sent) == inside
+    wb.shutdown()
+    assert pickle.loads(sent) == functions, "another process, or this one without a world, gets torch's own"
+    assert torch.equal(torch.jit.script(shifted)(x), expected) and torch.equal(
+        inside[0]((2,), 3.0), torch.full((2,), 3.0)
+    )
+    assert _builtins._get_builtin_table() == operators
+
+
 PROGRAM = """
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch import full
@@ -91,9 +116,9 @@ alone = program()
 import workbench as wb
 import workbench.api
 before, names = program(), own()
-for _ in range(2):
-    wb.init()
-    place = wb.placement("cpu", ranks=[0])
+place = wb.placement("cpu", ranks=[0])
+for join in (wb.init, wb.init, lambda: wb.ones(2, placement=place, sbp="B")):
+    join()
     model = wb.parallelize(nn.Linear(4, 2), "*: data")
     model(torch.ones(2, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()

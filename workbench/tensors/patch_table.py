@@ -10,7 +10,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+from torch.jit import _builtins
 
 _ABSENT = object()
 
@@ -86,9 +89,35 @@ def _apply(entry: Patch) -> Callable[[], None] | None:
     owner, name = _find_owner(entry.place)
     if owner is None:
         return None
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, entry.replacement(getattr(owner, name, None)))
-    return lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+    before, torchs_own = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
+    replacement = entry.replacement(torchs_own)
+    setattr(owner, name, replacement)
+    if torchs_own is not None and getattr(replacement, "__wrapped__", None) is torchs_own:
+        _name_by_place(replacement, owner, name)
+    forget_operator = _script_as(torchs_own, replacement)
+
+    def undo_patch() -> None:
+        delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+        forget_operator()
+
+    return undo_patch
+
+
+def _name_by_place(replacement: Any, owner: Any, name: str) -> None:
+    """Give a replacement the address at which pickle finds it: here the replacement, elsewhere torch's own."""
+    is_module = isinstance(owner, ModuleType)
+    replacement.__module__ = owner.__name__ if is_module else owner.__module__
+    replacement.__qualname__ = name if is_module else f"{owner.__qualname__}.{name}"
+
+
+def _script_as(torchs_own: Any, replacement: Any) -> Callable[[], object]:
+    """Let TorchScript compile a replacement to the operator of torch's own; the result undoes it."""
+    operators: dict[int, str] = _builtins._get_builtin_table()
+    operator = operators.get(id(torchs_own))
+    if operator is None:
+        return lambda: None
+    operators[id(replacement)] = operator
+    return lambda: operators.pop(id(replacement), None)
 
 
 def _find_owner(place: str) -> tuple[Any, str]:
