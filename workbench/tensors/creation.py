@@ -5,6 +5,7 @@ Values never depend on the layout: ``randn(..., sbp=split(0))`` holds the slices
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,9 +54,8 @@ def _check_device(world: World, placement: Placement) -> None:
 
 
 def _shape_of(size: tuple[Any, ...]) -> Shape:
-    if len(size) == 1 and not isinstance(size[0], int):
-        return tuple(size[0])
-    return tuple(size)
+    listed = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    return tuple(map(operator.index, listed))
 
 
 def _constant(

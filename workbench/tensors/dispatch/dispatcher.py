@@ -24,6 +24,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
 from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
+from workbench.tensors.dispatch.integers import with_integers
 from workbench.tensors.dispatch.keywords import in_order
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
@@ -100,6 +101,9 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
     if plan is None:
         if writes_to_plain(func, args):
             return write_to_plain(func, args, kwargs or {})
+        read = with_integers(func, args, kwargs or {})
+        if read is not None:
+            return call_by_plan(func, *read)
         joined = _join_operands(func, args, kwargs or {})
         if joined is not None:
             return call_by_plan(func, *joined)

@@ -4,6 +4,7 @@ return B.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def _new(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
         """``Tensor.new_zeros`` and similar: B on the tensor's placement, whatever the tensor's layout."""
         tensor = args[0]
-        sizes = args[1:] if args[1:] and isinstance(args[1], int) else (tuple(args[1]), *args[2:])
-        shape = tuple(sizes) if isinstance(sizes[0], int) else tuple(sizes[0])
-        rest = () if isinstance(sizes[0], int) else sizes[1:]
+        is_listed = isinstance(args[1], (tuple, list))
+        shape = tuple(map(operator.index, args[1] if is_listed else args[1:]))
+        rest = args[2:] if is_listed else ()
         spec = spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
         dtype = kwargs.get("dtype") or tensor.dtype
         if spec.is_placeholder:

@@ -90,6 +90,8 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 @composite("repeat_interleave")
 def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **options: Any) -> Any:
     """By counts that every rank knows: one for all rows, or a plain tensor."""
+    if isinstance(repeats, GlobalTensor) and not repeats.dim():
+        repeats = int(repeats)
     if not isinstance(input, GlobalTensor) or isinstance(repeats, GlobalTensor):
         return NotImplemented
     if dim is None:

@@ -1,0 +1,74 @@
+"""Sizes, dims and counts may be 0-dim tensors, plain or global, wherever torch takes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import workbench as wb
+from workbench.testing import run_ranks
+
+PLAIN = torch.arange(12.0).reshape(3, 4)
+CALLS = {
+    "new_zeros": lambda x, n: x.new_zeros((n, 2)),
+    "new_zeros, written out": lambda x, n: x.new_zeros(n, 2),
+    "new_ones, by keyword": lambda x, n: x.new_ones(size=(n, 2)),
+    "new_full": lambda x, n: x.new_full((n,), 1.5),
+    "view": lambda x, n: x.view(n, 4),
+    "view of a tuple": lambda x, n: x.view((n, 4)),
+    "reshape": lambda x, n: x.reshape(-1, n + 1),
+    "expand": lambda x, n: x.unsqueeze(0).expand(n, -1, -1),
+    "repeat": lambda x, n: x.repeat(n, 1),
+    "tile": lambda x, n: torch.tile(x, (n, 1)),
+    "sum": lambda x, n: x.sum(n - 2),
+    "narrow": lambda x, n: x.narrow(0, n - 2, 1),
+    "split": lambda x, n: x.split(n - 2)[0],
+    "chunk": lambda x, n: x.chunk(n)[1],
+    "roll": lambda x, n: x.roll(n, 0),
+    "index": lambda x, n: x[n - 1],
+    "slice": lambda x, n: x[:, 1:n],
+    "select": lambda x, n: x.select(0, n - 1),
+    "permute": lambda x, n: x.permute(n - 2, n - 3),
+    "transpose": lambda x, n: x.transpose(n - 3, n - 2),
+    "flatten": lambda x, n: x.flatten(n - 3),
+    "unflatten": lambda x, n: x.unflatten(1, (n - 1, 2)),
+    "unfold": lambda x, n: x.unfold(1, n - 1, 1),
+    "repeat_interleave": lambda x, n: x.repeat_interleave(n, 0),
+    "diagonal": lambda x, n: x.diagonal(n - 2),
+    "tril": lambda x, n: x.tril(n - 3),
+    "topk": lambda x, n: x.topk(n - 1).values,
+    "cat": lambda x, n: torch.cat([x, x], n - 2),
+    "pad": lambda x, n: F.pad(x, (n, 0)),
+    "interpolate": lambda x, n: F.interpolate(x[None, None], size=(n, n)),
+    "pool": lambda x, n: F.adaptive_avg_pool2d(x[None], (n, n)),
+    "one_hot": lambda x, n: F.one_hot(x.long() % 3, n),
+    "a plain tensor of this size": lambda x, n: x + torch.arange(n)[:, None],
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_as_on_one_device_and_without_a_fallback(name, is_global):
+    expected = CALLS[name](PLAIN, torch.tensor(3))
+
+    def program():
+        placement = wb.placement.all("cpu")
+        x = wb.to_global(PLAIN, placement=placement, sbp="B").to_global(sbp="S(0)")
+        count = torch.tensor(3)
+        if is_global:
+            count = wb.to_global(count, placement=placement, sbp="B")
+        return [CALLS[name](x, count).full_tensor() for _ in range(2)]
+
+    for results in run_ranks(program, 2):
+        assert all(torch.equal(result, expected) for result in results)
+
+
+def test_shapes_of_new_global_tensors():
+    def program():
+        placement, count = wb.placement.all("cpu"), torch.tensor(3)
+        shapes = [tuple(make(count, 2, placement=placement, sbp="S(0)").shape) for make in (wb.zeros, wb.ones, wb.rand)]
+        with pytest.raises(TypeError):
+            wb.zeros(2.5, placement=placement, sbp="B")
+        return shapes
+
+    assert run_ranks(program, 2) == [[(3, 2)] * 3] * 2

@@ -1,0 +1,50 @@
+"""Sizes, dims and counts that are 0-dim tensors become Python's integers, as torch's own argument parser reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_INTEGERS = {"int", "Optional[int]"}
+_LISTS = {"List[int]", "Optional[List[int]]"}
+
+
+def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The arguments with 0-dim integer tensors read where torch takes integers; None where there are none.
+
+    A value of a global tensor is read on all ranks.
+    """
+    places, names = _integer_parameters(getattr(func, "__name__", ""))
+    read_args = tuple(_read(value) if at in places or (at and -1 in places) else value for at, value in enumerate(args))
+    read_kwargs = {name: _read(value) if name in names else value for name, value in kwargs.items()}
+    is_same = all(a is b for a, b in zip(args, read_args, strict=True))
+    if is_same and all(kwargs[name] is value for name, value in read_kwargs.items()):
+        return None
+    return read_args, read_kwargs
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        read = [_read(item) for item in value]
+        return value if all(a is b for a, b in zip(value, read, strict=True)) else type(value)(read)
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
+        return int(value)
+    return value
+
+
+@lru_cache(maxsize=4096)
+def _integer_parameters(name: str) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out."""
+    places, names = set(), set()
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        for position, argument in enumerate(schema.arguments):
+            kind = str(argument.real_type)
+            if position and kind in _INTEGERS | _LISTS:
+                places.add(position)
+                names.add(argument.name)
+                if position == 1 and kind in _LISTS:
+                    places.add(-1)
+    return frozenset(places), frozenset(names)
