@@ -18,7 +18,15 @@ from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.exchange import exchange_between
 from workbench.tensors.boxing.explicit import Need, check_explicit
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    local_torch,
+    new_placeholder,
+    spec_of,
+    without_view_relations,
+    wrap,
+)
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
 
@@ -139,7 +147,8 @@ class _Box(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, site: Any = None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.boxing = (source, target, tag, local.dtype, local.device, site)
-        return exchange_between(source, target, local.dtype).run(local, tag)
+        with without_view_relations():
+            return exchange_between(source, target, local.dtype).run(local, tag)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -22,7 +22,15 @@ from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.assembly import assemble, region_shape
 from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.boxing.handle import Handle
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    local_torch,
+    new_placeholder,
+    spec_of,
+    without_view_relations,
+    wrap,
+)
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
@@ -269,7 +277,8 @@ class _BoxMany(torch.autograd.Function):
         ctx.work = (work.pairs, work.world, work.dtype, work.tag)
         work.start([local.detach() for local in locals_])
         if is_now:
-            return tuple(work.finish())
+            with without_view_relations():
+                return tuple(work.finish())
         return tuple(_room_for(target, work) for _, target in work.pairs)
 
     @staticmethod

@@ -198,7 +198,7 @@ class _Known(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.boxing = (source, target, tag, local.dtype, local.device)
-        return value.view_as(value)
+        return value.clone()  # a view could not be written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -1,0 +1,76 @@
+"""What a boxing returns may be written in place, as vision models do, over every transport and size class of it.
+
+A part of a receive buffer would be a view to autograd, which forbids the write. Which results are parts depends on the
+size.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.processes import run_processes
+from workbench.testing import run_ranks
+from workbench.transport.messaging import transfer_plan
+from workbench.transport.network import gloo
+from workbench.transport.shared import persistent, put, segment
+
+WIDTH = 8
+THRESHOLDS = (
+    gloo.ONE_SHOT_BYTES,
+    transfer_plan.WHOLE_SHARD_BYTES,
+    segment.MIN_IN_PLACE_BYTES,
+    transfer_plan.ONE_SHOT_BYTES,
+    put.BLOCK_BYTES,
+    persistent.PERSISTENT_BYTES,
+)
+ROWS = [4, *(2 * threshold // (4 * WIDTH) for threshold in THRESHOLDS)]
+WAYS = ("add", "activation", "item")
+LAYOUTS = ("S(0)", "S(1)", "B", "P")
+
+
+def write(boxed, how):
+    """One of the ways in which models write to what they have just computed."""
+    if how == "add":
+        boxed += 1.0
+    elif how == "activation":
+        torch.nn.functional.relu(boxed, inplace=True)
+    else:
+        boxed[0] = 3.0
+
+
+def wrong_results(rows):
+    """The combinations that raise or give other gradients than one device."""
+    placement, found = wb.placement.all("cpu"), []
+    whole = torch.linspace(0.5, 1.5, rows * WIDTH).reshape(rows, WIDTH)
+    for source, target, how in itertools.product(LAYOUTS, LAYOUTS, WAYS if rows == ROWS[0] else WAYS[:1]):
+        if target == "P" or source == target:  # a write to terms of a sum is another matter
+            continue
+        x = wb.to_global(whole, placement=placement, sbp="B").to_global(sbp=source).detach().requires_grad_()
+        boxed = (x * 2).to_global(sbp=target)
+        write(boxed, how)
+        boxed.square().sum().backward()
+        plain = whole.clone().requires_grad_()
+        expected = plain * 2
+        write(expected, how)
+        expected.square().sum().backward()
+        if not torch.allclose(x.grad.full_tensor(), plain.grad):
+            found.append((rows, source, target, how))
+    return found
+
+
+def wrong_results_at_all_sizes():
+    return [case for rows in ROWS for case in wrong_results(rows)]
+
+
+@pytest.mark.parametrize("rows", [ROWS[0], ROWS[-1]])
+def test_simulated_ranks(rows):
+    assert run_ranks(lambda: wrong_results(rows), 2) == [[], []]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_processes(transport):
+    found = run_processes(wrong_results_at_all_sizes, 2, environment={"WORKBENCH_TRANSPORT": transport})
+    assert found == [[], []]
