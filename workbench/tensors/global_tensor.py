@@ -33,20 +33,12 @@ if TYPE_CHECKING:
 _torch_function_enabled = torch._C._is_torch_function_enabled
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_VIEW_RELATIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
 
 
 _MAX_TARGETS = 64
 """Ways to ask for a layout that a spec remembers."""
-
-
-def without_view_relations() -> Any:
-    """A context in which a part of a buffer is no view to autograd: results of an ``autograd.Function`` that are made
-    here can be written in place.
-    """
-    return torch._C._ExcludeDispatchKeyGuard(_VIEW_RELATIONS)
 
 
 def is_below_autograd() -> bool:

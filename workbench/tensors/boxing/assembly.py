@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from workbench.core.boxing import BoxingPlan, Move
@@ -11,6 +13,15 @@ from workbench.kernels import blocks, launch
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.global_tensor import Spec
 from workbench.transport.base import ACCUMULATED_IN_32_BITS
+
+_VIEW_RELATIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def without_view_relations() -> Any:
+    """A context in which a part of a buffer is no view to autograd: results of an ``autograd.Function`` that are made
+    here can be written in place.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_VIEW_RELATIONS)
 
 
 def assemble(

@@ -16,6 +16,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
+from workbench.tensors.boxing.assembly import without_view_relations
 from workbench.tensors.boxing.exchange import exchange_between
 from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.global_tensor import (
@@ -24,7 +25,6 @@ from workbench.tensors.global_tensor import (
     local_torch,
     new_placeholder,
     spec_of,
-    without_view_relations,
     wrap,
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves

@@ -19,7 +19,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
-from workbench.tensors.boxing.assembly import assemble, region_shape
+from workbench.tensors.boxing.assembly import assemble, region_shape, without_view_relations
 from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.global_tensor import (
@@ -28,7 +28,6 @@ from workbench.tensors.global_tensor import (
     local_torch,
     new_placeholder,
     spec_of,
-    without_view_relations,
     wrap,
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
