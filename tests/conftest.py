@@ -71,3 +71,14 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["WORKBENCH_RUNS"]
     else:
         os.environ["WORKBENCH_RUNS"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_fork_server() -> Iterator[None]:
+    """Sessions of all tests of this process fork their engines from one process, which loads torch once."""
+    from workbench.session.processes import fork_server
+
+    fork_server.keeps_servers = True
+    yield
+    fork_server.keeps_servers = False
+    fork_server.close_unused()

@@ -15,7 +15,7 @@ import workbench.session as session_package
 from tests.patience import PATIENCE_S, wait_until
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
-from workbench.session.processes import launch
+from workbench.session.processes import fork_server, launch
 from workbench.session.processes.folder import ProcessId, SessionFolder, all_folders
 
 pytestmark = pytest.mark.engines
@@ -27,13 +27,25 @@ def folders():
     return {folder.path for folder in all_folders() if folder.owner() == here}
 
 
+@pytest.fixture
+def ending_servers(monkeypatch):
+    """Processes that fork engines end with their last session, as in a notebook."""
+    monkeypatch.setattr(fork_server, "keeps_servers", False)
+    monkeypatch.setenv("OMP_DYNAMIC", "false")  # not that of other tests
+
+
+@pytest.mark.usefixtures("ending_servers")
 def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
         import os, sys
-        if os.environ.get("RANK") == "1":
-            print("libdriver.so: version mismatch", file=sys.stderr, flush=True)
-            os._exit(3)
+
+        def end(event, _arguments):
+            if event == "os.chdir" and os.environ.get("RANK") == "1":  # what an engine does first
+                print("libdriver.so: version mismatch", file=sys.stderr, flush=True)
+                os._exit(3)
+
+        sys.addaudithook(end)
     """)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -46,6 +58,47 @@ def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkey
     assert "libdriver.so: version mismatch" in str(caught.value)
     assert folders() == folders_before
     assert set(psutil.Process().children(recursive=True)) <= children_before
+
+
+@pytest.mark.usefixtures("ending_servers")
+def test_a_fork_server_that_cannot_load_is_reported_with_its_output(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        if "workbench.session.processes.fork_server" in sys.orig_argv:
+            print("libtorch.so: no such file", file=sys.stderr, flush=True)
+            os._exit(3)
+    """)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folders_before, children_before = folders(), set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineStartError, match=r"2 of 2 engines \(ranks 0-1\) ended before they were ready") as caught:
+        Session(engines=2, device="cpu")
+    assert "libtorch.so: no such file" in str(caught.value)
+    assert folders() == folders_before
+    assert set(psutil.Process().children(recursive=True)) <= children_before
+
+
+@pytest.mark.usefixtures("ending_servers")
+def test_engines_have_one_parent_which_ends_with_the_last_session():
+    def parents(session):
+        return {psutil.Process(pid).parent() for pid in session.run("import os; os.getpid()").values}
+
+    with Session(engines=2, device="cpu") as session:
+        (server,) = parents(session)
+        session.restart([1])
+        assert parents(session) == {server}
+        with Session(engines=2, device="cpu") as other:
+            assert parents(other) == {server}
+        assert server.is_running()
+    assert not server.is_running()
+
+
+def test_a_server_is_shared_where_libraries_load_alike():
+    alike = fork_server.load_environment
+    assert alike({"OMP_NUM_THREADS": "1", "HOME": "/a"}) == alike({"OMP_NUM_THREADS": "1", "HOME": "/b"})
+    assert alike({"OMP_NUM_THREADS": "1"}) != alike({"OMP_NUM_THREADS": "2"})
+    assert alike({"LD_LIBRARY_PATH": "/a"}) != alike({}) != alike({"PYTHONPATH": "/a"})
 
 
 def test_engines_that_do_not_come_in_time_are_told_with_the_cores(monkeypatch):

@@ -285,7 +285,7 @@ class Session:
                 "is to find are started with keep=True (%workbench start --keep)."
             )
         if self._forget():
-            self._pool.leave()
+            self._pool.detach()
             self._folder.release()
             self._notify_subscribers(-1, RunEvent("closed", 0))
 

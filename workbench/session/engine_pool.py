@@ -156,6 +156,12 @@ class EnginePool:
             self._engines.close()
             self._engines = None
 
+    def detach(self) -> None:
+        """Disconnect from engines that are kept for another notebook."""
+        self.leave()
+        if isinstance(self._processes, LocalProcesses):
+            self._processes.leave()
+
     def close(self) -> None:
         """End the engines and everything that was started with them."""
         if not isinstance(self._processes, LocalProcesses):

@@ -1,7 +1,8 @@
 """Starts and stops the processes of a session with ipyparallel's own launchers.
 
-One engine per rank, its environment set before its interpreter starts (the only safe moment for
-CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS), engine id = rank, everything on loopback and encrypted.
+One engine per rank, its environment set before torch loads or a GPU is touched (the only safe moment for
+OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES), engine id = rank, everything on loopback and encrypted. On Linux, engines
+on the CPU are forked from a process that has loaded torch (`fork_server`); others start an interpreter each.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 import ipyparallel as ipp
 import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
-from traitlets import Integer, List
+from traitlets import Instance, Integer, List
 from traitlets.config import Config
 
 from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
-from workbench.session.processes import oom_kills, watchdog
+from workbench.session.processes import fork_server, oom_kills, watchdog
 from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
 from workbench.session.processes.rendezvous_address import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import describe_ranks
@@ -96,7 +97,16 @@ class RankEngineLauncher(LocalEngineLauncher):
     def start(self) -> Any:
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
         self.set_trait("environment", {**self.environment, **own})
-        return super().start()
+        forks = self.parent.forks
+        if forks is None:
+            return super().start()
+        arguments = self.find_args()[len(WATCHDOG) :]
+        folder = os.path.abspath(self.work_dir)
+        self.process = forks.fork(arguments, {**os.environ, **self.get_env()}, folder, self.output_file)
+        self.pid = self.process.pid
+        self.notify_start(self.pid)
+        self._start_waiting()
+        return None
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):
@@ -106,6 +116,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):
     ranks: Any = List()
     num_ranks = Integer()
     gpus: Any = List()
+    forks: Any = Instance(fork_server.ForkServer, allow_none=True)
 
 
 class LocalProcesses:
@@ -127,6 +138,7 @@ class LocalProcesses:
         self._oom_kills = oom_kills.count()
         self._launchers: dict[int, RankEngineLauncher] = {}
         self._known: set[ProcessId] = set()
+        self._forks: fork_server.ForkServer | None = None
         self._cluster = ipp.Cluster(
             profile_dir=str(folder.path / "profile"),
             cluster_id="",
@@ -151,6 +163,7 @@ class LocalProcesses:
             EngineStartError: the controller or an engine ended; the message has the last lines it wrote.
         """
         self._write_security_settings()
+        self._find_fork_server()  # it loads torch while the controller starts
         self._cluster.start_controller_sync(environment=self._environment())
         assert self._cluster.controller is not None
         self._controller = ProcessId.of(self._cluster.controller.pid)
@@ -189,11 +202,14 @@ class LocalProcesses:
 
     def _launch(self, ranks: Sequence[int]) -> None:
         """Start the processes of engines; they find the controller when it has said where it listens."""
+        self._find_fork_server()
+        self._wait_for_fork_server(ranks)
         engine_set_id = self._cluster.start_engines_sync(
             len(ranks),
             ranks=list(ranks),
             num_ranks=self.num_ranks,
             gpus=self.gpus,
+            forks=self._forks,
             delay=0,
             engine_args=_ENGINE_OPTIONS,
             environment=self._environment(),
@@ -218,6 +234,13 @@ class LocalProcesses:
         while any(process.find() for process in self._known) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 2)
         self._known.clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """Need no more engines; those that run go on if they are kept."""
+        if self._forks is not None:
+            self._forks.release()
+            self._forks = None
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
@@ -233,6 +256,26 @@ class LocalProcesses:
             return bool(self.engines[rank].status() == psutil.STATUS_STOPPED)
         except (KeyError, psutil.NoSuchProcess):
             return False
+
+    def _find_fork_server(self) -> None:
+        """The server that fits the environment of now, where engines are forked: not yet where they use GPUs."""
+        if self.gpus or sys.platform != "linux":
+            return
+        environment = {**os.environ, **rank_environment(0, self.num_ranks)}
+        used = self._forks
+        if used is None or used.has_ended() or used.key != fork_server.load_environment(environment):
+            self._forks = fork_server.ForkServer.shared(environment)
+            if used is not None:
+                used.release()
+
+    def _wait_for_fork_server(self, ranks: Sequence[int]) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self._forks is not None and not self._forks.is_ready():
+            if self._forks.has_ended():
+                raise EngineStartError(self._start_failure(ranks, "ended before they were ready"))
+            if time.monotonic() > deadline_s:
+                raise EngineStartError(self._start_failure(ranks, _too_late()))
+            time.sleep(_POLL_S)
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
@@ -267,6 +310,8 @@ class LocalProcesses:
         """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""
         try:
             code = self.engines[rank].wait(timeout=0.5)
+            if self._forks is not None and code is None:
+                code = self._forks.exit_code(self.engines[rank].pid)
         except (KeyError, psutil.Error):
             code = None
         if code in (None, -signal.SIGKILL) and oom_kills.count() > self._oom_kills:
@@ -283,9 +328,7 @@ class LocalProcesses:
                 raise EngineStartError(self._start_failure(dead, "ended before they were ready"))
             if time.monotonic() > deadline:
                 missing = sorted(set(ranks) - set(client.ids))
-                here = counted(num_cores(), "core")
-                what = f"did not answer within {START_TIMEOUT_S} s on {here}: start fewer if they are many"
-                raise EngineStartError(self._start_failure(missing, what))
+                raise EngineStartError(self._start_failure(missing, _too_late()))
             on_progress(len(set(ranks) & set(client.ids)))
             time.sleep(_POLL_S)
         self._record()
@@ -299,7 +342,9 @@ class LocalProcesses:
         )
 
     def _log_of(self, rank: int) -> str:
-        return _indented_tail(self._launchers[rank].get_output())
+        if rank in self._launchers:
+            return _indented_tail(self._launchers[rank].get_output())
+        return _indented_tail(self._forks.output() if self._forks is not None else "")
 
     def _controller_log(self) -> str:
         controller = self._cluster.controller
@@ -324,6 +369,10 @@ class LocalProcesses:
             return None
         engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
         return EngineFacts(self._controller, engines, tuple(self.gpus), self._since_s)
+
+
+def _too_late() -> str:
+    return f"did not answer within {START_TIMEOUT_S} s on {counted(num_cores(), 'core')}: start fewer if they are many"
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -1,0 +1,219 @@
+"""Engines are forked from one process that has loaded torch, so that it is loaded once and not once per engine.
+
+On the notebook's side `ForkServer` starts ``python -m workbench.session.processes.fork_server`` and talks to it over a
+socket, one line of JSON per question and per answer. The server loads what every engine needs, then forks an engine
+per request. It does not compute, holds no threads and does not touch a GPU, so a fork is as good as a new interpreter.
+It ends with the notebook, and its engines end with it (see `watchdog`).
+
+What is read only while libraries are loaded cannot be changed afterwards: engines share a server only where
+`load_environment` says the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from workbench.session.processes import watchdog
+
+PRELOADED = ("workbench.tensors.world", "torch._dynamo", "ipyparallel.engine.app")
+"""What engines need; the first optimizer that a process makes loads the second, the longest."""
+_READ_AT_LOAD = (
+    "ATEN_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH",
+)  # fmt: skip
+"""Variables with these beginnings are read by interpreters and libraries while they load."""
+_PERIOD_S = 0.5
+
+keeps_servers = False
+"""Whether servers outlive the last session that uses them. Tests set it, who start many sessions in one process."""
+_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
+
+
+def load_environment(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The variables that have to be right before a process loads torch."""
+    return tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_LOAD)))
+
+
+class ForkServer:
+    """A process that forks engines. `shared` gives the one that fits an environment.
+
+    Every `shared` needs its `release`.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.key = load_environment(environment)
+        self.num_users = 0
+        self._is_ready = False
+        self._turn = threading.Lock()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._answers = self._socket.makefile("r", encoding="utf-8")
+
+    @classmethod
+    def shared(cls, environment: Mapping[str, str]) -> ForkServer:
+        """A server for this environment, a new one where there is none; it begins to load at once."""
+        key = load_environment(environment)
+        server = _servers.get(key)
+        if server is None or server.has_ended():
+            server = _servers[key] = cls(environment)
+        server.num_users += 1
+        return server
+
+    def release(self) -> None:
+        """End the server if nobody else uses it."""
+        self.num_users -= 1
+        if self.num_users == 0 and not keeps_servers:
+            self.close()
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def is_ready(self) -> bool:
+        """Whether it has loaded everything; does not wait."""
+        if not self._is_ready and select.select([self._socket], [], [], 0)[0]:
+            self._is_ready = bool(self._answers.readline())
+        return self._is_ready
+
+    def fork(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, output: str
+    ) -> psutil.Process:
+        """Start a process that runs ``watchdog.main(arguments)``. Its output is appended to a file.
+
+        Call it once the server is ready.
+
+        Raises:
+            EOFError: the server has ended.
+        """
+        request = {"arguments": arguments, "environment": dict(environment), "folder": folder, "output": output}
+        process = psutil.Process(self._ask(request))
+        self._ask({"reap": process.pid})  # not before: its number would be free again
+        return process
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a process of this server ended, negative for a signal; None where that is not known."""
+        try:
+            code = self._ask({"exit_code": pid})
+        except (EOFError, OSError):
+            return None
+        return None if code is None else int(code)
+
+    def output(self) -> str:
+        """What the server has written so far, for the message of an error."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """End the server, and with it engines that are still there. Safe to call twice."""
+        if _servers.get(self.key) is self:
+            del _servers[self.key]
+        self._answers.close()
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        with self._turn:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            answer = self._answers.readline()
+        if not answer:
+            raise EOFError("the process that forks engines has ended")
+        return json.loads(answer)
+
+
+def close_unused() -> None:
+    """End the servers that `keeps_servers` has kept."""
+    for server in [server for server in _servers.values() if not server.num_users]:
+        server.close()
+
+
+def serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Answer requests until the notebook is gone (None); in each process that is forked, return its request."""
+    exit_codes: dict[int, int | None] = {}
+    """Of processes that may be reaped; None while they run."""
+
+    def reap(*_: object) -> None:
+        for pid in [pid for pid, code in exit_codes.items() if code is None]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                exit_codes[pid] = os.waitstatus_to_exitcode(status)
+
+    signal.signal(signal.SIGCHLD, reap)
+    notebook, requests = os.getppid(), connection.makefile("r", encoding="utf-8")
+    while os.getppid() == notebook:
+        if not select.select([connection], [], [], _PERIOD_S)[0]:
+            continue
+        line = requests.readline()
+        if not line:
+            break
+        request = json.loads(line)
+        if "exit_code" in request:
+            answer = exit_codes.get(request["exit_code"])
+        elif "reap" in request:
+            answer = exit_codes[request["reap"]] = None
+            reap()
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return request
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+    return None
+
+
+def become(request: dict[str, Any]) -> list[str]:
+    """What ``subprocess.Popen`` would do between fork and exec; returns the arguments of `watchdog.main`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    atexit.register(gc.unfreeze)  # else extension modules report all of it as leaked
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if watchdog.OWNER in os.environ:
+        os.environ[watchdog.OWNER] = str(os.getppid())
+    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    os.chdir(request["folder"])
+    sys.path[0] = request["folder"]
+    return list(request["arguments"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Load, say so, and serve; in a process that is forked, be the engine."""
+    with socket.socket(fileno=int(argv[0])) as connection:
+        for name in PRELOADED:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # the engines' collector then leaves what they share with this process as it is
+        connection.sendall(b'"ready"\n')
+        request = serve(connection)
+    if request is not None:
+        watchdog.main(become(request))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
