@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
@@ -17,6 +16,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
+from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
@@ -24,7 +24,6 @@ from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
 from workbench.training.strategies.state import state_of
 
-_generator_lock = threading.Lock()  # simulated ranks share torch's generator
 Rows = tuple[int, int]
 
 
@@ -337,13 +336,9 @@ class _Reproducible(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        with _generator_lock:
-            before = torch.default_generator.get_state()
+        with default_generator.restored():
             torch.default_generator.manual_seed(hash((self.seed, epoch, index)) & 0x7FFFFFFFFFFFFFFF)
-            try:
-                return self.dataset[index]
-            finally:
-                torch.default_generator.set_state(before)
+            return self.dataset[index]
 
 
 __all__ = ["GlobalDataLoader"]

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.errors import RunError
+from workbench.tensors import default_generator
 from workbench.training.batches import LossFunction, count_samples
 
 _SAME = 0.02
@@ -34,16 +35,14 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
 
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
         return ""
-    before, batch = torch.get_rng_state(), (output, targets)
+    batch = (output, targets)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), default_generator.restored():
             loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""
-    if again != loss:  # it draws random numbers
-        torch.set_rng_state(before)
-        return ""
-    if not abs(doubled - loss) > _SAME * max(abs(loss), abs(doubled)):
+    draws = again != loss
+    if draws or not abs(doubled - loss) > _SAME * max(abs(loss), abs(doubled)):
         return ""
     return (
         f"loss_fn gives {loss:.6g} for {rows} samples and {doubled:.6g} where each of them comes twice, so it is no "

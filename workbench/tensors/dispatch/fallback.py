@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
+from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.dispatch.aliasing import remember_copies
 from workbench.tensors.dispatch.placeholder_calls import (
@@ -106,11 +107,8 @@ def _infos_for_placeholders(
         return values[id(leaf)]
 
     value_args, value_kwargs = tree_map(value_of, (args, kwargs))
-    state = torch.get_rng_state()
-    try:
+    with default_generator.restored():
         result = func(*value_args, **value_kwargs)
-    finally:
-        torch.set_rng_state(state)
     return outputs_info(result, [values[id(leaf)] for leaf in whole])
 
 

@@ -21,6 +21,7 @@ from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
+from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.simulated import Simulated
@@ -299,7 +300,7 @@ one, two halves of attention, GELU, the slices of queries, keys and values put t
 
 
 def _tiny_step(world: World, depth: int) -> Callable[[], Any]:
-    with Simulated(world), torch.random.fork_rng(devices=[]):
+    with Simulated(world), default_generator.restored():
         model = parallelize(nn.Sequential(*(_Block() for _ in range(depth))), "*: data")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     inputs = torch.ones(_NUM_SAMPLES, _LENGTH, _WIDTH)

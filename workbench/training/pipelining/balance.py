@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
+from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
@@ -186,13 +187,12 @@ def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
     """``run()``, after which gradients, buffers and random numbers are what they were."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    state = torch.get_rng_state()
     try:
         for parameter, _ in grads:
             parameter.grad = None
-        return run()
+        with default_generator.restored():
+            return run()
     finally:
-        torch.set_rng_state(state)
         for parameter, grad in grads:
             parameter.grad = grad
         with torch.no_grad():

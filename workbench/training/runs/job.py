@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS
+from workbench.tensors import default_generator
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
 from workbench.training.datasets import Collate, check_dataset, first_batch, num_samples_of, take
 from workbench.training.runs.job_checks import (  # fmt: skip
@@ -26,7 +25,6 @@ from workbench.training.runs.weight_changes import WeightHistory, disturb, preci
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
-_seeding = threading.Lock()  # torch's default generator is one for all simulated ranks
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,7 @@ class Job:
         Raises:
             RunError: ``model_fn`` makes something else.
         """
-        with _seeding:
-            torch.manual_seed(self.seed)
+        with default_generator.seeded(self.seed):
             model = self.model_fn()
         check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
@@ -163,16 +160,8 @@ class RankResult:
 
 def seed_draws(job: Job) -> None:
     """Seed what the model draws for plain tensors: alike on all ranks."""
-    with _seeding:
-        torch.manual_seed(job.seed)
-
-
-@contextmanager
-def watch_draws() -> Iterator[Callable[[], bool]]:
-    """A context whose value says whether torch's default generator was drawn from; no other job is seeded meanwhile."""
-    with _seeding:
-        before = torch.get_rng_state()
-        yield lambda: not torch.equal(before, torch.get_rng_state())
+    with default_generator.seeded(job.seed):
+        pass
 
 
 def checked_step(job: Job) -> int:
@@ -186,5 +175,4 @@ __all__ = [
     "RankResult",
     "checked_step",
     "seed_draws",
-    "watch_draws",
 ]

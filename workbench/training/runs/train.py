@@ -19,13 +19,14 @@ from workbench.core.metrics import StepBlock
 from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
+from workbench.tensors import default_generator
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws, watch_draws
+from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws
 from workbench.training.runs.job_checks import explained
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
@@ -70,7 +71,7 @@ def run_one_device(
         optimizer.zero_grad()
         total = 0.0
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
-        with measured, watch_draws() if step == 0 else nullcontext(bool) as has_drawn:
+        with measured, default_generator.watched() if step == 0 else nullcontext(bool) as has_drawn:
             for part in batch.cut(num_micro_batches, job.count):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
