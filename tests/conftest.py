@@ -73,6 +73,17 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["WORKBENCH_RUNS"] = before
 
 
+@pytest.fixture
+def no_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new notebook: sessions of other tests are not found, and what the test leaves open is closed."""
+    from workbench.session import cluster
+
+    monkeypatch.setattr(cluster, "_open", [])
+    yield
+    while (session := cluster.find_current()) is not None:
+        session.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
     """Sessions of all tests of this process fork their engines from one process, which loads torch once."""

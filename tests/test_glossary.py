@@ -59,6 +59,7 @@ def _ban(forms: str, instead: str, where: str) -> Ban:
     )
 
 
+@cache
 def words_of(name: str) -> str:
     """The words of an identifier, in lower case, with a blank around each.
 
@@ -90,12 +91,12 @@ def docstrings_in(tree: ast.AST) -> Iterator[str]:
 def banned_names(path: str, names: set[str], bans: list[Ban]) -> list[str]:
     """``path: name: say instead`` for each name with a banned word; dunder names belong to Python."""
     found = []
+    bans_here = [ban for ban in bans if ban.in_names and ban.holds_in(path)]
     for name in sorted(names):
         words = "" if name.startswith("__") else words_of(name)
         found += [
             f"{path}: {name}: not '{form}' but {ban.instead}"
-            for ban in bans
-            if ban.in_names and ban.holds_in(path)
+            for ban in bans_here
             for form in ban.forms
             if f" {form} " in (words.replace(f" {ban.phrase} ", "  ") if ban.phrase else words)
         ]

@@ -40,6 +40,7 @@ def loaded_by(*modules: str) -> frozenset[str]:
 
 def modules_in(room: str) -> list[str]:
     folder = ROOT / "workbench" / room
+    assert folder.is_dir(), room
     names = (path.relative_to(ROOT).with_suffix("").parts for path in sorted(folder.rglob("*.py")))
     return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
 
@@ -55,12 +56,13 @@ def test_the_algebra_loads_no_torch() -> None:
 
 def test_ranks_and_eager_programs_load_nothing_of_a_notebook() -> None:
     floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
-    assert "workbench.tensors.world" in floors
-    assert not loaded_by(*floors, *EAGER) & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
+    loaded = loaded_by(*floors, *EAGER)
+    assert {"torch", "workbench.tensors.world", *EAGER} <= loaded
+    assert not loaded & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
 
 
 def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:
-    """`torch._dynamo` is no part of the notebook, but loading it takes an engine two seconds."""
+    """`torch._dynamo` is no part of the notebook; loading it takes two seconds, once for all forked engines."""
     loaded = loaded_by("workbench.session.engine")
     assert not loaded & (NOTEBOOK_SIDE - {"IPython.display"} | {"torch._dynamo", "workbench.session.cluster"})
 
@@ -71,7 +73,6 @@ def test_the_command_line_answers_without_torch() -> None:
 
 def test_a_loaded_module_is_seen() -> None:
     assert {"json.tool", "workbench.units"} <= loaded_by("json.tool", "workbench.units")
-    assert "torch" in loaded_by("workbench.tensors.world")
 
 
 @pytest.mark.parametrize("name", workbench.__all__)

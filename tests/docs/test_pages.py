@@ -53,10 +53,10 @@ def test_page_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_session: None) -> Iterator[Any]:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from workbench.session import cluster, magic
+    from workbench.session import magic
     from workbench.session.output import merging
 
     # Pages show what ranks print together; on a busy machine one may be later than a reader would wait for it.
@@ -65,9 +65,6 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shell = InteractiveShell.instance()
     yield shell
-    session = cluster.find_current()
-    if session is not None:
-        session.close()
     if magic.read_comment_spelling in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(magic.read_comment_spelling)
     InteractiveShell.clear_instance()

@@ -16,19 +16,16 @@ from tests.flow.job_programs import BATCH_SIZE, losses_of, made_up_digits
 from tests.flow.running import source_of
 from workbench import flow
 from workbench.errors import CellError
-from workbench.session import Session, current, find_current
+from workbench.session import Session, current
 from workbench.testing import run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*older spelling:DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)
-def _no_session_before_and_after() -> Iterator[None]:
+def _fresh_configuration(no_session: None) -> Iterator[None]:
     yield
     flow.config.reset()
-    session = find_current()
-    if session is not None:
-        session.close()
 
 
 def program(name: str, folder: Path) -> dict[str, Any]:
