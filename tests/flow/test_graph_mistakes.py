@@ -63,7 +63,7 @@ def backwards_in_1f1b():
         (lambda: Step(linear(), num_parts=0), ["set_gradient_accumulation_steps(0)", "at least 1"]),
         (
             lambda: Step(m := linear(), sgd_of(m), 2)(data()[0], data()[1][:4]),
-            ["unlike numbers of rows", "(5, 4)", "(4, 2)"],
+            ["different numbers of rows", "(5, 4)", "(4, 2)"],
         ),
         (backwards_in_1f1b, ["1f1b", "gpipe"]),
     ],

@@ -302,9 +302,9 @@ class TestMistakes:
         run_ranks(program, 2)
 
     def test_ragged_samples_and_arrays_with_a_collator(self):
-        with pytest.raises(RunError, match=r"2 samples are no batch.*pad them in the dataset"):
+        with pytest.raises(RunError, match=r"2 samples cannot form a batch.*pad them in the dataset"):
             next(iter(wb.GlobalDataLoader([{"x": [1]}, {"x": [1, 2]}], 2)))
-        with pytest.raises(ValueError, match="lie in arrays already"):
+        with pytest.raises(ValueError, match="A batch is some rows of the arrays"):
             wb.GlobalDataLoader(sentences(), 2, collate_fn=as_encoding)
 
     def test_iterable_datasets(self):
@@ -320,7 +320,7 @@ class TestMistakes:
             wb.GlobalDataLoader([1, 2], 0)
         with pytest.raises(LayoutError, match=r"S\(0\) or B"):
             wb.GlobalDataLoader([1, 2], 1, placement=wb.placement("cpu", ranks=[0]), sbp="S(1)")
-        with pytest.raises(ValueError, match="2 answers"):
+        with pytest.raises(ValueError, match="2 layouts are given"):
             wb.GlobalDataLoader([1], 1, module=nn.Linear(1, 1), placement=wb.placement("cpu", ranks=[0]))
 
     def test_samples_that_are_no_tensors(self):

@@ -186,8 +186,8 @@ def num_samples(batch: Any) -> int:
     if found is None:
         told = [f"{name} {tuple(leaf.shape)}" for name, leaf in named_tensors(batch).items()]
         raise RunError(
-            f"the batch's tensors have unlike numbers of rows: {', '.join(told)}. All are cut along dim 0, the "
-            "samples, and must have the same number there, or 1 to go whole to each micro-batch: add a dim of 1."
+            f"the batch's tensors have different numbers of rows: {', '.join(told)}. All are cut along dim 0, the "
+            "samples. They need the same number of rows, or 1 row to go whole to each micro-batch: add a dim of 1."
         )
     if found == 0 or not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         raise RunError(
@@ -274,8 +274,8 @@ def check_loss_fn(loss_fn: Any) -> None:
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         name = loss_fn.__name__
         raise RunError(
-            f"loss_fn is the class {name}, which makes losses, and is called as loss_fn(output, targets) with 2 "
-            f"tensors. Give one of them: {name}()."
+            f"loss_fn is the class {name}, but it is called as loss_fn(output, targets) with 2 tensors. Give an "
+            f"instance: {name}()."
         )
 
 
@@ -294,14 +294,14 @@ def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> torch.Te
     loss = _found_loss(output) if loss_fn is None else loss_fn(output, targets)
     if not isinstance(loss, torch.Tensor):
         raise RunError(
-            f"loss_fn returned a {type(loss).__name__}, a step needs one scalar tensor. For a sum and a count return "
-            "sum / count, and give count=lambda inputs, targets: ... as well. Where the model computes its own loss, "
-            "leave out loss_fn, so that the model gets the whole batch."
+            f"loss_fn returned a {type(loss).__name__}, but a step needs one scalar tensor. For a sum and a count "
+            "return sum / count, and give count=lambda inputs, targets: ... as well. If the model computes its own "
+            "loss, leave out loss_fn, so that the model gets the whole batch."
         )
     if loss.dim() != 0:
         raise RunError(
             f"{'the model' if loss_fn is None else 'loss_fn'} returned a tensor of shape {tuple(loss.shape)} with "
-            f"{loss.dim()} dims, a loss has 0. Reduce it to a mean over the samples, e.g. loss.mean()"
+            f"{loss.dim()} dims, but a loss has 0. Reduce it to a mean over the samples, e.g. loss.mean()"
             f"{', or give a loss_fn' if loss_fn is None else ''}."
         )
     if not loss.requires_grad:

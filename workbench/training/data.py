@@ -115,8 +115,8 @@ class GlobalDataLoader:
         wrong = [f"{n}={state[n]}, here {own[n]}" for n in ("seed", "shuffle", "num_samples") if state[n] != own[n]]
         if wrong:
             raise ValueError(
-                f"GlobalDataLoader.load_state_dict: the state is of a loader with {'; '.join(wrong)}. A position means "
-                "something in the same order only: make the loader with the same dataset, seed and shuffle."
+                f"GlobalDataLoader.load_state_dict: the state is of a loader with {'; '.join(wrong)}. A position is "
+                "valid for the same order only: make the loader with the same dataset, seed and shuffle."
             )
         self.epoch, self._position, self._starts_anew = state["epoch"], state["position"], False
 
@@ -184,8 +184,8 @@ def _check_arguments(batch_size: int, module: Any, placement: Any) -> None:
         raise ValueError(f"GlobalDataLoader(batch_size={batch_size}): a batch has at least 1 sample.")
     if module is not None and placement is not None:
         raise ValueError(
-            "GlobalDataLoader(module=..., placement=...): 2 answers to who reads what. The module's strategy gives one "
-            "already: leave out placement and sbp."
+            "GlobalDataLoader(module=..., placement=...): 2 layouts are given. The module's strategy has one already: "
+            "leave out placement and sbp."
         )
 
 
@@ -279,8 +279,8 @@ def _described(part: Any, num_rows: int, what: str) -> Any:
             return _Shared(leaf)
         found = f"a tensor {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
         raise LayoutError(
-            f"GlobalDataLoader, {what}: collate_fn made {found} of {num_rows} samples. A global batch is made of "
-            "tensors with one row per sample, and of what all samples share: leave everything else out of the dataset "
+            f"GlobalDataLoader, {what}: collate_fn made {found} of {num_rows} samples. A global batch has "
+            "tensors with one row per sample, and values that all samples share: remove everything else in the dataset "
             "or in collate_fn."
         )
 

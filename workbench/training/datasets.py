@@ -32,7 +32,7 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
         more = "" if dataset.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
         raise RunError(
             f"{call}: the data set is a {kind} of {len(dataset.dataset)} samples in batches of {dataset.batch_size}. "  # type: ignore[arg-type]
-            f"Samples are taken by position, in batches of its own: give loader.dataset, and "
+            f"The workbench takes samples by position and makes its own batches: give loader.dataset, and "
             f"batch_size={dataset.batch_size}{more}."
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -43,8 +43,8 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
         )
     if collate_fn is not None and isinstance(dataset, (tuple, Mapping)):
         raise RunError(
-            f"{call}: collate_fn= and a {kind} of {len(dataset)} arrays. Samples lie in arrays already, and a batch is "
-            "some rows of them. Leave out collate_fn, or give a list of samples or a TensorDataset."
+            f"{call}: collate_fn= with a {kind} of {len(dataset)} arrays. A batch is some rows of the arrays. "
+            "Leave out collate_fn, or give a list of samples or a TensorDataset."
         )
 
 
@@ -98,9 +98,9 @@ def _as_columns(value: Any) -> Any:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RunError(
-            f"the data set has a {type(value).__name__} beside its arrays, of which torch makes no tensor: {error}. A "
-            "tuple or dict holds arrays of numbers, one row per sample; samples in other forms stand in a list, of "
-            "which collate_fn makes batches."
+            f"the data set has a {type(value).__name__} beside its arrays, and torch cannot convert it: {error}. A "
+            "tuple or dict holds arrays of numbers, one row per sample. Put samples of other forms into a list, and "
+            "give a collate_fn that makes batches."
         ) from error
 
 
@@ -118,7 +118,7 @@ def collate(samples: Sequence[Any]) -> Any:
         return default_collate([_as_sample(sample) for sample in samples])
     except RuntimeError as error:
         raise RunError(
-            f"{len(samples)} samples are no batch: {error}. All must have the same shapes: pad them in the dataset, "
+            f"{len(samples)} samples cannot form a batch: {error}. All need the same shapes: pad them in the dataset, "
             "e.g. to the longest, with labels of -100 and an attention_mask of 0 there, or give a collate_fn."
         ) from error
 

@@ -156,11 +156,11 @@ BEFORE = {
     "a loader": ({"dataset": loader()}, r"DataLoader of 13 samples in batches of 4.*give loader.dataset.*=4, c"),
     "a list of arrays": ({"dataset": list(features())}, r"=5, but the data set has 2 samples.*stand in a tuple"),
     "too few samples": ({"dataset": features(4)}, r"batch_size=5, but the data set has 4 samples.*=4 is the largest"),
-    "unlike rows": ({"dataset": (features(6)[0], features(9)[1])}, r"unlike numbers of rows: 0 \(6, 8\), 1 \(9,\)"),
-    "words": ({"dataset": (features()[0], ["a"] * 13)}, r"has a list beside its arrays.*collate_fn makes batches"),
-    "arrays and a collate_fn": ({"collate_fn": padded}, r"collate_fn= and a tuple of 2 arrays.*or a TensorDataset"),
+    "unlike rows": ({"dataset": (features(6)[0], features(9)[1])}, r"different numbers of rows: 0 \(6, 8\), 1 \(9,\)"),
+    "words": ({"dataset": (features()[0], ["a"] * 13)}, r"has a list beside its arrays.*collate_fn that makes batches"),
+    "arrays and a collate_fn": ({"collate_fn": padded}, r"collate_fn= with a tuple of 2 arrays.*or a TensorDataset"),
     "half a sample": ({"batch_size": 2.5}, r"batch_size=2.5: a whole number"),
-    "a class of losses": ({"loss_fn": nn.CrossEntropyLoss}, r"loss_fn is the class.*one of them: CrossEntropyLoss\("),
+    "a class of losses": ({"loss_fn": nn.CrossEntropyLoss}, r"loss_fn is the class.*an instance: CrossEntropyLoss\("),
     "a name of a loss": ({"loss_fn": "mse"}, r"loss_fn is a str: 'mse'.*give a function"),
     "an optimizer": (
         {"optimizer_fn": torch.optim.Adam(perceptron().parameters())}, r"optimizer_fn is a Adam.*optim.Adam\(param"),
@@ -176,8 +176,8 @@ MADE = {
     "a class of models": ({"model_fn": lambda: nn.Linear}, r"returned the class Linear, not an nn.Module"),
     "no model": ({"model_fn": lambda: None}, r"returned a NoneType, not an nn.Module"),
     "a vector": (
-        {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}, r"shape \(2,\) with 1 dims, a loss has"),
-    "a number": ({"loss_fn": lambda out, y: 0.5}, r"loss_fn returned a float, a step needs one scalar tensor"),
+        {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}, r"shape \(2,\) with 1 dims, but a loss has"),
+    "a number": ({"loss_fn": lambda out, y: 0.5}, r"loss_fn returned a float, but a step needs one scalar tensor"),
 }  # fmt: skip
 RECORDED = {
     "a pair of outputs": (

@@ -118,7 +118,7 @@ def running_job(what: str) -> RunningJob:
     job = _running.get()
     if job is None:
         raise JobError(
-            f"{what} is called outside of a job function, where there is nothing that it could belong to. Call it in "
+            f"{what} is called outside of a job function, but it belongs to a job. Call it in "
             "the body of a function under @flow.global_function(...), and call that function."
         )
     return job

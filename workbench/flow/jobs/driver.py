@@ -68,7 +68,7 @@ def _pickled(job: Job) -> bytes:
         return protocol.dump(job)
     except Exception as error:
         raise JobError(
-            f"{job.name}: the function cannot be sent to the engines, for something that it uses by name cannot be "
+            f"{job.name}: the function cannot be sent to the engines, because something that it uses by name cannot be "
             f"pickled ({type(error).__name__}: {error}). Make such things inside the body, or leave them out."
         ) from error
 

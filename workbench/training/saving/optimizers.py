@@ -74,9 +74,9 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
     if spec.layout.is_broadcast:
         return value
     raise CheckpointError(
-        f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on this rank, whose part of the parameter "
-        f"{tuple(spec.shape)} is {spec.local_shape}. State that is neither per element nor a scalar cannot be cut "
-        "anew: save under a strategy that keeps this parameter whole, or leave the optimizer out."
+        f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on this rank, which has {spec.local_shape} "
+        f"of the parameter {tuple(spec.shape)}. State that is neither per element nor a scalar cannot be split again. "
+        "Save under a strategy that keeps this parameter whole, or leave the optimizer out."
     )
 
 

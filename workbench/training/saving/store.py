@@ -226,7 +226,7 @@ def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) ->
             f"load({str(folder)!r}): the checkpoint does not fit.\n  "
             + "\n  ".join(problems)
             + "\nNothing was loaded. "
-            "Load it into what it was saved from; strict=False leaves out what is missing or unexpected in a module."
+            "Load it into the objects that it was saved from; strict=False ignores missing and unexpected tensors."
         )
     wanted = list(restoring.targets())
     return restoring, restoring.checkpoint.check(wanted, restoring.filled)

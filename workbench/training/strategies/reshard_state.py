@@ -114,6 +114,6 @@ def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) 
         return value.detach().cpu()
     raise StrategyError(
         f"parallelize: optimizer state {key!r} of a parameter {tuple(parameter.shape)} has shape {tuple(value.shape)} "
-        f"on this rank, which holds {local_shape} of it. Only state that is per element or a scalar can be cut anew. "
+        f"on this rank, which holds {local_shape} of it. Only scalars and state per element can be split again. "
         "Make a new optimizer after wb.parallelize, or keep this parameter whole (data)."
     )
