@@ -40,7 +40,7 @@ MISTAKES = {
     "a vector": (vector, RunError, r"loss_fn returned a tensor of shape \(\d,\) with 1 dims, but a loss has 0"),
     "turned scores": (turned, ValueError, r"input batch_size \(4\) to match target batch_size \(\d\)"),
     "targets of other samples": (half, ValueError, r"input batch_size \(\d\) to match target batch_size \(\d\)"),
-    "a class of losses": (nn.CrossEntropyLoss, RunError, r"is the class CrossEntropyLoss.*Give one of them: Cross"),
+    "a class of losses": (nn.CrossEntropyLoss, RunError, r"is the class CrossEntropyLoss.*Give an instance: Cross"),
 }
 
 
