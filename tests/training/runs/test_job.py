@@ -176,7 +176,7 @@ MADE = {
     "a class of models": ({"model_fn": lambda: nn.Linear}, r"returned the class Linear, not an nn.Module"),
     "no model": ({"model_fn": lambda: None}, r"returned a NoneType, not an nn.Module"),
     "a vector": (
-        {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}, r"shape \(2,\) 1 dims, but a loss has"),
+        {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}, r"\(2,\) with 1 dims, but a loss has"),
     "a number": ({"loss_fn": lambda out, y: 0.5}, r"loss_fn returned a float, but a step needs one scalar tensor"),
 }  # fmt: skip
 RECORDED = {
