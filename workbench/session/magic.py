@@ -1,6 +1,6 @@
 """``%load_ext workbench``: cells and lines that run on all engines, and the commands of a session.
 
-Each magic parses its line, makes one call on the session, and shows what comes back.
+Each magic parses its line, makes one call on the session, and shows the result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Forget the ``# %%global`` spelling and end the session."""
+    """Remove the ``# %%global`` spelling and end the session."""
     if read_comment_spelling in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.remove(read_comment_spelling)
     completion.uninstall(ipython)
@@ -60,7 +60,7 @@ def read_comment_spelling(lines: list[str]) -> list[str]:
 
 @magics_class
 class SessionMagics(Magics):
-    """The magics of the workbench; they act on the session that was started last."""
+    """The magics of the workbench. They act on the session that was started last."""
 
     shell: Any
 
@@ -71,14 +71,14 @@ class SessionMagics(Magics):
     @argument("--quiet", action="store_true", help="show no output, only errors")
     @argument("--no-stream", action="store_true", help="show output when the cell is done, not while it runs")
     @argument("--label", default="", help="a name for this cell, shown by %%workbench status")
-    @argument("--time", action="store_true", help="say how long the cell took, and which rank was slowest")
+    @argument("--time", action="store_true", help="print the seconds of the cell and the slowest rank")
     @no_var_expand
     @cell_magic("global")  # type: ignore[arg-type]
     def cell_global(self, line: str, cell: str) -> None:
         """Run the cell on all engines as one program.
 
-        Output appears while the cell runs, alike lines once under [all]. When a rank fails the others
-        are stopped, and the notebook's cell fails with one account of what happened.
+        Output appears while the cell runs. A line that all ranks print appears once, under [all]. If a rank fails, the
+        others are stopped, and the notebook's cell fails with one error, the cause first.
         """
         options = _parse(self.cell_global, line)
         # The magic's own line stays in front as a comment, so that line numbers are those of the notebook's cell.
@@ -100,22 +100,22 @@ class SessionMagics(Magics):
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--keep", action="store_true", help="start: engines outlive this notebook, for another one to attach to")
-    @argument("--new", action="store_true", help="start: beside engines that an earlier notebook has left")
-    @argument("--name", help="attach: which session, where there are several")
+    @argument("--new", action="store_true", help="start: new engines, although an earlier notebook has left some")
+    @argument("--name", help="attach: the session, if there are several")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @line_magic("workbench")  # type: ignore[arg-type]
     def line_workbench(self, line: str) -> None:
-        """Start, look at, stop or restart the session: ``%workbench start --engines 2``.
+        """Start, inspect, stop or restart the session: ``%workbench start --engines 2``.
 
         Engines started with ``--keep`` outlive the notebook: ``detach`` leaves them, ``attach`` in another notebook
-        goes on with them and their variables, ``clean`` ends those that nobody uses. While a notebook uses its engines,
-        ``attach`` in another one looks at them: ``status``, ``dump``, ``log`` and ``interrupt`` answer there.
+        takes them over with their variables, ``clean`` ends those that no notebook uses. While a notebook uses its
+        engines, ``attach`` in another one observes them: ``status``, ``dump``, ``log`` and ``interrupt`` work there.
 
-        ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
-        shows where each rank is now, also while a cell runs; ``interrupt`` stops what runs; ``debug --ranks 1`` has a
-        debugger listen on loopback.
+        ``log`` shows the last lines that each rank printed in the last cell, and the file with all of them. ``dump``
+        shows the Python stack of each rank, also while a cell runs. ``interrupt`` stops the running cell.
+        ``debug --ranks 1`` opens a debugger on loopback.
         """
         if line.strip() in _ASKS_FOR_HELP:
             print(_help(self.line_workbench.parser.format_help()))
@@ -136,7 +136,7 @@ class SessionMagics(Magics):
 
     @line_magic("pull")  # type: ignore[arg-type]
     def line_pull(self, line: str) -> None:
-        """Copy variables of the engines here: a list by rank, or the logical tensor of a global one."""
+        """Copy variables of the engines to the notebook: a list by rank, or the logical value of a global tensor."""
         for name in _names("%pull", line):
             self.shell.user_ns[name] = cluster.current().pull(name)
 
@@ -163,16 +163,16 @@ class OutputDisplay:
             print(as_text(block, self._num_ranks), file=sys.stderr if stream == "stderr" else sys.stdout)
 
     def show_unfinished(self, text: str) -> None:
-        """One place in the cell's output that changes, for lines that are written over."""
+        """Show lines that are overwritten, in one place of the cell's output."""
         self._unfinished = self._put(self._unfinished, {"text/plain": text, **({} if text else {"text/html": ""})})
 
     def show_bars(self, bars: list[MergedBar]) -> None:
-        """One place in the cell's output for the progress bars of all ranks."""
+        """Show the progress bars of all ranks, in one place of the cell's output."""
         self._bars = self._put(self._bars, {"text/plain": bars_as_text(bars), "text/html": bars_as_html(bars)})
 
     @staticmethod
     def _put(place: Any, bundle: dict[str, str]) -> Any:
-        """Show something, or put it in the place of what is there; the place."""
+        """Show a value, or replace the one shown in its place; returns the place."""
         if place is None:
             return display(bundle, raw=True, display_id=True)
         place.update(bundle, raw=True)

@@ -1,8 +1,9 @@
-"""Clipping by the norm of all gradients: the norm is of the sums of the gradients' terms, over all stages.
+"""Clipping by the norm of all gradients: the norm of the sums of the gradients' terms, over all stages.
 
-``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` work as written: their inner functions are replaced here. The
-terms are summed in flat buckets for the norm and for the step that follows, and one small exchange makes the norm, the
-same bits on every rank of the world. Terms and sums are scaled alike, so gradients keep their layout.
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` work unchanged, because their inner functions are replaced
+here. The terms are summed in flat buckets, for the norm and for the step that follows. One small exchange makes the
+norm, with the same bits on every rank of the world. Terms and sums are scaled by the same factor, so gradients keep
+their layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _torch_clip: Callable[..., Any] = clip_grad._clip_grads_with_norm_
 
 
 def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-    """``torch.nn.utils.get_total_norm``; a plain tensor, equal on all ranks of the world, which all call it."""
+    """``torch.nn.utils.get_total_norm``: a plain tensor, equal on all ranks of the world. All ranks call it."""
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not any(isinstance(tensor, GlobalTensor) for tensor in listed):
         return _torch_total_norm(listed, norm_type, error_if_nonfinite, foreach)
@@ -46,7 +47,7 @@ def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = 
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm of each tensor, from what every rank says about the parts that it counts."""
+    """The norm of each tensor, from the norms of the ranks' parts."""
     world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
     dtype = torch.promote_types(_widest(tensors), torch.float32)
     mine = torch.stack([_norm(*part, world, order).to(dtype) for part in _parts(tensors, world)])
@@ -57,9 +58,9 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Tensor | None, bool]]:
-    """This rank's part of every tensor, terms of sums added up, and whether this rank counts it.
+    """This rank's part of every tensor, with terms of sums added, and whether this rank counts it.
 
-    Gradients are summed for whoever needs them next too: the step takes the same sums.
+    The step that follows uses the same sums.
     """
     present = [t for t in tensors if isinstance(t, GlobalTensor) and not t._spec.is_placeholder]
     owners = {tensor: owner for tensor in present if (owner := owner_of_grad(tensor)) is not None}
@@ -86,14 +87,14 @@ def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
 
 
 def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:
-    """The norm of this rank's part; nothing where another rank counts the same elements."""
+    """The norm of this rank's part; zero where another rank counts the same elements."""
     if not counted or local is None or local.numel() == 0:
         return torch.tensor(math.inf if order == -math.inf else 0.0, device=world.device)
     return torch.linalg.vector_norm(local, order)
 
 
 def _counts(spec: Spec) -> bool:
-    """Whether this rank is the first of those that hold the same part."""
+    """Whether this rank is the first of those with the same part."""
     place = spec.layout.placement.coordinates(spec.world.rank)
     return all(at == 0 for at, entry in zip(place, spec.layout.sbp, strict=True) if not isinstance(entry, Split))
 
@@ -106,7 +107,7 @@ def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
-    """``torch.nn.utils.clip_grads_with_norm_``: every term is scaled, in place."""
+    """``torch.nn.utils.clip_grads_with_norm_``: scale every term in place."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     whole = value_on_all_ranks(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)

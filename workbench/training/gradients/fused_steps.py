@@ -1,9 +1,9 @@
-"""Steps of Adam, and of SGD with momentum, in one pass over memory, where the user leaves that to torch.
+"""Steps of Adam, and of SGD with momentum, in one pass over memory, where the user leaves the choice to torch.
 
-``foreach=None, fused=None`` means that torch may choose. On a CPU it chooses a loop over the parameters with a dozen
-functions each (SGD: three), every one of which goes through memory once; the fused one goes through it once in all (3
-times faster on a GPT of width 256, SGD's twice). Single and double precision only: there the two differ by rounding, in
-less they do not. torch's fused step on a CPU reads gradients as if they were contiguous, so others are not given to it.
+``foreach=None, fused=None`` lets torch choose. On a CPU it chooses a loop over the parameters with a dozen functions
+each (SGD: three), each of which passes over memory once. The fused step passes over memory once in all: 3 times faster
+on a GPT of width 256, twice for SGD. It is used for single and double precision only, where the two differ by rounding.
+torch's fused step on a CPU reads gradients as if they were contiguous, so it does not get others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _PRECISIONS = (torch.float32, torch.float64)
 
 
 def fuse(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Let groups of plain tensors step in one pass where nobody has said how; these groups, for ``unfuse``.
+    """Make groups of plain tensors step in one pass, where the user has not chosen; returns these groups, for
+    ``unfuse``.
 
     >>> optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     >>> groups = fuse(optimizer)
@@ -38,25 +39,25 @@ def fuse(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def unfuse(groups: list[dict[str, Any]]) -> None:
-    """Leave it open again, as the user has it."""
+    """Restore the user's open choice."""
     for group in groups:
         group["fused"] = None
 
 
 def _is_open(group: dict[str, Any]) -> bool:
-    """Whether nobody has said how a group steps."""
+    """Whether the user has left the choice of a group's step to torch."""
     said = (group.get("fused", False), group.get("foreach", False))
     return said == (None, None) and not group.get("differentiable") and not group.get("capturable")
 
 
 def _has_momentum(group: dict[str, Any]) -> bool:
-    """Whether SGD's step has several functions to put into one; rates that are tensors are not for the fused one."""
+    """Whether SGD's step has several functions to fuse; the fused step does not take rates that are tensors."""
     numbers = (group["lr"], group["momentum"], group["weight_decay"])
     return bool(group["momentum"]) and all(isinstance(number, (int, float)) for number in numbers)
 
 
 def _momenta_are_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether all parameters that step now have a momentum of their kind, or none has, as the fused step wants it."""
+    """Whether all parameters that step have a momentum of their dtype, or none has one, as the fused step requires."""
     stepping = [part for part in group["params"] if part.grad is not None]
     known = [optimizer.state.get(part, {}).get("momentum_buffer") for part in stepping]
     if all(momentum is None for momentum in known):

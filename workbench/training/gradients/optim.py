@@ -1,11 +1,11 @@
-"""Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
+"""Plain torch optimizers on global parameters: gradients are reduced in buckets, and steps run on local shards.
 
 Before an optimizer's step, a global step hook of torch (registered here once) puts the local part with the reduced
-gradient in the place of each global parameter; after it, before hooks of the user's run, the parameters come back: what
-such a hook reads is new, and what it raises leaves no rank with old weights. Whatever an elementwise optimizer
-does, fused or foreach, it does to plain local tensors. An optimizer that is not known to work element by element (norms
-per layer, factored moments) steps on global tensors instead, so its norms are of the whole; ``optimizer.elementwise =
-True`` (or the class attribute) says that it may have the local parts.
+gradient in place of each global parameter. After the step, before hooks of the user, the parameters return. Such a hook
+therefore reads new values, and an exception in it leaves no rank with old weights. An elementwise optimizer, fused or
+foreach, works on plain local tensors. An optimizer that is not known to be elementwise (norms per layer, factored
+moments) steps on global tensors, so its norms are those of the whole; ``optimizer.elementwise = True`` (or the class
+attribute) says that it may have the local parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workbench.training.gradients.stale_optimizer import MOVE_STATE, check_not_r
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have local parts in the place of their parameters."""
+"""Optimizers with local parts in place of their parameters."""
 _ELEMENTWISE = {
     inspect.unwrap(kind.step)
     for kind in (
@@ -55,18 +55,18 @@ def forget_layouts(optimizer: Optimizer) -> None:
 
 
 def state_layout(parameter: GlobalTensor) -> Layout:
-    """The layout in which an optimizer's per-element state of ``parameter`` lies: its own, or its shard's under ZeRO.
+    """The layout of an optimizer's per-element state of ``parameter``: the parameter's, or its shard's under ZeRO.
 
-    ``optimizer.state[parameter]`` holds this rank's part as plain tensors (an optimizer that is not elementwise has
-    global tensors there).
+    ``optimizer.state[parameter]`` holds this rank's part as plain tensors. An optimizer that is not elementwise has
+    global tensors there.
     """
     return state_spec(parameter).layout
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether every element's step follows from that element's gradient and state alone.
+    """Whether the step of each element depends on that element's gradient and state only.
 
-    True for torch's optimizers of that kind and what inherits their ``step``; others say so themselves, by an attribute
+    True for torch's elementwise optimizers and for classes that inherit their ``step``. Others have an attribute
     ``elementwise``.
     """
     said = getattr(optimizer, "elementwise", None)
@@ -74,7 +74,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 class _Swap:
-    """What one optimizer's parameters are while it steps; made again when its parameters change."""
+    """The local tensors with which one optimizer steps; made again when its parameters change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -101,7 +101,7 @@ class _Swap:
         self.states: list[Any] = []
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
+        """Whether the optimizer has the same parameters in the same layouts as when this was made."""
         groups = optimizer.param_groups
         return (
             all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
@@ -114,9 +114,9 @@ class _Swap:
 
 
 def settle() -> None:
-    """Give optimizers their own parameters back whose step was broken off: else ``zero_grad`` would miss those.
+    """Return to optimizers the parameters of interrupted steps; otherwise ``zero_grad`` would miss them.
 
-    Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last whole step.
+    Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last complete step.
     """
     for optimizer in list(_stepping):
         _put_back(optimizer, sends=False)
@@ -189,7 +189,7 @@ def _is_left_alone(optimizer: Optimizer) -> bool:
 
 
 def _part(parameter: GlobalTensor) -> torch.Tensor:
-    """What this rank's optimizer changes of a parameter: a contiguous plain tensor."""
+    """The contiguous plain tensor of a parameter that this rank's optimizer changes."""
     if parameter._spec.is_placeholder:
         return parameter
     local: torch.Tensor | None = parameter.__dict__.get("_local_alias")
@@ -205,7 +205,7 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
 
 
 def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
-    """A leaf over this rank's part of a parameter, global again, with the reduced gradient in its own layout."""
+    """A global leaf over this rank's part of a parameter, with the reduced gradient in its own layout."""
     spec = state_spec(parameter)
     if spec.is_placeholder:
         local = new_placeholder(spec.shape, parameter.dtype, spec.world.device)
@@ -220,7 +220,7 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
 
 
 def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
-    """Put the parts, and their state, in the place of the parameters."""
+    """Put the parts, with their state, in place of the parameters."""
     owned: Any = optimizer.state
     state: Any = defaultdict(dict)
     swap.states = [owned.get(owner) for owner, _ in pairs]
@@ -272,7 +272,7 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
 
 
 def _write_back(swap: _Swap, sends: bool) -> None:
-    """Shards that were stepped on go to their places, and if ``sends`` to the other ranks that hold the parameter."""
+    """Write stepped shards to their places, and if ``sends``, to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
     if not swap.is_sharded:
@@ -332,7 +332,7 @@ def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor
 
 
 def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A closure computes the gradients that are to be reduced, so it runs before; the step gets its loss."""
+    """Run a closure before the step, because it computes the gradients to reduce; the step gets its loss."""
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return args, kwargs

@@ -1,14 +1,15 @@
 """Sums of gradients that start during backward, bucket by bucket, as gradients become ready.
 
-Which backward is the last before a step nobody says; the step before tells: if it came after n backwards, sums start in
-the n-th again, and the others accumulate without communication. A wrong guess costs time, never numbers: a sum is used
-only if the gradient it was made of has not changed since. Under ZeRO 2 and 3 every backward is reduced.
+No call says which backward is the last one before a step. The step before predicts it: if it came after n backwards,
+sums start in the n-th again, and the others accumulate without communication. A wrong prediction costs time and never
+changes numbers, because a sum is used only if its gradient has not changed since. Under ZeRO 2 and 3 every backward is
+reduced.
 
-Buckets have one order on all ranks, and each starts when its gradients and those of all buckets before it are there:
-which of two gradients comes first may differ from rank to rank.
+Buckets have the same order on all ranks. Each starts when its gradients and those of all earlier buckets are ready,
+because the order in which gradients become ready may differ between ranks.
 
-A backward may be broken off, on each rank at another point. When the world has been rebuilt after that, every rank
-forgets what it had under way and what it had learnt, so that all go on alike.
+A backward may be interrupted, on each rank at another point. After the world has been rebuilt, every rank forgets its
+sums in progress and its prediction, so that all ranks continue in the same state.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _BUCKETS_UNDER_WAY = 4
 
 
 class GradientReducer:
-    """Follows the backwards of some parameters and starts the sums of their gradients.
+    """Observes the backwards of some parameters and starts the sums of their gradients.
 
     Args:
-        parameters: in the order in which a module has them.
+        parameters: in the order of the module.
         scatters: sum after every backward, and keep only this rank's shard of the gradient (ZeRO 2).
     """
 
@@ -52,7 +53,7 @@ class GradientReducer:
         self._handles = [self._hook_parameters(parameter) for parameter in self._order]
 
     def _start_over(self) -> None:
-        """Nothing is under way and nothing agreed: as at first, and after the world was rebuilt."""
+        """Reset to the initial state, also after the world was rebuilt: no sums in progress, no agreed order."""
         self._num_rebuilds = self._world_rebuilds()
         self._order = list(self._parameters)
         self._has_agreed = False
@@ -68,11 +69,11 @@ class GradientReducer:
 
     @staticmethod
     def of(parameter: GlobalTensor) -> GradientReducer | None:
-        """Who follows a parameter's gradient, if anybody."""
+        """The reducer of a parameter; None if there is none."""
         return parameter.__dict__.get("_watcher")
 
     def remove(self) -> None:
-        """Stop following."""
+        """Stop observing."""
         self.drain()
         for handle in self._handles:
             handle.remove()
@@ -80,7 +81,7 @@ class GradientReducer:
             parameter.__dict__.pop("_watcher", None)
 
     def before_step(self) -> None:
-        """An optimizer is about to step: it has taken so many backwards."""
+        """Note the number of backwards since the last step; an optimizer is about to step."""
         self._check_rebuild()
         self._expected, self._num_backwards = self._num_backwards, 0
         if not self._has_agreed and self._first_order:
@@ -165,13 +166,13 @@ class GradientReducer:
         self.drain()
 
     def drain(self) -> None:
-        """End the sums that are under way; those that nobody has taken are dropped."""
+        """Finish the sums in progress, and drop those that are not used."""
         self._check_rebuild()
         while self._under_way:
             self._finish_one()
 
     def _agree(self) -> None:
-        """Buckets go on in the order in which gradients became ready on the first rank of each group."""
+        """Set the order of buckets to that in which gradients became ready on the first rank of each group."""
         ready = {id(p): number for number, p in enumerate(self._first_order)}
         groups: dict[tuple[int, ...], list[GlobalTensor]] = {}
         for parameter in self._order:
@@ -234,7 +235,7 @@ def _nbytes(parameter: GlobalTensor) -> int:
 
 
 def install_reducer(module: nn.Module, scatters: bool) -> GradientReducer:
-    """Follow the gradients of a module's global parameters."""
+    """Observe the gradients of a module's global parameters."""
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
         gradient_state(parameter).shard_spec = None

@@ -1,9 +1,9 @@
-"""Sums of gradients in flat buckets, shared by whoever needs them before an optimizer's step.
+"""Sums of gradients in flat buckets, shared by all that need them before an optimizer's step.
 
-A parameter's ``.grad`` keeps one term of a sum on each rank and is never reduced in place, so it goes on accumulating.
-What is reduced (to the whole sum, or under ZeRO to this rank's shard of it) is kept beside it, stamped with the version
-of the gradient that went in: clipping, unscaling and the step take the same sums, and a gradient that has changed since
-is reduced again.
+A parameter's ``.grad`` keeps one term of a sum on each rank. It is never reduced in place, so it can accumulate
+further. The reduced gradient (the whole sum, or under ZeRO this rank's shard of it) is kept separately, with the
+version of the gradient that went in. Clipping, unscaling and the step use the same sums. A gradient that has changed
+since is reduced again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from workbench.training.gradients.shard import Shard, shard_of
 from workbench.training.gradients.shard_exchange import start_gather, start_scatter
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in flat buckets of about this size."""
+"""Bytes of a flat bucket of gradients, approximately."""
 _BUCKETS_UNDER_WAY = 2
-"""More would only take memory for copies of gradients."""
+"""The most buckets in exchange at once. More would only need memory for copies of gradients."""
 
 Sums = dict[GlobalTensor, torch.Tensor]
 Finish = Callable[[], Sums]
 
 
 class Term(NamedTuple):
-    """A local tensor that is one term of a sum: whose sum it is, the ranks that hold terms, and the shard wanted."""
+    """A local tensor that is one term of a sum: the owner of the sum, the ranks with terms, and the wanted shard."""
 
     owner: GlobalTensor
     local: torch.Tensor
@@ -43,7 +43,7 @@ class Term(NamedTuple):
 
 
 class _Stamped(NamedTuple):
-    """A sum (or how to get it), the gradient it was made of, and how often the world had been rebuilt."""
+    """A sum (or how to get it), the gradient that it was made of, and the number of rebuilds of the world before."""
 
     address: int
     version: int
@@ -52,13 +52,13 @@ class _Stamped(NamedTuple):
 
 
 def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
-    """Begin to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
+    """Start to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
 
-    All ranks of the parameters' placements call it with the same parameters in the same order; placeholders and
-    parameters without a gradient are left out. Sums that were made already are taken as they are.
+    All ranks of the parameters' placements call it with the same parameters in the same order. Placeholders and
+    parameters without a gradient are left out. Sums that exist already are used.
 
     Returns:
-        a function that waits for the sums and gives each parameter's local gradient in the layout of the optimizer's
+        A function that waits for the sums and gives each parameter's local gradient in the layout of the optimizer's
         state: the parameter's own, or its shard's.
     """
     known: dict[GlobalTensor, Finish] = {}
@@ -100,7 +100,7 @@ def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) 
 
 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
-    """Remember the sums of gradients as they are now, until they change or are used up by a step."""
+    """Keep the sums of the present gradients until the gradients change or a step uses them."""
     for owner, local, _, _ in terms:
         gradient_state(owner).sum = _stamp(owner, local, finish)
 
@@ -110,11 +110,11 @@ def change_gradients(
     change: Callable[[list[torch.Tensor]], Any],
     of_sums: Callable[..., Any] | None = None,
 ) -> None:
-    """Change gradients in place by a linear function, and the sums that were made of them with them.
+    """Change gradients in place by a linear function, and also the sums that were made of them.
 
     Args:
         change: changes a list of local tensors in place.
-        of_sums: what to do with sums, if something else.
+        of_sums: the change of sums, if it differs.
     """
     terms: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
@@ -142,16 +142,16 @@ def change_gradients(
 
 
 def forget_sums(parameters: Iterable[GlobalTensor]) -> None:
-    """After a step the sums are in nobody's way any more."""
+    """Drop the sums after a step."""
     for parameter in parameters:
         forget_sum(parameter)
 
 
 def start_sums(terms: Iterable[Term]) -> Finish:
-    """Begin to sum local tensors, each over a group of ranks, in flat buckets.
+    """Start to sum local tensors, each over a group of ranks, in flat buckets.
 
     Returns:
-        a function that waits for the sums and gives each by whose it is.
+        A function that waits for the sums and gives each by its owner.
     """
     result: Sums = {}
     waiting: deque[list[Term]] = deque()
@@ -177,7 +177,7 @@ def _partition(terms: Iterable[Term]) -> tuple[list[Term], list[Term]]:
 
 
 def cut_into_buckets(terms: Sequence[Term], bucket_bytes: int) -> Iterator[list[Term]]:
-    """Terms of one group and dtype together, in their order, in buckets that are full at ``bucket_bytes``."""
+    """Terms of one group and dtype, in their order, in buckets that are full at ``bucket_bytes``."""
     kinds: dict[Any, list[Term]] = {}
     for term in terms:
         kinds.setdefault((term.group, term.local.dtype, term.shard is not None), []).append(term)
@@ -195,7 +195,7 @@ def cut_into_buckets(terms: Sequence[Term], bucket_bytes: int) -> Iterator[list[
 
 
 def start_bucket(bucket: list[Term]) -> Finish:
-    """Begin one exchange for all terms of a bucket; nobody may change them until what comes back was called."""
+    """Start one exchange for all terms of a bucket. The terms may not change until the returned function was called."""
     return _start_all_reduce(bucket) if bucket[0].shard is None else _start_scatter(bucket)
 
 
@@ -276,13 +276,13 @@ def _start_gather(bucket: list[Term]) -> Callable[[], None]:
 
 
 def _of_batch(world: World) -> str:
-    """What the header of a sum says of the batch: ranks with unlike batches diverged, and may not add gradients."""
+    """The batch in the header of a sum: ranks with different batches have diverged, and may not add gradients."""
     batch = world.context.batch
     return f", of plain inputs {batch}" if batch else ""
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:
-    """A number for the messages of one exchange in ``group``; two groups may have exchanges under way at once."""
+    """A tag for the messages of one exchange in ``group``; two groups may exchange at the same time."""
     return world.context.next_sum_tag(group) & 0x20001FFF | (crc32(repr(group).encode()) & 0x7FFF) << 13
 
 

@@ -1,7 +1,7 @@
-"""Shards of parameters that several ranks hold alike: what each of them keeps under ZeRO.
+"""Shards of parameters that several ranks hold: the part that each of them keeps under ZeRO.
 
-A shard is a layout: the axes on which a parameter is whole become one axis, the last, that splits one of its dims. So a
-shard is a part of what the rank holds of the parameter, and boxings, checkpoints and norms know what to do with it.
+A shard is a layout: the axes on which a parameter is whole become one axis, the last, that splits one of its dims. A
+shard is thus a part of the rank's part of the parameter, and boxings, checkpoints and norms can handle it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from workbench.core.sbp import Broadcast, Partial, Split, split
 from workbench.tensors.global_tensor import GlobalTensor, Spec, spec_of
 
 _EVEN_ENOUGH = 1.05
-"""A dim may be split where the largest part is at most so many times the mean."""
+"""A dim may be split if its largest part is at most this many times the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a parameter that this rank's optimizer works on.
+    """The part of a parameter on which this rank's optimizer works.
 
     Attributes:
-        of: what the parameter was when the shard was chosen; a shard of anything else is void.
+        of: the parameter's spec when the shard was chosen; with another spec the shard is void.
         spec: layout of the shards.
-        group: the ranks that hold this rank's part of the parameter, in the order in which terms are added.
-        regions: by rank of the group, where its shard lies in the local parameter.
-        shapes, sizes: by rank of the group, the shape of its shard, and how many elements that is.
+        group: the ranks with this rank's part of the parameter, in the order in which terms are added.
+        regions: by rank of the group, the region of its shard in the local parameter.
+        shapes, sizes: by rank of the group, the shape of its shard, and its number of elements.
     """
 
     of: Spec
@@ -40,7 +40,7 @@ class Shard:
     sizes: dict[int, int]
 
     def renumbered(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
-        """The same shard in a world that gives its ranks other numbers, and so other layouts."""
+        """The same shard in a world with other numbers of its ranks, and therefore other layouts."""
         if not self.group or spec.is_placeholder:
             return Shard(of, spec, (), {}, {}, {})
         by_rank = [
@@ -50,7 +50,7 @@ class Shard:
 
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:
-    """The shard that was chosen for a parameter; None where its optimizer works on all that the rank holds."""
+    """The shard of a parameter; None if its optimizer works on the rank's whole part."""
     shard: Shard | None = parameter.__dict__.get("_shard")
     return shard if shard is not None and shard.of is parameter._spec else None
 
@@ -62,10 +62,10 @@ def state_spec(parameter: GlobalTensor) -> Spec:
 
 
 def sharded(layout: Layout, shape: Shape, turn: int = 0) -> Layout | None:
-    """``layout`` with its copies cut into shards; None where nothing is held twice or there is no dim to split.
+    """``layout`` with its copies split into shards; None if there are no copies or no dim to split.
 
-    The first shards are the larger ones where a dim does not divide evenly; ``turn`` says by how many places the ranks
-    go round, so that these fall on other ranks.
+    The first shards are larger if a dim does not divide evenly. ``turn`` rotates the ranks by this many places, so that
+    other ranks get the larger shards.
 
     >>> str(sharded(Layout.of(Placement.of("cpu", [[0, 1], [2, 3]]), ["B", "S(0)"]), (8, 5)))
     '(S(0), S(0)) on cpu:[[0, 2], [1, 3]]'
@@ -90,7 +90,7 @@ def sharded(layout: Layout, shape: Shape, turn: int = 0) -> Layout | None:
 
 
 def _dim_to_split(layout: Layout, shape: Shape, count: int) -> int:
-    """The first dim where it divides evenly enough (its shards are contiguous), else the one that does best."""
+    """The first dim if it divides evenly enough (its shards are contiguous), else the dim that divides best."""
     costs = []
     for dim, size in enumerate(shape):
         parts = math.prod(s for s, e in zip(layout.placement.shape, layout.sbp, strict=True) if e == Split(dim))
@@ -100,9 +100,9 @@ def _dim_to_split(layout: Layout, shape: Shape, count: int) -> int:
 
 
 def choose_shards(parameters: Iterable[GlobalTensor]) -> None:
-    """Give every parameter that several ranks hold alike its shard, so that all ranks hold about the same.
+    """Choose the shard of each parameter that several ranks hold, so that all ranks hold about the same.
 
-    The choice follows from layouts and shapes alone: all ranks of the world make the same one.
+    The choice depends on layouts and shapes only: all ranks of the world make the same one.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
     for parameter in sorted(parameters, key=lambda p: -math.prod(p._spec.shape)):
@@ -112,7 +112,7 @@ def choose_shards(parameters: Iterable[GlobalTensor]) -> None:
 
 
 def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | None:
-    """The shards whose ranks have least so far; loads are counted by the places of the first group of copies."""
+    """The shards whose ranks have the least so far. Loads are counted by the places of the first group of copies."""
     layout = sharded(spec.layout, spec.shape)
     if layout is None:
         return None

@@ -1,7 +1,7 @@
-"""Exchanges between the parts that ranks hold of parameters and the whole ones: gathered together, scattered together.
+"""Exchanges between the ranks' parts of parameters and the whole parameters: gathers and scatters.
 
-Both take many tensors at once. What one rank has for another goes in bundles: small tensors share a message, large
-ones are a message each, because putting them one behind the other would copy them once more.
+Both take many tensors at once. The data from one rank to another goes in bundles: small tensors share a message, and
+each large tensor is a message of its own, because joining large tensors would copy them once more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from workbench.transport.base import PeerShape, PeerTensor, Release, pack
 from workbench.transport.reduction import reduce_into
 
 _ALONE_FROM_BYTES = 2**17
-"""A tensor of so many bytes is a message of its own."""
+"""A tensor of this many bytes is a message of its own."""
 
 
 def start_exchange(
     world: World, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
 ) -> Callable[[], tuple[list[torch.Tensor], Release]]:
-    """Send now, receive when the result is called. (NCCL takes both at once; its stream is what waits.)"""
+    """Send now; the returned function receives. (NCCL does both at once; its stream waits.)"""
     transport = world.transport
     if transport.name == "nccl":
         done = transport.borrow(sends, wanted, dtype, tag, header)
@@ -41,11 +41,11 @@ def start_gather(
 
     Args:
         shards: of one group.
-        parts: what this rank holds, of one dtype, contiguous.
+        parts: this rank's parts, of one dtype, contiguous.
         tag: of the messages; the same on all ranks of the group.
 
     Returns:
-        the bytes that were sent, and a function that waits for the others' parts and writes them into whole tensors.
+        The bytes sent, and a function that waits for the others' parts and writes them into whole tensors.
     """
     group, rank = shards[0].group, world.rank
     header = f"gathering of {len(shards)} parameters, {parts[0].dtype}"
@@ -79,15 +79,16 @@ def start_gather(
 def start_scatter(
     world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor], tag: int, header: str
 ) -> tuple[int, Callable[[], list[torch.Tensor]]]:
-    """Send the other ranks of a group their parts of this rank's terms; the result sums what comes for this rank.
+    """Send the other ranks of a group their parts of this rank's terms. The returned function sums the parts for this
+    rank.
 
     Args:
         shards: of one group.
-        terms: whole local tensors, of one dtype; nobody may change them until the result was called.
+        terms: whole local tensors, of one dtype; they may not change until the returned function was called.
         tag, header: of the messages; the same on all ranks of the group.
 
     Returns:
-        the bytes that were sent, and a function that waits for this rank's parts of the sums.
+        The bytes sent, and a function that waits for this rank's parts of the sums.
     """
     group, rank, dtype = shards[0].group, world.rank, terms[0].dtype
     bundles = list(_bundles(shards, terms[0].element_size()))
@@ -118,7 +119,9 @@ def start_scatter(
 
 
 def _bundles(shards: Sequence[Shard], itemsize: int) -> Iterator[list[int]]:
-    """Numbers of the tensors that share a message; the same on all ranks, so it goes by the largest part of each."""
+    """Numbers of the tensors that share a message. They depend on the largest part of each tensor, so they are the same
+    on all ranks.
+    """
     small: list[int] = []
     for i, shard in enumerate(shards):
         if max(shard.sizes.values()) * itemsize >= _ALONE_FROM_BYTES:
@@ -130,7 +133,7 @@ def _bundles(shards: Sequence[Shard], itemsize: int) -> Iterator[list[int]]:
 
 
 def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """What goes in one message: one tensor as it is, several one behind the other."""
+    """The content of one message: a single tensor unchanged, several tensors joined."""
     return pack(parts) if len(parts) > 1 else parts[0]
 
 
@@ -148,7 +151,7 @@ def _unpacked(message: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[to
 
 
 def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    """In the order of the group, at least in 32 bits: the bits that an all-reduce gives."""
+    """The sum in the order of the group, in at least 32 bits: the bits of an all-reduce."""
     out = torch.empty(terms[0].shape, dtype=terms[0].dtype, device=terms[0].device)
     reduce_into(terms, out, "sum")
     return out

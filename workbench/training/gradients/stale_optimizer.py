@@ -1,4 +1,4 @@
-"""Optimizers that are older than a change of strategy: their steps would train nothing, or only a part of the model."""
+"""Optimizers from before a change of strategy: their steps would train nothing, or only a part of the model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _REPLACED = "_was_sharded"
 
 
 def mark_replaced(parameter: torch.Tensor) -> None:
-    """A plain parameter in whose place its module has a global one."""
+    """Mark a plain parameter whose module now has a global one in its place."""
     parameter.__dict__[_REPLACED] = True
 
 
 def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
-    """Such parameters get no gradients any more.
+    """Raise for replaced parameters, which get no gradients any more.
 
     Raises:
-        LayoutError: some of the optimizer's ``plain`` parameters are of this kind.
+        LayoutError: some of the optimizer's ``plain`` parameters were replaced.
     """
     if replaced := sum(_REPLACED in parameter.__dict__ for parameter in plain):
         raise LayoutError(
@@ -40,12 +40,12 @@ def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_
 
 
 def check_state_layouts(optimizer: Optimizer, parameters: Sequence[GlobalTensor], specs: Sequence[Spec]) -> None:
-    """State that was made where ``specs`` say: ranks that hold a parameter only now would begin anew.
+    """Raise for state in the layouts of ``specs``: ranks that hold a parameter only now would start with new state.
 
-    All ranks see that layouts have changed, and tell one another whether there is such state.
+    All ranks see that layouts have changed, and exchange whether there is such state.
 
     Raises:
-        LayoutError: on all ranks, if one has state of a parameter that lies elsewhere now.
+        LayoutError: on all ranks, if one has state of a parameter that has another layout now.
     """
     moved = [p for p, spec in zip(parameters, specs, strict=True) if state_spec(p).layout != spec.layout]
     if not moved:
