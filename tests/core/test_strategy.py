@@ -189,6 +189,12 @@ def test_layers_with_one_weight_share_its_split(text, splits):
     assert [layer.split for layer in Strategy(text).resolve(tied(), 2).layers] == splits
 
 
+def test_a_weight_that_a_layer_cannot_split_stays_whole_in_all_that_share_it():
+    assert [layer.split for layer in Strategy("*: model").resolve(tied("Memory"), 2).layers] == [None, "column", None]
+    with pytest.raises(StrategyError, match="Fix: write 'head: data'"):
+        Strategy("*: model; head: model:column").resolve(tied("Memory"), 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -62,6 +62,56 @@ class Attention(nn.Module):
         return self.head((x + self.o(y)).mean(1))
 
 
+class ScaledTable(nn.Embedding):
+    """Scales its rows, as tables of many encoders and decoders do."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 2.5
+
+
+class ShiftedTable(nn.Embedding):
+    """Positions, behind two rows that are reserved; takes the ids of words."""
+
+    def forward(self, ids):
+        return super().forward(torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) + 2)
+
+
+class OffsetTable(nn.Embedding):
+    """Adds a vector of its own to its rows."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.offset = nn.Parameter(torch.linspace(-1, 1, sizes[1]))
+
+    def forward(self, ids):
+        return super().forward(ids) + self.offset
+
+
+class OwnTable(nn.Module):
+    """A table that is no ``nn.Embedding``."""
+
+    def __init__(self, num_rows, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_rows, width))
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight) * 2.5
+
+
+class TiedTable(nn.Module):
+    """A table, positions, a layer, and a head with the table's weight."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.words, self.places = table(10, 16), ShiftedTable(12, 16)
+        self.fc = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.fc(self.words(ids) + self.places(ids))).mean(1))
+
+
 class Skip(nn.Module):
     """A skip edge over two layers."""
 
@@ -127,6 +177,9 @@ MODELS = {
     "cnn": CNN,
     "encoder": Encoder,
     "attention": Attention,
+    "scaled table": lambda: TiedTable(ScaledTable),
+    "offset table": lambda: TiedTable(OffsetTable),
+    "own table": lambda: TiedTable(OwnTable),
     "skip": Skip,
     "dropping": Dropping,
     "remembering": remembering,
@@ -146,7 +199,7 @@ def batch_for(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels; the number of samples is odd."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4)}
-    if kind == "attention":
+    if kind == "attention" or kind.endswith("table"):
         inputs = torch.randint(0, 10, (23, 5), generator=generator)
     else:
         inputs = torch.randn(shapes.get(kind, (23, 12)), generator=generator)

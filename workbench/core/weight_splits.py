@@ -26,6 +26,16 @@ ROW_NAMES = ("o", "o_proj", "out_proj", "out_lin", "proj", "c_proj", "down_proj"
 """Names under which attention and gated layers keep their weights; others are paired by their shapes."""
 
 
+def known_kind(names: Sequence[str]) -> str:
+    """The kind of a layer whose class and base classes have these names: the first one that a strategy knows, else the
+    class itself. A table that scales its rows is a table.
+
+    >>> known_kind(["ScaledTable", "Embedding", "Module"]), known_kind(["Gate", "Module"])
+    ('Embedding', 'Gate')
+    """
+    return next((name for name in names if name in (TABLE, *SPLITTABLE_KINDS, *IMAGE_KINDS)), names[0])
+
+
 def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
     """ "column", "row" or None (nothing of it is split) for every layer: as its row says, by its name, or paired."""
     splits: list[str | None] = []
@@ -77,7 +87,8 @@ def split_dim(layer: Layer, split: str | None) -> int | None:
 def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str | None]) -> None:
     """Of layers with one weight, the open ones follow: the one whose row says how, else the last, which is the head.
 
-    A table follows a head by columns as a table by rows.
+    A table follows a head by columns as a table by rows. One that no row splits (a layer of another kind) keeps the
+    weight whole in all of them.
     """
     groups: dict[int, list[int]] = {}
     for first, later in tied_pairs(layers):
@@ -85,6 +96,10 @@ def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str 
     for group in groups.values():
         members = [member for member in group if splits[member] is not None]
         if not members:
+            continue
+        if any(rows[member].parallel == "model" and splits[member] is None for member in group):
+            for member in members:
+                splits[member] = rows[member].split
             continue
         leader = next((member for member in members if rows[member].split is not None), members[-1])
         dim = split_dim(layers[leader], splits[leader])

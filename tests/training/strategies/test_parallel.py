@@ -37,6 +37,29 @@ def test_training_equals_one_device(kind, strategy, num_ranks):
             assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["scaled table", "offset table", "own table"])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: model", 2),
+        ("*: model", 3),
+        ("*: model | 1x2x2", 4),
+        ("words: data; places: data; fc: model@1; head: data | 2x1x2 mb=3 1f1b", 4),
+        ("*: model | 1x2x2 zero=3", 4),
+    ],
+)
+def test_a_head_shares_the_weight_of_a_table_of_any_class(kind, strategy, num_ranks):
+    def program():
+        model = wb.parallelize(make(kind), strategy)
+        assert model.head.weight is model.words.weight
+        is_split = isinstance(model.words, nn.Embedding) and strategy.startswith("*")
+        assert any(entry == wb.sbp.split(0) for entry in model.head.weight.sbp) == is_split
+        return training_equals_one_device(kind, strategy, num_ranks)
+
+    for losses, weights in run_ranks(program, num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("data", 3), ("model", 2), ("pipeline", 3), ("hybrid", 2)])
 def test_dropout_drops_the_same_under_every_strategy(strategy, num_ranks):
     for losses, weights in run_ranks(lambda: training_equals_one_device("dropping", strategy, num_ranks), num_ranks):

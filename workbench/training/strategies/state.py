@@ -13,6 +13,7 @@ from torch import nn
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.weight_splits import known_kind
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
 from workbench.tensors.agreement import check_same_batch
@@ -115,7 +116,8 @@ def describe(model: nn.Module) -> list[Layer]:
         owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
         shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
         num_parameters = sum(parameter.numel() for parameter in own.values())
-        found.append(Layer(name, type(module).__name__, shapes, num_parameters, owner if owner != name else None))
+        kind = known_kind([base.__name__ for base in type(module).__mro__])
+        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None))
     return found
 
 
