@@ -84,7 +84,7 @@ def test_every_way_in_64_bits(in_64_bits, name, mode):
 
 @pytest.mark.parametrize(
     ("experts", "may_gather"),
-    [("eager", {"nonzero", "getitem"}), ("batched_mm", {"repeat_interleave"})],  # which rows go where depends on data
+    [("eager", {"nonzero", "where"}), ("batched_mm", {"repeat_interleave"})],  # which rows go where depends on data
 )
 @pytest.mark.parametrize("mode", ["batch-2", pytest.param("both-2x2", marks=pytest.mark.slow)])
 def test_mixture_of_experts(experts, may_gather, mode):

@@ -18,8 +18,8 @@ def in_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """The same call with keyword arguments moved to their positions up to the first that is missing; the others follow
     in torch's order.
 
-    >>> in_order(torch.gather, (x,), {"index": i, "dim": 1})
-    ((x, 1, i), {})
+    >>> in_order(torch.gather, ("x",), {"index": "i", "dim": 1})
+    (('x', 1, 'i'), {})
     """
     key = (func, len(args), *kwargs)
     try:
