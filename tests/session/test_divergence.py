@@ -43,7 +43,7 @@ whole = float(F.mse_loss(model(inputs), targets))
 model = wb.parallelize(model, "0: data@0; 2: data@1 | 2x1x1 mb=4 1f1b")
 calls = []
 def loss_fn(output, target):
-    calls.append(1)
+    calls.extend([1] * isinstance(output, wb.GlobalTensor))  # its first use is tried on made-up values too
     if len(calls) == 3:
         raise ZeroDivisionError("a mistake in the third micro-batch")
     return F.mse_loss(output, target)

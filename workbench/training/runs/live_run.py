@@ -90,7 +90,9 @@ class LiveRun:
         started = time.perf_counter()
         traffic = self.world.traffic
         sent_before, boxing_before = traffic.sent_bytes, traffic.time_s
-        parts = batch.cut(state_of(self.model).resolved.num_micro_batches, self.job.count)
+        state = state_of(self.model)
+        state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "the run")
+        parts = batch.cut(state.resolved.num_micro_batches, self.job.count)
         self.optimizer.zero_grad()
         around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
         is_timed = self._listen is not None and is_measured(step - self._layers_since)
