@@ -11,7 +11,9 @@ import torch
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """Other names that torch's own argument parser takes."""
-_orders: dict[Any, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {}
+_Order = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+_orders: dict[Any, _Order | None] = {}
+"""Which keywords move to positions, and which stay under which names; None for a call that stays unchanged."""
 
 
 def in_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -23,12 +25,16 @@ def in_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     key = (func, len(args), *kwargs)
     try:
-        moved, kept = _orders[key]
+        order = _orders[key]
     except KeyError:
-        moved, kept = _orders[key] = _order(parameters_of(func), len(args), list(kwargs))
-    if moved:
-        args = (*args, *[kwargs[name] for name in moved])
-    return args, {name: kwargs[given] for name, given in kept}
+        moved, kept = _order(parameters_of(func), len(args), list(kwargs))
+        is_in_order = not moved and kept == tuple((name, name) for name in kwargs)
+        order = _orders[key] = None if is_in_order else (moved, kept)
+    if order is None:
+        return args, kwargs
+    moved, kept = order
+    args = (*args, *[kwargs[name] for name in moved])
+    return args, {name: kwargs[given] for name, given in kept} if kept else {}
 
 
 Parameters = tuple[tuple[str, bool, bool], ...]
@@ -57,9 +63,7 @@ def _of_schema(schema: Any) -> Parameters:
     )
 
 
-def _order(
-    overloads: tuple[Parameters, ...], num_given: int, names: list[str]
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+def _order(overloads: tuple[Parameters, ...], num_given: int, names: list[str]) -> _Order:
     """Which keywords move to positions, and which stay under which names."""
     known = {name for overload in overloads for name, _, _ in overload}
     given = {name if name in known else _NUMPY_NAMES.get(name, name): name for name in names}
