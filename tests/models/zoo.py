@@ -1,4 +1,4 @@
-"""Six models of ``transformers`` with their code as it is, tiny and with random weights, and batches for them.
+"""Models of ``transformers`` with their code as it is, tiny and with random weights, and batches for them.
 
 Sizes divide by nothing: 5 samples, 7 tokens, 37 words, and 4 heads that two ranks can share and three cannot.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 NAMES = ("gpt2", "llama", "bert", "vit", "t5", "mixtral")
+OTHERS = ("qwen2", "gemma", "bart")
 BATCH, LENGTH, WORDS, WIDTH = 5, 7, 37, 24
 _lock = threading.Lock()
 
@@ -23,7 +24,7 @@ def make(name: str, attention: str = "eager", dropout: float = 0.0, experts: str
     """A model in training mode with the weights of seed 0.
 
     Args:
-        name: one of ``NAMES``.
+        name: one of ``NAMES`` or ``OTHERS``.
         attention: how it is computed, ``"eager"`` or ``"sdpa"``.
         dropout: the rate, everywhere.
         experts: how a mixture of experts is computed, ``"eager"``, ``"grouped_mm"`` or ``"batched_mm"``.
@@ -61,6 +62,19 @@ def _config(name: str, dropout: float) -> tuple[Any, Any]:
     if name == "llama":
         config = hf.LlamaConfig(**sizes, **words, num_key_value_heads=2, attention_dropout=dropout)
         return hf.LlamaForCausalLM, config
+    if name == "qwen2":
+        config = hf.Qwen2Config(**sizes, **words, num_key_value_heads=2, attention_dropout=dropout)
+        return hf.Qwen2ForCausalLM, config
+    if name == "gemma":
+        config = hf.GemmaConfig(**sizes, **words, num_key_value_heads=1, head_dim=6, attention_dropout=dropout)
+        return hf.GemmaForCausalLM, config
+    if name == "bart":
+        config = hf.BartConfig(
+            **words, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40, dropout=dropout,
+            decoder_start_token_id=2,
+        )  # fmt: skip
+        return hf.BartForConditionalGeneration, config
     if name == "bert":
         return hf.BertForMaskedLM, hf.BertConfig(**sizes, **words, **drop)
     if name == "vit":

@@ -191,6 +191,8 @@ def choose(
 def _legal_on_axis(candidates: Sequence[Signature], operands: Sequence[Operand], axis: int) -> list[Signature]:
     current = [operand.layout.sbp[axis] for operand in operands]
     legal = [s for s in candidates if all(map(_is_allowed, operands, current, s.inputs))]
+    if not legal:  # terms that are written in place stay terms: slices grow to terms
+        legal = [s for s in candidates if all(map(_may_grow, operands, current, s.inputs))]
     if all(isinstance(entry, Broadcast) for entry in current):
         # What everybody holds stays so: slicing it would be free now and cost a gather later.
         legal = [s for s in legal if all(isinstance(entry, Broadcast) for entry in s.inputs)] or legal
@@ -207,6 +209,10 @@ def _is_allowed(operand: Operand, current: Sbp, wanted: Sbp) -> bool:
     if isinstance(wanted, Partial):  # only a whole addend becomes a term; slices would grow
         return isinstance(current, Broadcast)
     return True
+
+
+def _may_grow(operand: Operand, current: Sbp, wanted: Sbp) -> bool:
+    return _is_allowed(operand, current, wanted) or (wanted == partial_sum and isinstance(current, Split))
 
 
 @lru_cache(maxsize=4096)

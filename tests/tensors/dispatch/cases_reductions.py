@@ -80,6 +80,7 @@ CASES = [
     _several("sort", lambda x: torch.sort(x, 1, descending=True)[0], lambda x: x.msort(), lambda x: x.argsort(0)),
     _several("prod", lambda x: x.prod(), lambda x: x.amax(0), lambda x: x.mean((0, 1))),
     Case("products of zeros", lambda x: _exact(x).prod(0) + _exact(x).cumprod(0), (), _zeros),
+    Case("checks", lambda x: torch._is_all_true(x) + x.any() + torch._is_any_true(x), (), _booleans),
     Case("counts", lambda x: torch.count_nonzero(x, 0) + x.any() + (x > 0).all(), (), _integers),
     _several(
         "dtype",

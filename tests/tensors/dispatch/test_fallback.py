@@ -82,6 +82,32 @@ def test_a_rule_that_no_layout_meets_falls_back(monkeypatch):
     torch.testing.assert_close(values[0], torch.xlogy(torch.full((3,), 2.0), 2.0))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, rows: x.index_copy_(0, torch.tensor([1, 4]), rows),
+        lambda x, rows: x.index_add_(0, torch.tensor([1, 4]), rows),
+        lambda x, rows: x[1:3].add_(rows),
+        lambda x, rows: x[3:].copy_(rows),
+        lambda x, rows: x.__setitem__(slice(0, 2), rows),
+    ],
+    ids=["index_copy", "index_add", "add", "copy", "setitem"],
+)
+def test_split_rows_are_written_into_terms_without_a_fallback(write):
+    """A fallback is a warning, which fails tests."""
+    x, rows = torch.arange(30.0).view(5, 6), torch.arange(12.0).view(2, 6) - 5
+    expected = x.clone()
+    write(expected, rows)
+
+    def program():
+        terms = wb.to_global(x.clone(), placement=BOTH, sbp="B").to_global(sbp="P")
+        write(terms, wb.to_global(rows.clone(), placement=BOTH, sbp="B").to_global(sbp="S(1)"))
+        return str(terms.sbp[0]), terms.full_tensor()
+
+    for sbp, found in run_ranks(program):
+        assert sbp == "P" and torch.equal(found, expected)
+
+
 def test_a_mistake_is_reported_as_torch_reports_it():
     def program():
         torch.linalg.cholesky(wb.ones(2, 3, placement=BOTH, sbp="S(0)"))

@@ -45,6 +45,35 @@ CALLS = {
 }
 
 
+TENSORS = {
+    "sum of integers": lambda x, n: x.int() + n,
+    "product of a tensor and its reciprocal": lambda x, n: x * n / n,
+    "product on the left": lambda x, n: n * x,
+    "remainder": lambda x, n: x.long() % n,
+    "maximum": lambda x, n: torch.max(x.long(), n),
+    "booleans": lambda x, n: (x.sum() > 0) + (n > 2),
+    "bits": lambda x, n: (x.sum() > 0) & (n > 2),
+    "shift": lambda x, n: x.long() << n,
+    "comparison": lambda x, n: x[0].long().sum() == n,
+    "mask without dims": lambda x, n: x[n > 2],
+}
+"""Calls in which a 0-dim tensor is a tensor: it is not read, and its dtype counts."""
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_where_torch_takes_tensors_stays_one(name, monkeypatch):
+    expected = TENSORS[name](PLAIN, torch.tensor(3))
+    monkeypatch.setattr(wb.GlobalTensor, "__int__", None)
+
+    def program():
+        placement = wb.placement.all("cpu")
+        x, count = (wb.to_global(t, placement=placement, sbp="B") for t in (PLAIN, torch.tensor(3)))
+        return TENSORS[name](x, count).full_tensor()
+
+    for result in run_ranks(program, 2):
+        assert result.dtype == expected.dtype and torch.equal(result, expected)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("is_global", [False, True])
 @pytest.mark.parametrize("name", CALLS)

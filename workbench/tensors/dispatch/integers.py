@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INTEGERS = {"int", "Optional[int]"}
+_TENSORS = {"Tensor", "Optional[Tensor]"}
 _LISTS = {"List[int]", "Optional[List[int]]"}
+
+_ALWAYS = {"__getitem__": {1}, "narrow": {2}}
+"""Positions at which functions take 0-dim tensors too, and read them as integers."""
 
 
 def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -30,21 +35,29 @@ def _read(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         read = [_read(item) for item in value]
         return value if all(a is b for a, b in zip(value, read, strict=True)) else type(value)(read)
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _DTYPES:
         return int(value)
     return value
 
 
 @lru_cache(maxsize=4096)
 def _integer_parameters(name: str) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out."""
-    places, names = set(), set()
+    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out.
+
+    A 0-dim tensor stays a tensor where the operator takes tensors too (``x + n``, ``torch.max(x, n)``). Operators on
+    Python's numbers alone (``add(int, int)``) say nothing.
+    """
+    places: set[int] = set()
+    names: set[str] = set()
+    tensors: set[int | str] = set()
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-        for position, argument in enumerate(schema.arguments):
-            kind = str(argument.real_type)
-            if position and kind in _INTEGERS | _LISTS:
+        kinds = [str(argument.real_type) for argument in schema.arguments]
+        for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
+            if kind in _TENSORS and not argument.kwarg_only:
+                tensors |= {position, argument.name}
+            if position and kind in _INTEGERS | _LISTS and "Tensor" in kinds:
                 places.add(position)
                 names.add(argument.name)
                 if position == 1 and kind in _LISTS:
                     places.add(-1)
-    return frozenset(places), frozenset(names)
+    return frozenset(places - tensors | _ALWAYS.get(name, set())), frozenset(names - tensors)

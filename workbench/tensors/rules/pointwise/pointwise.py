@@ -25,7 +25,7 @@ _NARY = """
 pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
 copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
 bitwise_left_shift bitwise_right_shift where clamp clamp_min clamp_max addcmul addcdiv
-masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp copy zeta igamma igammac complex polar
+masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp zeta igamma igammac complex polar
 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
 hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
 shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
@@ -59,6 +59,13 @@ def _lerp(call: Call) -> Resolution:
     if len(call.operands) == 2 and _is_finite_number(call.arg(2, "weight")):
         return Resolution("+..., +... -> ...")
     return Resolution("..., ..., ... -> ...")
+
+
+@rule("copy")
+def _copy(call: Call) -> Resolution:
+    """Terms take terms, if no dtype rounds them."""
+    is_same = len({operand.dtype for operand in call.operands}) == 1
+    return Resolution("+..., +... -> ..." if is_same else "..., ... -> ...")
 
 
 @rule("mul")

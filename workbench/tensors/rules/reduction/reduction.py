@@ -93,6 +93,18 @@ def _several(call: Call, text: str) -> Resolution:
     return Resolution(f"{left}->{','.join([right] * len(call.outputs))}")
 
 
+@composite("_is_all_true")
+def is_all_true(input: Any) -> Any:
+    """What checks of distributions ask for: ``all`` of booleans."""
+    return input.all()
+
+
+@composite("_is_any_true")
+def is_any_true(input: Any) -> Any:
+    """``any`` of booleans."""
+    return input.any()
+
+
 @rule("aminmax")
 def _aminmax(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
