@@ -20,10 +20,6 @@ DEVICE = "needs another device than a CPU"
 EXEMPT: dict[str, str] = {
     "empty_strided": UNINITIALISED,
     "new_empty_strided": UNINITIALISED,
-    "as_strided": STORAGE,
-    "as_strided.partial_views": STORAGE,
-    "as_strided_copy": STORAGE,
-    "as_strided_scatter": STORAGE,
     "resize_": STORAGE,
     "resize_as_": STORAGE,
     "to_sparse": SPARSE,
@@ -76,7 +72,9 @@ def _call_of(op: Any, form: str) -> Callable[..., Any] | None:
     if form != "in_place":
         return op.op if form == "function" else op.method_variant
     written = op.inplace_variant
-    return None if written is None else lambda first, *args, **kwargs: _in_place(written, first, args, kwargs)
+    if written in (None, torch.Tensor.as_strided_):  # the second is refused: it gives a shard other strides
+        return None
+    return lambda first, *args, **kwargs: _in_place(written, first, args, kwargs)
 
 
 def by_keywords(function: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -13,7 +13,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.testing import run_ranks
 
 _generator = torch.Generator().manual_seed(0)
-SHAPES = {"a": (5, 3), "b": (5, 3), "w": (3, 4), "v": (3,), "s": ()}
+SHAPES = {"a": (5, 3), "b": (5, 3), "w": (3, 4), "v": (3,), "s": (), "c": (5, 8)}
 DATA = {name: torch.randn(s, dtype=torch.float64, generator=_generator) for name, s in SHAPES.items()}
 LAYOUTS = [
     (2, [0, 1], ["S(0)", "B"]),

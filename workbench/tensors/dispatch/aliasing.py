@@ -47,6 +47,7 @@ class Origin:
         version: the base's version when its values were last the same.
         write: puts the boxed values into the base; None where one device may have made a copy too.
         fetch: the boxed values, from the base anew.
+        place: which part of the base it is, where its rows were moved; else None.
     """
 
     function: str
@@ -54,6 +55,7 @@ class Origin:
     version: int
     write: Callable[[GlobalTensor], Any] | None
     fetch: Callable[[], GlobalTensor]
+    place: Any = None
 
 
 class BoxedView(GlobalTensor):
@@ -138,7 +140,7 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
         else:
             place = items[position]
             write, fetch = partial(_put, base, place), partial(_get, base, place)
-            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), None)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch, place), None)
     return result
 
 

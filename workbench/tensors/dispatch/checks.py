@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.placement import Placement
@@ -13,7 +15,8 @@ from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.dispatch.keywords import parameters_of
 from workbench.tensors.dispatch.planning import Plan
 from workbench.tensors.dispatch.registry import fold_name, handler
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, forget_derived
+from workbench.tensors.patch_table import patch
 from workbench.transport.user_code import name_in_user_code
 
 
@@ -73,7 +76,7 @@ def refuse_out(func: Callable[..., Any], problem: str, fix: str) -> NoReturn:
     raise LayoutError(f"{fold_name(func).folded}(out=...): {problem} {fix}")
 
 
-@handler("resize_", "resize_as_", "set_", "as_strided_")
+@handler("resize_", "resize_as_", "as_strided_")
 def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> NoReturn:
     name, target = func.__name__, args[0]
     if not isinstance(target, GlobalTensor):
@@ -87,6 +90,24 @@ def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> NoReturn:
         "wb.empty(..., placement=x.placement, sbp=x.sbp)."
     )
 
+
+def _guarding_set(torchs_own: Any) -> Any:
+    @functools.wraps(torchs_own)
+    def set_(target: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [arg for arg in (target, *args, *kwargs.values()) if isinstance(arg, GlobalTensor)]
+        if not given or not torch._C._is_torch_function_enabled():
+            return torchs_own(target, *args, **kwargs)
+        if len(given) != 2:
+            _refuse_new_storage(torchs_own, (target,), {})
+        torchs_own(target, given[1])
+        forget_derived(target)
+        target._spec = given[1]._spec
+        return target
+
+    return set_
+
+
+patch("torch.Tensor.set_", "it asks no global tensor: the shard would get another storage and shape", _guarding_set)
 
 __all__ = [
     "argument_text", "check_plan", "plain_operand_text", "refuse_out", "refuse_two_placements",

@@ -146,7 +146,7 @@ _ALIASES = {
     "expit": "sigmoid", "psi": "digamma", "gammaln": "lgamma", "gammainc": "igamma", "gammaincc": "igammac",
     "multigammaln": "mvlgamma", "type_as": "to",
 }  # fmt: skip
-_KEEP_UNDERSCORE = {"requires_grad_", "retain_grad", "share_memory_", "set_", "resize_", "as_strided_"}
+_KEEP_UNDERSCORE = {"requires_grad_", "retain_grad", "share_memory_", "set_", "resize_", "resize_as_", "as_strided_"}
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from workbench.tensors.rules.norms import norms
 from workbench.tensors.rules.pointwise import creation, foreach, metadata, pointwise
 from workbench.tensors.rules.random import dropout, initializers, sampling
 from workbench.tensors.rules.reduction import cumulative, extrema, reduction, softmax, variance, vector_norms
-from workbench.tensors.rules.views import concatenation, in_place_views, rearranging, view
+from workbench.tensors.rules.views import concatenation, in_place_views, rearranging, strided, view
 
 __all__ = [
     "assignment", "attention", "concatenation", "convolution", "creation", "cross_entropy", "cumulative", "dropout",
     "embedding", "extrema", "fft", "foreach", "gather_scatter", "grouped_matmul", "in_place_views", "indexing",
     "initializers", "linalg", "linear_cross_entropy", "loss", "low_rank", "matmul", "metadata", "multihead", "norms",
-    "pointwise", "pooling", "rearranging", "recurrent", "reduction", "sampling", "searching", "softmax", "variance",
-    "vector_norms", "view",
+    "pointwise", "pooling", "rearranging", "recurrent", "reduction", "sampling", "searching", "softmax", "strided",
+    "variance", "vector_norms", "view",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Metadata of a tensor: logical sizes, and torch's own attributes of the shard."""
+"""Metadata of a tensor: logical sizes and strides, and torch's own attributes of the shard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from workbench.tensors.dispatch.read_values import describe
 from workbench.tensors.dispatch.registry import handler
+from workbench.tensors.dispatch.strides import on_meta
 from workbench.tensors.global_tensor import local_torch
 
 
@@ -32,6 +33,21 @@ def num_dims(func: Any, args: Any, kwargs: Any) -> Any:
 def num_elements(func: Any, args: Any, kwargs: Any) -> int:
     """Logical number of elements."""
     return math.prod(args[0]._spec.shape)
+
+
+@handler("get:nbytes")
+def num_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Logical number of bytes."""
+    with local_torch():
+        return math.prod(args[0]._spec.shape) * args[0].element_size()
+
+
+@handler("stride", "storage_offset", "is_contiguous", "dim_order")
+def place_in_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """As on one device; an error where the shard does not tell."""
+    if func.__name__ == "is_contiguous" and len(args) > 1:
+        return func(on_meta(args[0]), memory_format=args[1])
+    return func(on_meta(args[0]), *args[1:], **kwargs)
 
 
 @handler("len")
@@ -66,12 +82,12 @@ def _of_shard(func: Any, args: Any, kwargs: Any) -> Any:
 _ASKED_OF_THE_SHARD = """
 get:dtype get:device get:requires_grad set:requires_grad get:is_leaf get:grad_fn get:layout get:names
 get:is_cuda get:is_cpu get:is_meta get:is_sparse get:is_sparse_csr get:is_quantized get:is_nested get:is_mkldnn
-get:is_xla get:is_xpu get:is_mps get:is_ipu get:is_maia get:is_vulkan get:is_mtia get:itemsize get:nbytes
+get:is_xla get:is_xpu get:is_mps get:is_ipu get:is_maia get:is_vulkan get:is_mtia get:itemsize
 get:_version get:_base get:output_nr get:_backward_hooks set:_backward_hooks get:retains_grad get:_grad_fn
 get:grad_dtype set:grad_dtype get:_post_accumulate_grad_hooks set:_post_accumulate_grad_hooks get:_cdata
-is_floating_point is_complex is_signed is_inference is_contiguous is_pinned is_set_to is_shared is_neg is_conj
-stride storage_offset data_ptr untyped_storage element_size get_device requires_grad_
-has_names _is_view hash dim_order share_memory_ is_distributed
+is_floating_point is_complex is_signed is_inference is_pinned is_set_to is_shared is_neg is_conj
+data_ptr untyped_storage element_size get_device requires_grad_
+has_names _is_view hash share_memory_ is_distributed
 _has_symbolic_sizes_strides _has_compatible_shallow_copy_type
 """
 handler(*_ASKED_OF_THE_SHARD.split())(_of_shard)

@@ -1,0 +1,53 @@
+"""``as_strided``: a view by steps in memory, which are those of one device. It gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.errors import LayoutError
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.registry import handler
+from workbench.tensors.dispatch.strides import on_meta
+
+
+@handler("as_strided", "as_strided_copy", "as_strided_scatter")
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """The view of the whole tensor, gathered in the order of dims that it has in memory.
+
+    Raises:
+        LayoutError: the tensor is a slice, whose memory has gaps here and other elements on one device.
+    """
+    tensor, *others = args
+    if tensor._spec.layout.is_broadcast and "_origin" not in tensor.__dict__:
+        return call_by_plan(func, args, kwargs)  # the whole lies in memory as on one device
+    is_scatter = func.__name__ == "as_strided_scatter"
+    meta = on_meta(tensor)
+    dense, order = _in_order_of_memory(tensor, meta)
+    position, offset = 2 + is_scatter, meta.storage_offset()
+    given = others[position] if len(others) > position else kwargs.get("storage_offset")
+    has_gaps = not on_meta(dense).is_contiguous() or (is_scatter and dense.dim() < tensor.dim())
+    if has_gaps or (given is not None and given < offset):
+        raise LayoutError(
+            f"{func.__name__} of a tensor {tuple(tensor.shape)} in {tensor._spec.layout}, with strides {meta.stride()} "
+            f"and offset {offset} on one device: a view by strides shows memory, and this tensor is part of a larger "
+            f"one. Write .contiguous() (or .clone()) before it, or take the view of the larger tensor."
+        )
+    if given is not None:
+        others, kwargs = others[:position], {**kwargs, "storage_offset": given - offset}
+    result = call_by_plan(func, (dense, *others), kwargs)
+    return result.permute([order.index(dim) for dim in range(len(order))]) if is_scatter else result
+
+
+def _in_order_of_memory(tensor: Any, meta: torch.Tensor) -> tuple[Any, list[int]]:
+    """A view whose dims go from outer to inner ones, and their order; dims that are expanded keep one element."""
+    expanded = [dim for dim, (size, stride) in enumerate(zip(meta.shape, meta.stride(), strict=True)) if not stride]
+    for dim in reversed(expanded):
+        tensor, meta = tensor.select(dim, 0), meta.select(dim, 0)
+    sizes, strides = tuple(meta.shape), meta.stride()
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1))
+    return (tensor if order == list(range(len(sizes))) else tensor.permute(order)), order
+
+
+__all__ = ["as_strided"]
