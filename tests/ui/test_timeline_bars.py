@@ -70,3 +70,9 @@ def test_a_trace_has_an_event_per_action_in_microseconds():
     assert len(events) == 12 and {event["args"]["step"] for event in events} == {0, 1}
     backward = next(event for event in events if event["name"] == "B0" and event["pid"] == 1)
     assert (backward["ts"], backward["dur"], backward["args"]["sent_bytes"]) == (2e6, 2e6, 1000)
+
+
+def test_backwards_without_forwards_are_not_simulated():
+    """A loop of a user's own, whose forward is no call of a parallelized module."""
+    ranks = [replace(rank, spans=rank.spans[1:]) for rank in RANKS]
+    assert simulated_from(ranks) is None and timeline_bars(ranks).measured["backward"].rows

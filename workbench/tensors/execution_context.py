@@ -41,6 +41,7 @@ class ExecutionContext:
         implicit_boxing_allowed: False under ``wb.debug.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
+        action_timer: records the forwards, backwards and optimizers' steps of a loop that a live view shows; else None.
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
         batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
@@ -55,6 +56,7 @@ class ExecutionContext:
     implicit_boxing_allowed: bool = True
     checks_agreement: bool = field(default_factory=_checks_by_default)
     tracer: Any = None
+    action_timer: Any = None
     recorder: Any = None
     call: ModuleCall = OUTSIDE
     batch: str = ""
@@ -77,6 +79,16 @@ class ExecutionContext:
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+
+    def begin_action(self, kind: str, stage: int | None = None) -> None:
+        """A forward (F), a backward (B) or an optimizer's step (O) begins; a schedule times its own actions."""
+        if self.action_timer is not None and self.running is None:
+            self.action_timer.begin(kind, stage)
+
+    def end_action(self, kind: str) -> None:
+        """It ends, well or not."""
+        if self.action_timer is not None and self.running is None:
+            self.action_timer.end(kind)
 
     def forget_progress(self) -> None:
         """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""

@@ -58,8 +58,8 @@ def test_a_model_gives_memory_by_kind_and_its_timeline(received):
     run_ranks(program)
     memory = blocks(received)[-1].memory_bytes
     assert [kinds["parameters"] for kinds in memory] == [80, 40] and memory[0]["optimizer"] == 80
-    spans = {message.rank: message for message in received if isinstance(message, StepSpans) and message.step == 0}
-    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B"]
+    spans = {message.rank: message for message in received if isinstance(message, StepSpans) and message.step == 1}
+    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B", "O"]
 
 
 def test_another_cell_begins_another_loop(received):
@@ -81,7 +81,6 @@ def test_where_nobody_listens_nothing_happens():
     assert set(run_ranks(lambda: wb.log(loss=1.0, samples=2))) == {None}
 
 
-# ---- the last steps, which the ranks have not exchanged when a cell ends ---------------------------------------------
 # ---- the last steps, which the ranks have not exchanged when a cell ends --------------------------------------------
 
 
@@ -168,7 +167,7 @@ def test_the_timeline_is_that_of_the_last_step_though_the_model_is_evaluated_aft
 
     run_cell(program)
     spans = {m.rank: m for m in heard_seldom if isinstance(m, StepSpans) and m.step == 2}
-    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B"]
+    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B", "O"]
     assert last_steps(heard_seldom).stop_step == 3 and None not in last_steps(heard_seldom).losses
 
 

@@ -21,6 +21,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local, to_local
 from workbench.tensors.dispatch.registry import EXACT, handler
+from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
 
 
@@ -77,22 +78,27 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     losses = _listed(options.get("self", options.get("tensors")))
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
-    running = next((loss._spec.world.context.running for loss in losses if isinstance(loss, GlobalTensor)), None)
+    context = next((loss._spec.world.context for loss in losses if isinstance(loss, GlobalTensor)), ExecutionContext())
+    running = context.running
     if running is not None and running.defers_backward(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
     _record_differentiation(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     create = bool(options.get("create_graph"))
     retain = options.get("retain_graph")
-    _engine_run_backward(
-        tuple(losses),
-        tuple(seeds),
-        create if retain is None else bool(retain),
-        create,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    context.begin_action("B")
+    try:
+        _engine_run_backward(
+            tuple(losses),
+            tuple(seeds),
+            create if retain is None else bool(retain),
+            create,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    finally:
+        context.end_action("B")
 
 
 def _record_differentiation(results: list[Any]) -> None:

@@ -27,6 +27,7 @@ from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors import world
 from workbench.tensors.boxing.box import box
+from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.tensors.patch_table import hook, patch
@@ -146,9 +147,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
+    context = _context()
     if not swap.parameters or _is_left_alone(optimizer):
+        context.begin_action("O")
         return None
     args, kwargs = _run_closure_first(args, kwargs)
+    context.begin_action("O")
     for reducer in swap.reducers:
         reducer.before_step()
     finish = start_reduction(swap.present)
@@ -247,6 +251,12 @@ def _after_step(self: Optimizer) -> None:
     for listener in after_steps:
         listener(self)
     _put_back(self)
+    _context().end_action("O")
+
+
+def _context() -> ExecutionContext:
+    here = world.joined()  # the optimizer may be of a thread that is in no world
+    return here.context if here is not None else ExecutionContext()
 
 
 def _put_back(optimizer: Optimizer, sends: bool = True) -> None:

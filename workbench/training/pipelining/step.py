@@ -113,6 +113,8 @@ def train_micro_batches(
     actions = _actions_of(world.rank, table, state.resolved)
     losses = executor.train(actions, program, state.after_backward)
     state.spans = executor.spans
+    if world.context.action_timer is not None:
+        world.context.action_timer.add(executor.spans)
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 

@@ -11,15 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from workbench.core.metrics import LastSteps, LossTerm, StepSpans
+from workbench.core.metrics import ActionSpan, LastSteps, LossTerm, StepSpans
 from workbench.core.sbp import broadcast, partial_sum
-from workbench.pipeline.simulate import Span
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World, current
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.pipelining.timeline import clock_offset
-from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, action_spans
-from workbench.training.strategies.state import STATE
+from workbench.training.runs.action_timer import ActionTimer
+from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
 
 _SPANS_INTERVAL_S = 1.0
 
@@ -55,7 +54,10 @@ def log(
         loss: of the step: a number, or a scalar tensor, global or not.
         samples: in the step, over all ranks; for samples per second.
         model: what is trained, and
-        optimizer: its optimizer: then memory by kind and the timeline of a scheduled step are shown, too.
+        optimizer: its optimizer: then memory by kind is shown, too.
+
+    From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
+    and the optimizers' steps, between one call and the next.
 
     ``wb.log(loss=loss, samples=64)`` after ``optimizer.step()`` is all that a loop needs.
     """
@@ -65,6 +67,7 @@ def log(
     loop = _loops.get(world)
     if loop is not None and loop.is_another(_number(), model):
         loop.report(_listener)
+        loop.stop_timing()
         loop = None
     if loop is None:
         loop = _loops[world] = _Loop(world, _number())
@@ -86,13 +89,13 @@ class _Loop:
         self.world, self.number = world, number
         self._collector = StepCollector(world)
         self._peak = PeakMeter(world.device, collects_garbage=False)
-        self._offset = clock_offset(world)
+        self._timer = world.context.action_timer = ActionTimer(world, clock_offset(world))
         self._before: tuple[float, float, int] | None = None
         self._until_spans_s = 0.0
         self._step = 0
         self._model: nn.Module | None = None
         self._optimizer: Any = None
-        self._spans: list[Span] = []
+        self._spans: tuple[ActionSpan, ...] = ()
 
     def is_another(self, number: int, model: nn.Module | None) -> bool:
         """Does a step in this cell, of this model, belong to another loop?"""
@@ -104,8 +107,7 @@ class _Loop:
         measured = MeasuredStep(samples, now - before[0], traffic.time_s - before[1], traffic.sent_bytes - before[2])
         self._collector.add(measured, loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._model, self._optimizer = model, optimizer
-        # kept now: what is computed behind the step, to evaluate for example, is another timeline
-        self._spans = model.__dict__[STATE].spans if model is not None and STATE in model.__dict__ else []
+        self._spans = self._timer.take()
         if self._collector.is_due:
             self.report(listener)
         self._step += 1
@@ -139,11 +141,17 @@ class _Loop:
             )
         self._step -= 1
         self._report_spans(listener)
+        self.stop_timing()
+
+    def stop_timing(self) -> None:
+        """The loop has ended: what follows is in nobody's timeline."""
+        if self.world.context.action_timer is self._timer:
+            self.world.context.action_timer = None
 
     def _report_spans(self, listener: Listener) -> None:
         if self._spans:
             self._until_spans_s = _SPANS_INTERVAL_S
-            listener(StepSpans(self.world.rank, self._step, action_spans(self._spans, self._offset)))
+            listener(StepSpans(self.world.rank, self._step, self._spans))
 
     def _memory(self) -> dict[str, int]:
         is_known = self._model is not None and self._optimizer is not None

@@ -140,6 +140,11 @@ def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
 
 
+def _is_first_forward() -> bool:
+    """Whether a backward will follow: no evaluation, and no recomputation inside a backward."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+
+
 def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callable[[], None]]) -> list[Any]:
     """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
     latest of them.
@@ -153,13 +158,17 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
         context = layouts.world.context
         if context.running is None:  # a scheduled step compares its batch before its ranks go their own ways
             state_of(module).compare_first_batch(_named_arguments(args, kwargs), type(module).__name__)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # recomputation passes them again
+        if _is_first_forward():  # recomputation passes them again
             context.batch = fingerprint(leaves)
+            context.begin_action("F", layouts.own_stage)
         context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
         record_module_call(module)
 
     def restore_call(*_: Any) -> None:
-        in_use.layouts.world.context.call = OUTSIDE
+        context = in_use.layouts.world.context
+        context.call = OUTSIDE
+        if _is_first_forward():
+            context.end_action("F")
 
     on_interrupt.append(restore_call)
     return [

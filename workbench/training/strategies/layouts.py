@@ -25,6 +25,7 @@ class StageLayouts:
         axes: for every stage, names of the axes of its placement, in order: "data", "model".
         placements: the ranks of every stage.
         everywhere: all ranks of all stages; of a single stage, its placement.
+        own_stage: the first stage of this rank; 0 on a rank outside.
     """
 
     def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
@@ -35,6 +36,7 @@ class StageLayouts:
         ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
         is_one = len(set(self.placements)) == 1
         self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
+        self.own_stage = next((i for i, ranks in enumerate(self.placements) if world.rank in ranks.ranks), 0)
 
     @staticmethod
     def _axes(data: int, model: int) -> list[str]:

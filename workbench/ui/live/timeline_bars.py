@@ -106,7 +106,8 @@ def timeline_bars(
 def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
     """The simulated step: each action takes the time that its stage's actions of that kind took, and starts at once.
 
-    None for tables that no schedule gives: ranks of one stage whose actions differ, or none at all.
+    None for tables that no schedule gives: ranks of one stage whose actions differ, none at all, or backwards without
+    a forward of theirs.
     """
     tables: dict[int, list[Action]] = {}
 
@@ -114,7 +115,9 @@ def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
         actions = [span for span in rank.spans if span.kind != "O"]
         if not actions:
             return None
-        first = actions[0].stage
+        first, begun = actions[0].stage, {(span.stage, span.micro_batch) for span in actions if span.kind == "F"}
+        if any((span.stage, span.micro_batch) not in begun for span in actions):
+            return None
         table = [Action(span.stage, span.kind, span.micro_batch) for span in actions]
         if tables.setdefault(first, table) != table:
             return None
