@@ -35,7 +35,12 @@ def ending_servers(monkeypatch):
 
 
 @pytest.mark.usefixtures("ending_servers")
-def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ends", ["while all are awaited", "before all have been started"])
+def test_engines_that_fail_to_start_are_reported_with_their_log(ends, tmp_path, monkeypatch):
+    if ends.startswith("before"):  # ipyparallel forgets an engine when it has seen the end of its process
+        of_all = launch.RankEngineSetLauncher
+        monkeypatch.setattr(of_all, "notify_start", lambda engines, _data: engines.launchers.pop("1"))
+        monkeypatch.setattr(of_all, "_notice_engine_stopped", lambda _engines, _data: None)
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
         import os, sys

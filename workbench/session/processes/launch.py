@@ -21,6 +21,7 @@ from typing import Any
 import ipyparallel as ipp
 import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
+from traitlets import Any as AnyTrait
 from traitlets import Instance, Integer, List
 from traitlets.config import Config
 
@@ -95,6 +96,7 @@ class RankEngineLauncher(LocalEngineLauncher):
         return [*WATCHDOG, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
 
     def start(self) -> Any:
+        self.parent.started[self.rank] = self
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
         self.set_trait("environment", {**self.environment, **own})
         forks = self.parent.forks
@@ -110,9 +112,13 @@ class RankEngineLauncher(LocalEngineLauncher):
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):
-    """Engines for the given ranks of a session (all of them at its start, some of them at a restart)."""
+    """Engines for the given ranks of a session (all of them at its start, some of them at a restart).
+
+    ``started`` gets the launcher of each rank and keeps it; ``launchers`` loses those whose process has ended.
+    """
 
     launcher_class = RankEngineLauncher
+    started: Any = AnyTrait()
     ranks: Any = List()
     num_ranks = Integer()
     gpus: Any = List()
@@ -204,8 +210,10 @@ class LocalProcesses:
         """Start the processes of engines; they find the controller when it has said where it listens."""
         self._find_fork_server()
         self._wait_for_fork_server(ranks)
-        engine_set_id = self._cluster.start_engines_sync(
+        started: dict[int, RankEngineLauncher] = {}
+        self._cluster.start_engines_sync(
             len(ranks),
+            started=started,
             ranks=list(ranks),
             num_ranks=self.num_ranks,
             gpus=self.gpus,
@@ -214,9 +222,8 @@ class LocalProcesses:
             engine_args=_ENGINE_OPTIONS,
             environment=self._environment(),
         )
-        launchers = list(self._cluster.engines[engine_set_id].launchers.values())
-        self._launchers.update({launcher.rank: launcher for launcher in launchers})
-        self.engines.update({launcher.rank: launcher.process for launcher in launchers})
+        self._launchers.update(started)
+        self.engines.update({rank: launcher.process for rank, launcher in started.items()})
         self._record()
 
     def stop(self) -> None:
