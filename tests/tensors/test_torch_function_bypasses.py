@@ -25,17 +25,24 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
-def test_a_custom_function_is_refused_unless_it_is_announced():
+def test_a_custom_function_runs_on_shards_that_are_declared():
     def program():
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
-        with pytest.raises(
-            LayoutError, match=r"Cube.apply.*\(4,\), S\(0\).*shape \(2,\).*wb.local_map.*wb.register_rule"
-        ):
-            Cube.apply(x)
         (wb.local_map(Cube.apply, in_sbp=["S(0)"], out_sbp="S(0)")(x) * 2).sum().backward()
         return x.grad.full_tensor().tolist()
 
     assert run_ranks(program, 2) == [[6.0] * 4] * 2
+
+
+def test_functions_that_exchange_plain_tensors_are_refused():
+    from torch.distributed.nn.functional import _AllReduce
+
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        with pytest.raises(LayoutError, match=r"_AllReduce.apply.*exchanges plain tensors.*wb.local_map"):
+            _AllReduce.apply(None, None, x)
+
+    run_ranks(program, 2)
 
 
 def test_plain_custom_functions_are_left_alone():

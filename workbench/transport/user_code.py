@@ -31,6 +31,14 @@ def user_frame() -> tuple[FrameType | None, list[FrameType]]:
     return frame, ours
 
 
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller's warning names the innermost line of user code."""
+    frame, level = sys._getframe(1), 1
+    while _is_library_code(frame.f_code.co_filename) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _is_library_code(file: str) -> bool:
     if file.startswith((PACKAGE, _TORCH, "<frozen", "<string>")):
         return True

@@ -185,17 +185,6 @@ def test_misfitting_equations_name_function_and_argument():
     run_ranks(program, 2)
 
 
-def test_a_custom_autograd_function_that_nobody_announced():
-    def program(rank):
-        x = wb.tensor(X, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
-        with pytest.raises(
-            LayoutError, match=r"Scaled\.apply.*S\(0\).*wb\.local_map\(Scaled\.apply.*wb\.register_rule"
-        ):
-            Scaled.apply(x, x, 1.0)
-
-    run_ranks(program, 2)
-
-
 def test_local_map_with_several_results_keywords_and_uneven_shards():
     def halves(x, weight, power=1, *, shift=0.0):
         y = x**power @ weight + shift

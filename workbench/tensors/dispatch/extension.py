@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.rules import Equation, Term
 from workbench.errors import LayoutError
+from workbench.tensors.dispatch.custom_function import name_of
 from workbench.tensors.dispatch.dispatcher import forget_function
 from workbench.tensors.dispatch.local_map import local_map
 from workbench.tensors.dispatch.registry import (
@@ -52,7 +53,8 @@ def register_rule(
 
     Args:
         function: the folded name of a torch function, ``"namespace::name"`` of an operator of ``torch.library``, the
-            operator itself, or a Python function. As a decorator: the equation alone.
+            operator itself, a Python function, or the ``apply`` of a ``torch.autograd.Function``. As a decorator: the
+            equation alone.
         equation: for one call, with one term per tensor among the arguments.
         prove: arguments of an example call. Every layout that the equation allows is run by brute force on two and
             three ranks. (``wb.debug.prove`` also finds missing layouts.)
@@ -101,6 +103,9 @@ def _register_name(function: Any, meta: Any) -> tuple[str, Any]:
         return fold_name(operator).folded, function
     if not callable(function):
         raise LayoutError(f"wb.register_rule({function!r}): a {type(function).__name__} is no function. Write {_FORM}.")
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return name_of(owner), function
     if not inspect.isfunction(function) or function.__module__.startswith("torch"):
         return fold_name(function).folded, function
     return _dispatching(function, meta)

@@ -29,6 +29,7 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.world import World
+from workbench.transport.user_code import user_stacklevel
 from workbench.units import format_bytes
 
 
@@ -146,6 +147,7 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
     if plan.name.folded in _warned:
         return
     moved = 0
+    declared = getattr(plan.local, "how_to_declare", "a rule (wb.register_rule, wb.local_map)")
     for operand in operands:
         target = operand._spec.layout.broadcast()
         moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, itemsize_of(operand)).wire_bytes
@@ -155,9 +157,9 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
         warnings.warn(
             f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
             f"({format_bytes(moved)}). "
-            "The result is right but broadcast. Box the operands to B yourself, or declare a rule.",
+            f"The result is right but broadcast. Box the operands to B yourself, or declare {declared}.",
             FallbackWarning,
-            stacklevel=6,
+            stacklevel=user_stacklevel(),
         )
 
 

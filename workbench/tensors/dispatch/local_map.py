@@ -14,9 +14,10 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError, SbpError
-from workbench.tensors.boxing.box import box, box_implicitly
+from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.checks import plain_operand_text, refuse_two_placements
+from workbench.tensors.dispatch.gradient_layout import box_gradient_of
 from workbench.tensors.dispatch.placeholder_calls import TENSOR, autocast_state, infer_outputs, placeholder_outputs
 from workbench.tensors.dispatch.plan_keys import key_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
@@ -314,23 +315,6 @@ def _whole_shape(shapes: dict[int, Shape], layout: Layout, where: str) -> Shape:
     return tuple(whole)
 
 
-class _GradientLayout(torch.autograd.Function):
-    """Nothing forward; backward, the gradient is taken to lie as declared and boxed to the dual of the operand."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec, declared: Layout) -> torch.Tensor:
-        ctx.spec, ctx.declared = spec, declared
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        spec = ctx.spec
-        with local_torch():
-            source = spec_of(spec.world, ctx.declared, spec.shape)
-            gradient = box(wrap(grads[0].view_as(grads[0]), source), spec.layout.dual(), "in_grad_sbp")
-            return gradient.as_subclass(torch.Tensor), None, None
-
-
 def _with_gradient(tensor: GlobalTensor, declared: Any, where: str) -> GlobalTensor:
     spec = tensor._spec
     layout = _layout(spec.layout.placement, declared, spec.shape, f"{where}, in_grad_sbp")
@@ -341,10 +325,7 @@ def _with_gradient(tensor: GlobalTensor, declared: Any, where: str) -> GlobalTen
                 f"{where}: in_sbp gives rank {rank} a shard of shape {mine}, in_grad_sbp {layout} a gradient of shape "
                 f"{theirs}. A gradient has the shape of its operand: use the same splits, and B or P elsewhere."
             )
-    with local_torch():
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
-        return wrap(_GradientLayout.apply(tensor, spec, layout), spec)
+    return box_gradient_of(tensor, layout, spec.layout.dual(), "in_grad_sbp")
 
 
 __all__ = ["local_map"]

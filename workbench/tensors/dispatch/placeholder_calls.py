@@ -36,7 +36,7 @@ def infer_outputs(
         info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
     """
     memo: dict[int, torch.Tensor] = {}
-    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data(), _saving_as_ever():
+    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data(), saving_as_ever():
         result = _run_without_data(func, args, kwargs, memo, with_grad)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
         return outputs_info(result, operands)
@@ -69,7 +69,7 @@ def _without_data() -> Any:
     return FakeTensorMode()
 
 
-def _saving_as_ever() -> Any:
+def saving_as_ever() -> Any:
     """No saved-tensor hooks: a checkpoint counts what is saved, and this happens the first time only."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 

@@ -2,8 +2,9 @@
 
 A closed list, found by calling everything with a global scalar (``tests/tensors/test_torch_function_bypasses.py`` looks
 again for the installed torch): functions that make tensors from scalars are wrapped and take the logical value; custom
-autograd functions and function transforms raise. What is left are scalar arguments of functions of plain tensors only
-(``torch.add(plain, plain, alpha=scalar)``): C++ reads those without a trace, so write ``alpha=scalar.item()``.
+autograd functions are dispatched (``dispatch.custom_function``); function transforms raise. What is left are scalar
+arguments of functions of plain tensors only (``torch.add(plain, plain, alpha=scalar)``): C++ reads those without a
+trace, so write ``alpha=scalar.item()``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.utils._device import _device_constructors
 
 from workbench.errors import LayoutError
+from workbench.tensors.dispatch.custom_function import apply_custom, apply_plain, bound_arguments
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
 
@@ -35,26 +36,31 @@ _TRANSFORMS = {
     "torch._functorch.vmap._add_batch_dim": "torch.vmap",
     "torch.autograd.forward_ad.make_dual": "forward-mode differentiation (torch.func.jvp, make_dual)",
 }
-_apply = Function.__dict__["apply"].__func__
 
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``autograd.Function.apply``; a custom function without declared layouts refuses global tensors."""
+    """``autograd.Function.apply``; a custom function of global tensors is dispatched like functions of torch."""
     if _torch_function_enabled():
         for arg in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(arg, GlobalTensor) and not cls.__module__.startswith("workbench."):
-                _refuse_custom_function(cls, arg)
-    return _apply(cls, *args, **kwargs)
+            if isinstance(arg, GlobalTensor) or (type(arg) in (list, tuple) and any(map(_is_global, arg))):
+                if cls.__module__.startswith("workbench."):
+                    break
+                _refuse_exchanges(cls)
+                return apply_custom(cls, bound_arguments(cls, args, kwargs) if kwargs else args)
+    return apply_plain(cls, *args, **kwargs)
 
 
-def _refuse_custom_function(cls: Any, arg: GlobalTensor) -> None:
-    raise LayoutError(
-        f"{cls.__module__}.{cls.__qualname__}.apply: an operand is a global tensor of shape {tuple(arg._spec.shape)}, "
-        f"{arg._spec.layout}. A custom autograd.Function would see this rank's shard of shape "
-        f"{tuple(arg._spec.local_shape)} and mix plain gradients with global ones. Declare its layouts: "
-        f"wb.local_map({cls.__name__}.apply, in_sbp=[...], out_sbp=...), or register it as an operator "
-        f"(torch.library.custom_op) and give that an equation with wb.register_rule(...)."
-    )
+def _is_global(value: Any) -> bool:
+    return isinstance(value, GlobalTensor)
+
+
+def _refuse_exchanges(cls: Any) -> None:
+    if cls.__module__.startswith("torch.distributed."):
+        raise LayoutError(
+            f"{cls.__module__}.{cls.__qualname__}.apply: an operand is a global tensor, and this function exchanges "
+            "plain tensors between processes: it would add or join what is one tensor already. Write "
+            "x.to_global(sbp=...), or call it on shards inside wb.local_map."
+        )
 
 
 def _reading_whole(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:

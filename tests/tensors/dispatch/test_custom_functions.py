@@ -1,0 +1,223 @@
+"""Custom autograd functions on global tensors: the numbers of one device, on shards or on gathered operands."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.tensors.dispatch import custom_functions as fns
+from workbench.errors import ExplicitBoxingError, LayoutError
+from workbench.tensors.dispatch.fallback import FallbackWarning, _warned
+from workbench.testing import run_ranks
+
+GATHERS = pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+
+
+def add_to(x, y):
+    target = (x * y).sin()
+    result = fns.AddTo.apply(x, target, 2.0)
+    assert result is target
+    return target
+
+
+PROGRAMS = {
+    "gelu": lambda x, y: fns.Gelu.apply(x * y),
+    "norm": lambda x, y: fns.Norm.apply(x, y, 1e-6),
+    "two": lambda x, y: fns.Two.apply(x, y)[0] + fns.Two.apply(x, y, True)[1],
+    "named": lambda x, y: fns.Two.apply(x, y=y)[0],
+    "in_place": add_to,
+    "clamped": lambda x, y: fns.ClampedGradient.apply(x * y).sin(),
+    "normed": lambda x, y: fns.NormedGradient.apply(x * y).exp(),
+    "in_numpy": lambda x, y: fns.InNumpy.apply(x) * y,
+    "rows": lambda x, y: fns.Norm.apply(x.view(5, 2, 3), y[:3], 0.1).flatten(1),
+}
+ELEMENTWISE = {"gelu", "two", "named", "in_place", "clamped"}
+
+
+@GATHERS
+@pytest.mark.parametrize("ranks", [[0, 1], [1], [1, 2]], ids=str)
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_one_device(name, sbp, ranks):
+    generator = torch.Generator().manual_seed(0)
+    x, y, seed = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((5, 6), (6,), (5, 6)))
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, y)]
+    expected = PROGRAMS[name](*leaves)
+    expected_grads = torch.autograd.grad((expected * seed).sum(), leaves)
+
+    def program():
+        placement = wb.placement("cpu", ranks=ranks)
+        a = wb.to_global(x.clone(), placement=placement, sbp="B").to_global(sbp=sbp).detach().requires_grad_()
+        b = wb.to_global(y.clone(), placement=placement, sbp="B").requires_grad_()
+        result = PROGRAMS[name](a, b)
+        grads = torch.autograd.grad((result * wb.to_global(seed, placement=placement, sbp="B")).sum(), [a, b])
+        if name in ELEMENTWISE and sbp.startswith("S") and name != "in_place":
+            assert str(result.sbp[0]) == sbp
+        return [result.detach().full_tensor(), *(grad.full_tensor() for grad in grads)]
+
+    for found in run_ranks(program, max(ranks) + 1):
+        for ours, theirs in zip(found, [expected.detach(), *expected_grads], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_elementwise_functions_send_nothing_and_do_not_warn():
+    def program():
+        x = wb.ones(4, 6, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        before = x._spec.world.traffic.sent_bytes
+        with wb.debug.explicit_boxing():
+            y = fns.Gelu.apply(x)
+        y.backward(torch.ones(4, 6))
+        return x._spec.world.traffic.sent_bytes - before
+
+    assert run_ranks(program, 2) == [0, 0]
+
+
+def test_others_warn_once_and_name_the_fix_and_are_errors_under_explicit_boxing():
+    _warned.discard(f"{fns.Norm.__module__}.Norm.apply")
+
+    def program():
+        x = wb.ones(4, 6, placement=wb.placement.all("cpu"), sbp="S(0)")
+        w = wb.ones(6, placement=wb.placement.all("cpu"), sbp="B")
+        fns.Norm.apply(x, w, 1e-6)
+        with wb.debug.explicit_boxing(), pytest.raises(ExplicitBoxingError, match=r"Norm.apply.*argument 1 \(x\)"):
+            fns.Norm.apply(x.clone(), w, 1e-6)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FallbackWarning)
+        run_ranks(program, 2)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "wb.local_map(Norm.apply" in str(caught[0].message) and "wb.register_rule" in str(caught[0].message)
+
+
+def test_a_rule_for_a_custom_function_keeps_it_on_shards():
+    class RowNorm(fns.Norm):
+        pass
+
+    wb.register_rule(RowNorm.apply, "... D, D -> ... D", prove=[torch.randn(5, 4), torch.randn(4), 1e-6])
+    with pytest.raises(LayoutError, match="give other numbers"):
+        wb.register_rule(RowNorm.apply, "... d, d -> ... d", prove=[torch.randn(5, 4), torch.randn(4), 1e-6])
+
+    def program():
+        x = wb.ones(4, 6, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with wb.debug.explicit_boxing():
+            return str(RowNorm.apply(x, wb.ones(6, placement=x.placement, sbp="B"), 1e-6).sbp[0])
+
+    assert run_ranks(program, 2) == ["S(0)"] * 2
+
+
+def test_gradients_of_gradients():
+    x = torch.linspace(-1, 2, 6, dtype=torch.float64)
+
+    def second(leaf):
+        first = torch.autograd.grad(fns.Cube.apply(leaf).sum(), leaf, create_graph=True)[0]
+        return torch.autograd.grad((first * first).sum(), leaf)[0]
+
+    expected = second(x.clone().requires_grad_())
+
+    def program():
+        placed = wb.to_global(x.clone(), placement=wb.placement.all("cpu"), sbp="B")
+        return second(placed.to_global(sbp="S(0)").requires_grad_()).full_tensor()
+
+    assert all(torch.equal(found, expected) for found in run_ranks(program, 2))
+
+
+def test_a_backward_that_is_not_differentiable_says_so():
+    def program():
+        x = wb.ones(4, 6, placement=wb.placement.all("cpu"), sbp="B", requires_grad=True)
+        result = fns.Norm.apply(x * x, wb.ones(6, placement=x.placement, sbp="B"), 1e-6).exp().sum()
+        (grad,) = torch.autograd.grad(result, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    run_ranks(program, 1)
+
+
+@GATHERS
+def test_random_functions_draw_the_same_on_all_ranks():
+    """Ranks outside the placement do not run it; all go on with the same generator."""
+
+    def program():
+        x = wb.ones(20, 6, placement=wb.placement("cpu", ranks=[1, 2]), sbp="S(0)")
+        first, second = fns.Noisy.apply(x), fns.Noisy.apply(x)
+        everywhere = wb.rand(3, placement=wb.placement.all("cpu"), sbp="B")
+        return [first.to_local(), second.to_local(), everywhere.to_local()]
+
+    nothing, one, two = run_ranks(program, 3)
+    assert nothing[0].numel() == 0 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not torch.equal(one[0], one[1]) and torch.equal(nothing[2], one[2])
+
+
+def test_writes_that_are_not_marked_are_refused():
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with pytest.raises(LayoutError, match=r"Unmarked.apply: writes into operand 1 .*ctx.mark_dirty"):
+            fns.Unmarked.apply(x)
+
+    run_ranks(program, 2)
+
+
+def test_a_leaf_is_not_written():
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            fns.AddTo.apply(x, x, 2.0)
+
+    run_ranks(program, 2)
+
+
+def test_a_captured_global_tensor_is_refused():
+    def program():
+        layer = nn.Module()
+        layer.weight = wb.ones(4, placement=wb.placement.all("cpu"), sbp="B")
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with pytest.raises(LayoutError, match=r"Capturing.apply.*not among its arguments.*as an argument"):
+            fns.Capturing.apply(x, layer)
+
+    run_ranks(program, 2)
+
+
+class Block(nn.Module):
+    """What bloom, recurrent models and mixtures of experts call in the middle of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.fc1, self.fc2 = nn.Parameter(torch.rand(8)), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        inner = fns.Gelu.apply(self.fc1(fns.Norm.apply(x, self.weight, 1e-6)))
+        return x + fns.ClampedGradient.apply(self.fc2(inner))
+
+
+BLOCKS = "0: data; 1: data@1"
+
+
+@GATHERS
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: data", 3), ("*: model", 2), ("*: model | 1x2x2", 4), ("*: data | zero=3", 2), ("*: data | recompute", 2),
+        ("pipeline", 2), (f"{BLOCKS} | 2x1x1 mb=2 1f1b", 2), (f"{BLOCKS} | 2x1x1 mb=2 zero_bubble", 2),
+    ],
+)  # fmt: skip
+def test_training_equals_one_device(strategy, num_ranks):
+    torch.manual_seed(0)
+    one = nn.Sequential(Block(), Block()).double()
+    inputs, targets = torch.randn(6, 8, dtype=torch.float64), torch.arange(6)
+
+    def train(model):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for _ in range(3):
+            loss = F.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+    expected = train(copy.deepcopy(one))
+    for found in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(one), strategy)), num_ranks):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
