@@ -16,6 +16,7 @@ from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import fill_random
+from workbench.tensors.unseen_by_modes import unseen_by_modes
 from workbench.tensors.world import World, current
 
 
@@ -70,7 +71,8 @@ def draw_key(world: World, generator: torch.Generator | None = None, is_used: bo
 def _draw(world: World, generator: torch.Generator | None) -> int:
     source = generator or world.context.generator
     device = None if source is None else source.device
-    return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
+    with unseen_by_modes():
+        return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
 
 
 def sample_shard(
@@ -87,7 +89,8 @@ def sample_shard(
     if world.context.recorder is not None:
         drawn: torch.Tensor = world.context.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
         return drawn.to(world.device)
-    return _blockwise(sampler, key, shape, region, dtype).to(world.device)
+    with unseen_by_modes():
+        return _blockwise(sampler, key, shape, region, dtype).to(world.device)
 
 
 def _blockwise(sampler: Sampler, key: int, shape: Shape, region: Region, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.assembly import assemble, packed, region_shape
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
+from workbench.tensors.unseen_by_modes import unseen_by_modes
 from workbench.tensors.world import World
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
 
@@ -84,6 +85,10 @@ class Exchange:
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """This rank's new shard, in memory of its own; a placeholder outside the destination."""
+        with unseen_by_modes():
+            return self._run(local, tag)
+
+    def _run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         world = self._world
         if self.own_slice is not None:
             return slice_region(local, self.own_slice).clone(memory_format=torch.contiguous_format)

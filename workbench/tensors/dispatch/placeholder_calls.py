@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from workbench.core.layout import Shape
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
+from workbench.tensors.unseen_by_modes import unseen_by_modes
 
 TENSOR = object()
 """Marks a tensor among the leaves of a result."""
@@ -36,7 +37,8 @@ def infer_outputs(
         info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
     """
     memo: dict[int, torch.Tensor] = {}
-    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data(), saving_as_ever():
+    grad_mode = torch.set_grad_enabled(with_grad and torch.is_grad_enabled())
+    with grad_mode, unseen_by_modes(), _without_data(), saving_as_ever():
         result = _run_without_data(func, args, kwargs, memo, with_grad)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
         return outputs_info(result, operands)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.tensors.patch_table import patch
+from workbench.tensors.unseen_by_modes import unseen_by_modes
 from workbench.tensors.world import World, joined
 
 _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
@@ -75,7 +76,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not pins:
             pins.append(node)
             return function(*inputs, **named)
-        inputs, named = _wrapped(specs, inputs, named)
+        with unseen_by_modes():
+            inputs, named = _wrapped(specs, inputs, named)
         before = _generator_state(world)
         _set_generator_state(world, random_state)
         try:

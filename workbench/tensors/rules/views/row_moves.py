@@ -21,6 +21,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.global_tensor import Spec, local_torch
+from workbench.tensors.unseen_by_modes import unseen_by_modes
 from workbench.tensors.world import World
 
 MAX_SEGMENTS = 512
@@ -208,6 +209,11 @@ def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> l
 
 
 def _run(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with unseen_by_modes():
+        return _exchange(plan, world, tag, locals_)
+
+
+def _exchange(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     rank, started = world.rank, time.perf_counter()
     results = [
         torch.zeros(side.layout.local_shape(side.shape, rank), dtype=locals_[0].dtype, device=world.device)

@@ -1,0 +1,50 @@
+"""What users' dispatch modes do not see: exchanges between ranks, and functions that are tried on metadata.
+
+A mode may give back what an earlier call of an operator returned (selective checkpointing does), by the operator and by
+how often it was called. Only what a program itself calls is called as often each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+_num_modes = torch._C._len_torch_dispatch_stack
+_nothing = nullcontext()
+
+
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """A context in which only the modes of this package and torch's own (fake tensors, tracing) see operators."""
+    return _without_modes_of_users() if _num_modes() else _nothing
+
+
+@contextmanager
+def _without_modes_of_users() -> Iterator[None]:
+    modes = _get_current_dispatch_mode_stack()
+    kept = [mode for mode in modes if not _is_of_a_user(mode)]
+    if len(kept) == len(modes):
+        yield
+        return
+    _replace(len(modes), kept)
+    try:
+        yield
+    finally:
+        _replace(len(kept), modes)
+
+
+def _replace(num_modes: int, others: list[Any]) -> None:
+    for _ in range(num_modes):
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)
+
+
+def _is_of_a_user(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is None and not type(mode).__module__.startswith("workbench.")
+
+
+__all__ = ["unseen_by_modes"]
