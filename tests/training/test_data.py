@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import workbench as wb
 from workbench.errors import LayoutError, RunError
@@ -306,14 +306,6 @@ class TestMistakes:
             next(iter(wb.GlobalDataLoader([{"x": [1]}, {"x": [1, 2]}], 2)))
         with pytest.raises(ValueError, match="A batch is some rows of the arrays"):
             wb.GlobalDataLoader(sentences(), 2, collate_fn=as_encoding)
-
-    def test_iterable_datasets(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(range(3))
-
-        with pytest.raises(RunError, match=r"GlobalDataLoader\(Stream\): .* has no positions.*__getitem__"):
-            wb.GlobalDataLoader(Stream(), 2)
 
     def test_sizes_and_layouts(self):
         with pytest.raises(ValueError, match="batch_size=0"):

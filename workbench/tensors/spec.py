@@ -13,6 +13,7 @@ class Spec:
     """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
 
     Attributes:
+        has_partial: whether it lies as terms on an axis.
         is_placeholder: whether this rank is outside the placement.
         local_shape: shape of this rank's shard; the logical shape for a placeholder.
         plans: the world's cache of what to do for a function and its arguments' specs.
@@ -24,6 +25,7 @@ class Spec:
         "_dual",
         "_term_ranks",
         "exchanges",
+        "has_partial",
         "is_placeholder",
         "layout",
         "local_shape",
@@ -39,6 +41,7 @@ class Spec:
         self.targets: dict[Any, Spec] = {}
         self._dual: Spec | None = None
         self._term_ranks: tuple[int, ...] | None = None
+        self.has_partial = layout.has_partial
         self.is_placeholder = world.rank not in layout.placement
         self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -22,6 +23,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
+from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read
 from workbench.training.strategies.state import state_of
 
 Rows = tuple[int, int]
@@ -36,14 +38,16 @@ class GlobalDataLoader:
 
     Args:
         dataset: all samples in arrays (a tuple or dict of them), or a map-style dataset of tensors, arrays or numbers,
-            or of tuples or dicts of them.
+            or of tuples or dicts of them; or an iterable data set of such samples (``IterableDataset``, streamed
+            ``datasets``), which every rank reads whole, in its own order.
         batch_size: samples of a global batch, over all ranks.
         module: a parallelized module. Its strategy gives the layouts: inputs are split over the data axis of the first
             stage, targets over the data axis of the last. Targets are a tuple's last entry, or a dict's
             ``TARGET_KEYS``.
         placement, sbp: a layout of S(0) and B, without a module. Default: all ranks of the world, S(0) on the first
             axis.
-        shuffle: a new order in every epoch. Default: the dataset's order.
+        shuffle: a new order in every epoch. Default: the dataset's order. An iterable data set shuffles itself; its
+            ``set_epoch`` is called.
         seed: of the order and of the samples' random numbers.
         drop_last: leave out a last batch with fewer samples.
         num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``. ``collate_fn`` gets the samples of
@@ -52,7 +56,8 @@ class GlobalDataLoader:
             equal on all ranks and stay plain; one row may come once per sample.
 
     Raises:
-        RunError: a dataset without positions, such as an iterable one or a loader.
+        RunError: a loader or an iterator instead of a dataset; an iterable one with ``shuffle``, or with other samples
+            on other ranks.
         LayoutError: a layout that splits another dim than 0, or parts of a batch that do not fit together.
         ValueError: a batch size below 1, or both module and placement.
 
@@ -75,10 +80,14 @@ class GlobalDataLoader:
         collate_fn: Collate | None = None,
         pin_memory: bool = False,
     ) -> None:
-        check_dataset(dataset, collate_fn, f"GlobalDataLoader({type(dataset).__name__})")
+        self._is_iterable = is_iterable(dataset)
+        if self._is_iterable:
+            check_iterable(dataset, shuffle)
+        else:
+            check_dataset(dataset, collate_fn, f"GlobalDataLoader({type(dataset).__name__})")
         _check_arguments(batch_size, module, placement)
         self.dataset, self.batch_size, self.module = dataset, batch_size, module
-        self._num_samples = num_samples_of(dataset)
+        self._num_samples = None if self._is_iterable else num_samples_of(dataset)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.num_workers, self.collate_fn = num_workers, collate_fn or collate
         self.pin_memory = pin_memory and torch.cuda.is_available()
@@ -90,6 +99,8 @@ class GlobalDataLoader:
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch."""
+        if self._num_samples is None:
+            raise TypeError(f"GlobalDataLoader({type(self.dataset).__name__}): an iterable data set has no length.")
         count, rest = divmod(self._num_samples, self.batch_size)
         return count + (rest > 0 and not self.drop_last)
 
@@ -101,6 +112,8 @@ class GlobalDataLoader:
         return {**order, "epoch": self.epoch, "position": self._position}
 
     def _is_at_end(self) -> bool:
+        if self._num_samples is None:
+            return False  # the iteration knows, and moves on by itself
         left = self._num_samples - self._position
         return left <= 0 or (self.drop_last and left < self.batch_size)
 
@@ -125,7 +138,8 @@ class GlobalDataLoader:
         if self._starts_anew:
             self.epoch, self._position = self.epoch + 1, 0
         self._starts_anew = True
-        return self._batches(current(), self.epoch, self._position)
+        batches = self._iterated if self._is_iterable else self._batches
+        return batches(current(), self.epoch, self._position)
 
     def _batches(self, world: World, epoch: int, start: int) -> Iterator[Any]:
         order = self._order(epoch)[start:]
@@ -141,8 +155,31 @@ class GlobalDataLoader:
         if self._is_at_end():
             self.epoch, self._position, self._starts_anew = epoch + 1, 0, False
 
+    def _iterated(self, world: World, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an iterable data set. One is read ahead, so that the position after the last is the end's."""
+        layouts = self._layouts(world)
+        rows_of = partial(_needed_rows, layouts, rank=world.rank)
+        stream = Stream(self.dataset, self.batch_size, self.seed, epoch, start, self.collate_fn, rows_of)
+        smallest, nothing = (self.batch_size if self.drop_last else 1), Chunk(0, torch.empty(0), None)
+        chunks = iter(read(stream, self.num_workers))
+        chunk, position = next(chunks, nothing), start
+        while True:
+            what = f"batch behind {position} of epoch {epoch}"
+            position += chunk.num_samples
+            check_alike(all_gather_object((chunk.num_samples, chunk.fingerprint), world, what), what)
+            if chunk.num_samples < smallest:
+                break
+            following = next(chunks, nothing) if chunk.num_samples == self.batch_size else nothing
+            is_last = following.num_samples < smallest
+            self.epoch, self._position, self._starts_anew = (
+                (epoch + 1, 0, False) if is_last else (epoch, position, True)
+            )
+            yield _assemble(chunk.part, chunk.rows, chunk.num_samples, layouts, world, what)
+            chunk = following
+
     def _order(self, epoch: int) -> torch.Tensor:
         num_samples = self._num_samples
+        assert num_samples is not None
         if not self.shuffle:
             return torch.arange(num_samples)
         generator = torch.Generator().manual_seed(self.seed)

@@ -1,5 +1,6 @@
 """What a plan is remembered under: calls that differ in anything a rule looks at must not share one."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -66,3 +67,21 @@ def test_a_plan_is_for_tensors_of_all_types():
         return found
 
     assert on_two_ranks(program)[0] == [(True, True)] * 9
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.cumsum(1), lambda x: x * 2, lambda x: x + torch.arange(4), lambda x: x.sum(0), lambda x: x & x],
+    ids=["cumsum", "mul", "add", "sum", "and"],
+)
+def test_terms_of_bools_are_no_terms_of_numbers(function):
+    """A plan for terms of integers with the same layout is no plan for them."""
+    values = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]])
+
+    def program():
+        terms = wb.to_global(values.clone(), placement=wb.placement.all("cpu"), sbp="B").to_global(sbp="P")
+        both = wb.to_global(values.bool(), placement=wb.placement.all("cpu"), sbp="P")  # true on both ranks
+        return function(terms).full_tensor(), function(both).full_tensor()
+
+    for numbers, bools in run_ranks(program):
+        assert torch.equal(numbers, function(values)) and torch.equal(bools, function(values.bool()))

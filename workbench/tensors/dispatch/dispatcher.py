@@ -35,7 +35,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
     write_placeholder,
 )
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
-from workbench.tensors.dispatch.plan_keys import PARAMETER, key_of
+from workbench.tensors.dispatch.plan_keys import PARAMETER, dtype_of, key_of
 from workbench.tensors.dispatch.planning import Plan, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
@@ -72,6 +72,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             spec = arg._spec
             plans = spec.plans
             key.append(spec)
+            if spec.has_partial:
+                key.append(dtype_of(arg))
             if arg._is_param:
                 key.append(PARAMETER)
         elif kind is int or kind is str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 PLAIN = object()
 """In a key, represents a tensor that is not global; no plan has such a key."""
@@ -14,11 +14,18 @@ PARAMETER = object()
 """In a key, follows the spec of a parameter, which may not be boxed as others are."""
 
 
+def dtype_of(tensor: GlobalTensor) -> torch.dtype:
+    """Part of the key of a tensor that lies as terms: of bools, a sum is their "or"."""
+    with local_torch():
+        return tensor.dtype
+
+
 def key_of(value: Any) -> Any:
     """The part of a key that an argument gives."""
     kind = type(value)
     if kind is GlobalTensor:
-        return (value._spec, value._is_param)
+        spec = value._spec
+        return (spec, value._is_param, dtype_of(value)) if spec.has_partial else (spec, value._is_param)
     if kind is int or kind is str:
         return value
     if kind is bool or kind is float:

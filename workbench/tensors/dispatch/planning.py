@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_flatten
 
 from workbench.core.layout import Layout
@@ -169,7 +170,21 @@ def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> l
         found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
     if call.name in _KEEPS_ELEMENTS:
         found = [*found, *_of_extrema(found, call)]
-    return [s for s in found if s.letter not in resolution.filled or _fills_every_rank(s, call, placement)]
+    return [
+        s
+        for s in found
+        if not _adds_bools(s, call) and (s.letter not in resolution.filled or _fills_every_rank(s, call, placement))
+    ]
+
+
+def _adds_bools(signature: Signature, call: Call) -> bool:
+    """Whether terms of bools, whose sum is their "or", would become terms of numbers."""
+    if not any(
+        entry == partial_sum and dtype != torch.bool
+        for entry, (_, dtype) in zip(signature.outputs, call.outputs, strict=False)
+    ):
+        return False
+    return any(e == partial_sum and o.dtype == torch.bool for e, o in zip(signature.inputs, call.operands, strict=True))
 
 
 def _of_extrema(found: Iterable[Signature], call: Call) -> list[Signature]:

@@ -7,7 +7,7 @@ Families share `reduction/two_stage` (reductions over split dims), `reduction/em
 
 from workbench.tensors.rules.attention import attention, multihead
 from workbench.tensors.rules.convolution import convolution, pooling
-from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing, searching
+from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing, masked_scatter, searching
 from workbench.tensors.rules.losses import cross_entropy, linear_cross_entropy, loss
 from workbench.tensors.rules.matmul import fft, grouped_matmul, linalg, low_rank, matmul, recurrent
 from workbench.tensors.rules.norms import norms
@@ -19,7 +19,7 @@ from workbench.tensors.rules.views import concatenation, in_place_views, rearran
 __all__ = [
     "assignment", "attention", "concatenation", "convolution", "creation", "cross_entropy", "cumulative", "dropout",
     "embedding", "extrema", "fft", "foreach", "gather_scatter", "grouped_matmul", "in_place_views", "indexing",
-    "initializers", "linalg", "linear_cross_entropy", "loss", "low_rank", "matmul", "metadata", "multihead", "norms",
-    "pointwise", "pooling", "rearranging", "recurrent", "reduction", "sampling", "searching", "softmax", "strided",
-    "variance", "vector_norms", "view",
+    "initializers", "linalg", "linear_cross_entropy", "loss", "low_rank", "masked_scatter", "matmul", "metadata",
+    "multihead", "norms", "pointwise", "pooling", "rearranging", "recurrent", "reduction", "sampling", "searching",
+    "softmax", "strided", "variance", "vector_norms", "view",
 ]  # fmt: skip

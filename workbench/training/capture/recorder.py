@@ -327,8 +327,9 @@ def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
-    """Where in its memory a tensor lies."""
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    """Where in its memory a tensor lies; a global one, this rank's shard."""
+    with local_torch():
+        return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:
