@@ -20,12 +20,12 @@ from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
-from workbench.tensors.annotations import Annotated
-from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, forget_sum, gradient_state
+from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, gradient_state
 from workbench.tensors.late_imports import later
 from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
 from workbench.tensors.spec import Spec as Spec
 from workbench.tensors.spec import spec_of as spec_of
+from workbench.tensors.tensor_state import TensorState, forget_memory, forget_sum_of
 
 if TYPE_CHECKING:
     from workbench.tensors.boxing.handle import Handle
@@ -46,7 +46,7 @@ def is_below_autograd() -> bool:
     return _is_excluded(_AUTOGRAD)
 
 
-class GlobalTensor(Annotated):
+class GlobalTensor(TensorState):
     """One logical tensor over the ranks of a placement. The object on each rank holds that rank's shard.
 
     Creators such as ``wb.randn(..., placement=, sbp=)``, ``wb.to_global`` and ``wb.parallelize`` make it. torch's
@@ -56,14 +56,6 @@ class GlobalTensor(Annotated):
     >>> x.shape, x.to_local().shape
     (torch.Size([4, 5]), torch.Size([2, 5]))
     """
-
-    _spec: Spec
-    _is_param = False
-    _gradient: GradientState = NO_GRADIENT_STATE
-    _is_grad = False
-    """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
-    _has_data_alias = False
-    """Whether somebody has taken its ``.data``, or it is that: nothing tells one of the two of writes to the other."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +212,7 @@ class GlobalTensor(Annotated):
                     other = torch.float32 if self.dtype == torch.float64 else torch.float64
                     _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
                 _data_slot.__set__(self, local)
-            forget_derived(self)
+            forget_memory(self)
             self._spec = value._spec
             if shard is not None:
                 self._gradient.shard = shard
@@ -356,25 +348,6 @@ _local_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__ 
 _data_slot: Any = torch.Tensor.data
 grad_slot: Any = torch.Tensor.grad
 """torch's own ``.grad``: what autograd has accumulated on this rank, without a layout."""
-
-
-def forget_sum_of(grad: GlobalTensor) -> None:
-    """The sum that was made of a gradient is no longer the one to use."""
-    owner = grad.__dict__.get("_owner")
-    if owner is not None and owner() is not None:
-        forget_sum(owner())
-
-
-def forget_derived(tensor: GlobalTensor) -> None:
-    """Drop what was derived from a tensor's values: cached boxings, the optimizer's local alias."""
-    for name in DERIVED:
-        tensor.__dict__.pop(name, None)
-    if tensor._gradient is not NO_GRADIENT_STATE:
-        tensor._gradient.shard = tensor._gradient.sum = None
-
-
-DERIVED = ("_alias_of", "_boxing_cache", "_local_alias", "_origin", "_root", "_tied_source")
-"""Attributes of a tensor that are made from its values; no copy takes them along."""
 
 
 def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:

@@ -17,8 +17,7 @@ read_grad: Callable[[torch.Tensor], torch.Tensor | None] = grad_slot.__get__
 
 def owner_of_grad(grad: GlobalTensor) -> GlobalTensor | None:
     """The tensor whose ``.grad`` this is, in the layout in which autograd left it; None for any other tensor."""
-    owner = grad.__dict__.get("_owner")
-    found = None if owner is None else owner()
+    found = None if grad._owner is None else grad._owner()
     with local_torch():
         return found if found is not None and grad_slot.__get__(found) is grad else None
 

@@ -90,7 +90,7 @@ def parallelize(
     layers = list(layers_of(module))
     layouts = StageLayouts(world, resolved)
     state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements)
-    converted: dict[int, nn.Parameter] = {}
+    converted: dict[nn.Parameter, nn.Parameter] = {}
     stages: dict[nn.Parameter, int] = {}
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]

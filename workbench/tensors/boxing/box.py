@@ -29,6 +29,7 @@ from workbench.tensors.global_tensor import (
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import version_of
 
 
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
@@ -101,11 +102,10 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     state = _state_of(tensor)
     if state is None:
         return box(tensor, layout, function)
-    cache: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_boxing_cache", {})
-    boxed = cache.get((layout, state))
+    boxed = None if tensor._boxings is None else tensor._boxings.get((layout, state))
     if boxed is None:
-        cache.clear()
-        boxed = cache[layout, state] = box(tensor, layout, function)
+        boxed = box(tensor, layout, function)
+        tensor._boxings = {(layout, state): boxed}
     return boxed
 
 
@@ -113,7 +113,7 @@ def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor
     """The result of an earlier implicit boxing to a placement, in any layout; None if there is none."""
     if not tensor._spec.world.context.implicit_boxing_allowed:
         return None
-    cache: dict[Any, GlobalTensor] = tensor.__dict__.get("_boxing_cache", {})
+    cache: dict[Any, GlobalTensor] = tensor._boxings or {}
     here = [key for key in cache if key[0].placement == placement]
     return cache[here[0]] if here and here[0][1] == _state_of(tensor) else None
 
@@ -130,7 +130,7 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
             return None
         # A step that is being recorded must box what an earlier one has boxed already.
         recorder = tensor._spec.world.context.recorder
-        return tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
+        return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
 
 
 def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:

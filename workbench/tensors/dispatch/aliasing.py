@@ -23,6 +23,7 @@ from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.late_imports import later
+from workbench.tensors.tensor_state import version_of
 
 _ALIASING = """
 view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
@@ -33,8 +34,8 @@ ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
-_REACH_BASE = (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}
-"""Functions whose results pass a write on to their placeholder base."""
+_NO_HISTORY = frozenset(["detach", "get:data"])
+"""Aliasing functions whose results have no history in common with their operand."""
 
 
 @dataclass(slots=True)
@@ -60,10 +61,6 @@ class Origin:
 
 class BoxedView(GlobalTensor):
     """A view whose storage is its own, because its values came from other ranks."""
-
-    _origin: Origin
-    _root: GlobalTensor | None
-    """The boxed tensor whose storage this view shares; None where it is this one."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,10 +100,18 @@ class BoxedView(GlobalTensor):
         _bring_up_to_date(self)
         return GlobalTensor.full_tensor(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        _bring_up_to_date(self)
+        return GlobalTensor.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _bring_up_to_date(self)
+        return GlobalTensor.__reduce_ex__(self, protocol)
+
     @classmethod
     def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
         tensor.__class__ = cls
-        tensor._origin, tensor._root = origin, root  # type: ignore[attr-defined]
+        tensor._origin, tensor._root = origin, root
 
 
 def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
@@ -115,9 +120,9 @@ def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
     return target if type(target) is BoxedView else None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: GlobalTensor) -> int:
     with local_torch():
-        return tensor._version
+        return version_of(tensor)
 
 
 def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTensor, result: Any) -> Any:
@@ -145,11 +150,18 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
 
 
 def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> None:
-    """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base."""
-    if name in _REACH_BASE:
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, GlobalTensor):
-                leaf.__dict__["_placeholder_base"] = base.__dict__.get("_placeholder_base", base)
+    """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base.
+
+    The result of a ``reshape`` counts as a view, as it is on the owner unless the shard is transposed.
+    """
+    if name not in ALIASING and name not in PERHAPS_ALIASING:
+        return
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, GlobalTensor):
+            if name != "get:data":
+                leaf._memory_owner = base if base._memory_owner is None else base._memory_owner
+            if name not in _NO_HISTORY:
+                leaf._history_base = base if base._history_base is None else base._history_base
 
 
 def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
@@ -162,16 +174,14 @@ def _get(base: GlobalTensor, place: Any) -> Any:
 
 def _inherit(result: Any, view: GlobalTensor) -> None:
     """Views of a boxed view share its storage and its origin."""
-    root = view if view._root is None else view._root  # type: ignore[attr-defined]
+    root = view if view._root is None else view._root
     for leaf in tree_leaves(result):
         if type(leaf) is GlobalTensor:
-            BoxedView._of(leaf, view._origin, root)  # type: ignore[attr-defined]
+            BoxedView._of(leaf, view._origin, root)
 
 
 class AmbiguousTensor(GlobalTensor):
     """A tensor that one device may have changed, or not: a reshape of it was boxed and then written to."""
-
-    _doubt: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,7 +215,7 @@ class AmbiguousTensor(GlobalTensor):
 def _doubt(view: BoxedView) -> None:
     base = view._origin.base
     base.__class__ = AmbiguousTensor
-    base._doubt = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"  # type: ignore[attr-defined]
+    base._doubt = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"
 
 
 def _bring_up_to_date(view: BoxedView) -> None:

@@ -15,8 +15,9 @@ from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.dispatch.keywords import parameters_of
 from workbench.tensors.dispatch.planning import Plan
 from workbench.tensors.dispatch.registry import fold_name, handler
-from workbench.tensors.global_tensor import GlobalTensor, forget_derived
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
+from workbench.tensors.tensor_state import forget_memory
 from workbench.transport.user_code import name_in_user_code
 
 
@@ -100,7 +101,7 @@ def _guarding_set(torchs_own: Any) -> Any:
         if len(given) != 2:
             _refuse_new_storage(torchs_own, (target,), {})
         torchs_own(target, given[1])
-        forget_derived(target)
+        forget_memory(target)
         target._spec = given[1]._spec
         return target
 

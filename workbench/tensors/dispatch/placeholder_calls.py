@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from workbench.core.layout import Shape
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
+from workbench.tensors.tensor_state import count_write
 from workbench.tensors.unseen_by_modes import unseen_by_modes
 
 TENSOR = object()
@@ -309,10 +310,9 @@ def write_placeholder(
         if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
             _PlaceholderWrite.apply(second_order, target, *others)
-        torch.autograd.graph.increment_version(target)  # boxings are cached by version, on every rank
-        base = target.__dict__.get("_placeholder_base")
-    if base is not None:
-        write_placeholder(base, [base, target])
+        count_write(target)  # boxings are cached by version, on every rank
+    if target._history_base is not None:
+        write_placeholder(target._history_base, [target._history_base, target])
     return target
 
 

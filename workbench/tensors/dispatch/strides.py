@@ -25,7 +25,7 @@ def on_meta(tensor: GlobalTensor) -> torch.Tensor:
         LayoutError: the shard does not tell them.
     """
     spec = tensor._spec
-    origin, root = tensor.__dict__.get("_origin"), tensor.__dict__.get("_root")
+    origin, root = tensor._origin, tensor._root
     if origin is not None and origin.place is not None and root is None:
         return on_meta(origin.base)[origin.place]
     viewed = origin.base if origin is not None and origin.place is None else root

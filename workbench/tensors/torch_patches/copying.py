@@ -14,12 +14,9 @@ import torch
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors.global_tensor import DERIVED, GlobalTensor, local_torch, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.tensor_state import DECLARED, share_memory
 from workbench.tensors.world import current
-
-_NOT_COPIED = (
-    "_spec", "_is_param", "_is_grad", "_has_data_alias", "_gradient", "_owner", "_shard", "_watcher", *DERIVED,
-)  # fmt: skip
 
 
 def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
@@ -27,6 +24,7 @@ def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
     with torch.no_grad():
         made: Any = wrap(plain(tensor), tensor._spec)
     _finish(made, tensor, _own_attributes(tensor))
+    share_memory(made, tensor)
     return made
 
 
@@ -56,7 +54,7 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
 
 
 def _own_attributes(tensor: GlobalTensor) -> dict[str, Any]:
-    return {name: value for name, value in tensor.__dict__.items() if name not in _NOT_COPIED}
+    return {name: value for name, value in tensor.__dict__.items() if name not in DECLARED}
 
 
 def _finish(made: GlobalTensor, tensor: GlobalTensor, attributes: dict[str, Any]) -> None:

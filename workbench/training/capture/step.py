@@ -293,7 +293,7 @@ def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Ten
 
 
 def _own(leaf: Any) -> Any:
-    """An input as a tensor of its own, which remembers no forms that earlier steps have boxed it to."""
+    """An input as a tensor of its own, which remembers no boxings of earlier steps."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:

@@ -196,15 +196,15 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
     """The contiguous plain tensor of a parameter that this rank's optimizer changes."""
     if parameter._spec.is_placeholder:
         return parameter
-    local: torch.Tensor | None = parameter.__dict__.get("_local_alias")
-    if local is not None and parameter.__dict__["_alias_of"] == (parameter.data_ptr(), parameter._spec):
-        return local
+    part, address = parameter._optimizer_part, parameter.data_ptr()
+    if part is not None and part[1] == address and part[2] is parameter._spec:
+        return part[0]
     local, shard = plain(parameter), shard_of(parameter)
     if shard is not None:
         local = slice_region(local, shard.regions[parameter._spec.world.rank])
     if not local.is_contiguous():
         return local.contiguous()  # written back after the step
-    parameter.__dict__["_local_alias"], parameter.__dict__["_alias_of"] = local, (parameter.data_ptr(), parameter._spec)
+    parameter._optimizer_part = local, address, parameter._spec
     return local
 
 

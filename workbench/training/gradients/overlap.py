@@ -70,7 +70,8 @@ class GradientReducer:
     @staticmethod
     def of(parameter: GlobalTensor) -> GradientReducer | None:
         """The reducer of a parameter; None if there is none."""
-        return parameter.__dict__.get("_watcher")
+        reducer: GradientReducer | None = parameter._reducer
+        return reducer
 
     def remove(self) -> None:
         """Stop observing."""
@@ -78,7 +79,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters:
-            parameter.__dict__.pop("_watcher", None)
+            parameter._reducer = None
 
     def before_step(self) -> None:
         """Note the number of backwards since the last step; an optimizer is about to step."""
@@ -88,7 +89,7 @@ class GradientReducer:
             self._agree()
 
     def _hook_parameters(self, parameter: GlobalTensor) -> Any:
-        parameter.__dict__["_watcher"] = self
+        parameter._reducer = self
         with local_torch():
             return parameter.register_post_accumulate_grad_hook(self._ready)
 

@@ -51,7 +51,7 @@ class Shard:
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:
     """The shard of a parameter; None if its optimizer works on the rank's whole part."""
-    shard: Shard | None = parameter.__dict__.get("_shard")
+    shard: Shard | None = parameter._optimizer_shard
     return shard if shard is not None and shard.of is parameter._spec else None
 
 
@@ -108,7 +108,7 @@ def choose_shards(parameters: Iterable[GlobalTensor]) -> None:
     for parameter in sorted(parameters, key=lambda p: -math.prod(p._spec.shape)):
         layout = _balanced(parameter._spec, loads)
         if layout is not None:
-            parameter.__dict__["_shard"] = _shard(parameter._spec, layout)
+            parameter._optimizer_shard = _shard(parameter._spec, layout)
 
 
 def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | None:

@@ -26,6 +26,7 @@ from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.weight_gradients import has_hooks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.random import draw_key
+from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -171,14 +172,14 @@ class ForwardCache(ABC):
         return [None if record is _NOT_CACHED else record for record in self._records.values()]
 
     def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
-        """Box inputs as the block does, and count its exchanges; the forms, in the order of ``boxings``."""
-        context, forms = self.world.context, []
+        """Box inputs as the block does, and count its exchanges; the results, in the order of ``boxings``."""
+        context, boxed = self.world.context, []
         start = context.position
         for boxing in boxings:
             context.position = start + boxing.offset
-            forms.append(box_implicitly(inputs[boxing.index], boxing.layout, boxing.function))
+            boxed.append(box_implicitly(inputs[boxing.index], boxing.layout, boxing.function))
         context.position = start + num_tags
-        return forms
+        return boxed
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
         """All that the outcome depends on, or None where a value cannot be compared."""
@@ -193,8 +194,7 @@ class ForwardCache(ABC):
             parts.append(self._settings)
             for leaf in leaves:
                 if isinstance(leaf, GlobalTensor):
-                    forms = leaf.__dict__.get("_boxing_cache")
-                    there = tuple([layout for layout, _ in forms]) if forms else ()
+                    there = tuple([layout for layout, _ in leaf._boxings]) if leaf._boxings else ()
                     parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, there)
                 elif isinstance(leaf, VALUES):
                     parts += (type(leaf), leaf)
@@ -236,10 +236,8 @@ class ForwardCache(ABC):
         finally:
             context.running.observer = None
         num_keys = _keys_between(keys_before, self.world)
-        has_forms = any(
-            isinstance(leaf, GlobalTensor) and leaf.__dict__.get("_boxing_cache") for leaf in tree_leaves(result)
-        )
-        if not observer.can_skip or num_keys is None or has_forms or not same(before, self.state(inputs)):
+        has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in tree_leaves(result))
+        if not observer.can_skip or num_keys is None or has_boxings or not same(before, self.state(inputs)):
             return result, None
         call = CallRecord(observer, context.position - start, num_keys)
         return result, self.record(result, inputs, call)
@@ -248,7 +246,7 @@ class ForwardCache(ABC):
         """Whatever a forward may change besides returning something: attributes, buffers, inputs, torch's generator."""
         found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
         with local_torch():
-            found += [tensor._version for tensor in inputs]
+            found += [version_of(tensor) for tensor in inputs]
             for part in self._parts:
                 attributes = [(name, value) for name, value in part.__dict__.items() if name != "forward"]
                 found += attributes

@@ -46,12 +46,12 @@ class LocalRecord:
     """What a replay of a call needs.
 
     Attributes:
-        forms: for every input that lies on another stage, the boxing that brings it here.
+        boxing_of_input: for every input that lies on another stage, the boxing that brings it here.
         layouts: of the tensors of the result, in their order.
     """
 
     boxings: list[InputBoxing]
-    forms: dict[int, int]
+    boxing_of_input: dict[int, int]
     num_tags: int
     layouts: list[Layout]
 
@@ -76,11 +76,11 @@ class LocalForward(ForwardCache):
 
     def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """Run the block in plain torch; run it unchanged where that fails, as in code that reads a tensor's layout."""
-        forms = self.box_inputs(record.boxings, record.num_tags, inputs)
+        boxed = self.box_inputs(record.boxings, record.num_tags, inputs)
         context = self.world.context
         counted, given = context.position, (args, kwargs)
-        if record.forms:
-            here = {id(inputs[index]): forms[boxing] for index, boxing in record.forms.items()}
+        if record.boxing_of_input:
+            here = {id(inputs[index]): boxed[boxing] for index, boxing in record.boxing_of_input.items()}
             if len(args) == 1 and not kwargs and id(args[0]) in here:  # nearly always
                 given = (here[id(args[0])],), kwargs
             else:
@@ -124,10 +124,10 @@ class LocalForward(ForwardCache):
         """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""
         leaves = tree_leaves(result)
         tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        forms = self._boxing_cache(inputs, call.observer)
+        boxing_of_input = self._boxing_of_input(inputs, call.observer)
         held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
         held |= {id(tensor) for tensor in inputs}
-        if call.num_keys or call.observer.recomputes or forms is None:
+        if call.num_keys or call.observer.recomputes or boxing_of_input is None:
             return None
         if any(id(t) in held or not self._is_here(t) for t in tensors):
             return None
@@ -138,7 +138,7 @@ class LocalForward(ForwardCache):
         if not self._is_torch_alone(tensors, inputs, call.observer):
             return None
         layouts = [tensor._spec.layout for tensor in tensors]
-        return LocalRecord(call.observer.boxings, forms, call.num_tags, layouts)
+        return LocalRecord(call.observer.boxings, boxing_of_input, call.num_tags, layouts)
 
     def _has_no_hooks(self, part: nn.Module) -> bool:
         """Of the user's, who would meet plain tensors in them."""
@@ -148,7 +148,7 @@ class LocalForward(ForwardCache):
     def _is_here(self, tensor: Any) -> bool:
         return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
 
-    def _boxing_cache(self, inputs: list[GlobalTensor], observer: CallObserver) -> dict[int, int] | None:
+    def _boxing_of_input(self, inputs: list[GlobalTensor], observer: CallObserver) -> dict[int, int] | None:
         """For every input that lies elsewhere, which boxing has brought it here; None where none has."""
         found: dict[int, int] = {}
         for index, tensor in enumerate(inputs):

@@ -31,7 +31,7 @@ from workbench.training.strategies.layout_hooks import PrepareInput
 
 @dataclass
 class PlaceholderRecord:
-    """The effects of a call. Links count inputs first, then forms made by ``boxings``, then ``parameters``.
+    """The effects of a call. Links count inputs first, then results of ``boxings``, then ``parameters``.
 
     Attributes:
         infos_of_operands: the same without links to parameters; None where a parameter has hooks or is the only link.
@@ -64,10 +64,10 @@ class PlaceholderForward(ForwardCache):
     def replay(self, record: PlaceholderRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """Placeholders linked as those of the call."""
         world = self.world
-        forms = self.box_inputs(record.boxings, record.num_tags, inputs)
+        boxed = self.box_inputs(record.boxings, record.num_tags, inputs)
         for _ in range(record.num_keys):
             draw_key(world)
-        operands = [*inputs, *forms]
+        operands = [*inputs, *boxed]
         if record.infos_of_operands is None or world.context.differentiates_within_steps:
             placeholders = placeholder_outputs(
                 record.infos, [*operands, *record.parameters], record.specs, world.device
@@ -181,7 +181,7 @@ def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> b
 
 
 class _Links:
-    """Which inputs, forms of inputs and parameters the history of a result reaches."""
+    """Which inputs, boxed inputs and parameters the history of a result reaches."""
 
     def __init__(self, inputs: list[GlobalTensor], observer: CallObserver) -> None:
         self.parameters: list[GlobalTensor] = []

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import CheckpointError
-from workbench.tensors.global_tensor import GlobalTensor, forget_derived
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.saving import optimizers
 from workbench.training.saving.flat import Path, flatten, name_of

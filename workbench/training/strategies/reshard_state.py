@@ -53,9 +53,9 @@ class OptimizerState:
             return None
         return {key: _describe(key, value, parameter, spec) for key, value in self.optimizer.state[parameter].items()}
 
-    def reshard(self, replaced: dict[int, nn.Parameter]) -> None:
-        """Bring the state to where the parameters are now; ``replaced`` has new parameters by the ids of plain ones."""
-        new = [replaced.get(id(parameter), parameter) for parameter in self.parameters]
+    def reshard(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Bring the state to where the parameters are now; ``replaced`` has the new ones by the old."""
+        new = [replaced.get(parameter, parameter) for parameter in self.parameters]
         state = dict(self.optimizer.state)
         self.optimizer.state.clear()
         with torch.no_grad():

@@ -20,26 +20,25 @@ from workbench.training.strategies.state import ROOT
 
 
 def shard_parameters(
-    layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[int, nn.Parameter]
+    layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Own parameters of a layer; a tied parameter is converted once, where it is met first.
 
     One that is global already stays the same object, so that optimizers go on with it.
     """
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        if id(parameter) not in converted:
+        if parameter not in converted:
             moved = shard_tensor(parameter, layouts.parameter_layout(choice, parameter.dim()), layouts.world)
             if isinstance(parameter, GlobalTensor):
                 grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
                 parameter.data = moved
                 parameter.grad = grad
-                converted[id(parameter)] = parameter
+                converted[parameter] = parameter
                 continue
             new = nn.Parameter(moved, parameter.requires_grad)
-            converted[id(parameter)] = converted[id(new)] = new
+            converted[parameter] = converted[new] = new
             mark_replaced(parameter)
-            new.__dict__["_tied_source"] = parameter  # keeps the id from being used again while we convert
-        layer._parameters[name] = converted[id(parameter)]
+        layer._parameters[name] = converted[parameter]
 
 
 def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
@@ -52,8 +51,6 @@ def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
             placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
             layout = Layout(placement, (broadcast,) * placement.num_axes)
             submodule._buffers[short] = shard_tensor(buffer, layout, layouts.world)
-    for parameter in module.parameters():
-        parameter.__dict__.pop("_tied_source", None)
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:

@@ -36,7 +36,7 @@ class ShardedParameter(NamedTuple):
         found: Any = self.owner._parameters.get(self.name)
         if not isinstance(found, GlobalTensor) or not found._is_param:
             return None
-        shard: Shard = found.__dict__.get("_shard", self.shard)
+        shard: Shard = found._optimizer_shard or self.shard
         return (found, shard) if found._spec is shard.spec else None
 
 

@@ -38,7 +38,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     stage = state.strategy.options.zero
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
-        parameter.__dict__.pop("_shard", None)  # of an earlier strategy
+        parameter._optimizer_shard = None  # of an earlier strategy
     if stage:
         choose_shards(parameters)
     handles: list[Any] = []

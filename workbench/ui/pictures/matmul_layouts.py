@@ -165,7 +165,7 @@ def _consumed(
     known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
     cost = x.boxing_plan().steps[0].cost
     operands = [
-        Operand(tensor.layout_on_ranks, tuple(tensor.shape), tensor.element_size(), hasattr(tensor, "_is_param"))
+        Operand(tensor.layout_on_ranks, tuple(tensor.shape), tensor.element_size(), tensor._is_param)
         for tensor in tensors
     ]
     if all(operand.layout.placement == out.placement for operand in operands):

@@ -23,7 +23,7 @@ def _become(input: Any, view: Any, name: str) -> Any:
     with local_torch():
         input.as_strided_(view.size(), view.stride(), view.storage_offset())
     input._spec = view._spec
-    input.__dict__.pop("_boxing_cache", None)
+    input._boxings = None
     return input
 
 

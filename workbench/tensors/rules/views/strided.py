@@ -20,7 +20,7 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
         LayoutError: the tensor is a slice, whose memory has gaps here and other elements on one device.
     """
     tensor, *others = args
-    if tensor._spec.layout.is_broadcast and "_origin" not in tensor.__dict__:
+    if tensor._spec.layout.is_broadcast and tensor._origin is None:
         return call_by_plan(func, args, kwargs)  # the whole lies in memory as on one device
     is_scatter = func.__name__ == "as_strided_scatter"
     meta = on_meta(tensor)

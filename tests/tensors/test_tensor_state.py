@@ -1,0 +1,101 @@
+"""What a global tensor keeps beside its shard: declared in one place, in step on all ranks, not in its copies."""
+
+import copy
+import gc
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.tensor_state import DECLARED
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+
+VIEWS = {
+    "slice": lambda x: x[1:3],
+    "detach": lambda x: x.detach(),
+    "view": lambda x: x.view(-1),
+    "row": lambda x: x.unbind(0)[1],
+    "chain": lambda x: x.view(-1).detach()[2:],
+    "reshape": lambda x: x.reshape(2, 8),
+    "shallow copy of a view": lambda x: copy.copy(x[1:3]),
+}
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "an item": lambda x: x.__setitem__(1, 5.0),
+    "out=": lambda x: torch.add(x, 1, out=x),
+    "another view": lambda x: x[1:3].mul_(2),
+    "a detached tensor": lambda x: x.detach().add_(1),
+}
+
+
+def _sums(make, plus_one):
+    found = {}
+    for view_name, view in VIEWS.items():
+        for write_name, write in WRITES.items():
+            x = make()
+            viewed = view(x)
+            before = plus_one(viewed)
+            write(x)
+            found[view_name, write_name] = before, plus_one(viewed), plus_one(x)
+    return found
+
+
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+def test_ranks_outside_a_placement_see_that_a_view_was_written_through_its_base(sbp):
+    """Rank 2 holds nothing, and has to take part in as many boxings as the ranks that do."""
+
+    def boxed_sums():
+        here, turned = wb.placement("cpu", ranks=[0, 1]), wb.placement("cpu", ranks=[1, 0])
+        x = wb.to_global(torch.arange(16.0).view(4, 4), placement=here, sbp="B").to_global(sbp=sbp)
+        return _sums(x.clone, lambda t: (wb.ones(*t.shape, placement=turned, sbp="B") + t).sum().item())
+
+    expected = _sums(torch.arange(16.0).view(4, 4).clone, lambda t: (t + 1).sum().item())
+    assert run_ranks(boxed_sums, 3) == [expected] * 3
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+@pytest.mark.parametrize("has_history", [True, False])
+def test_a_view_is_copied_without_its_base(duplicate, sbp, has_history):
+    def copied():
+        x = wb.ones(4, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp=sbp, requires_grad=has_history) * 2
+        with torch.no_grad():
+            view = x[1:3]
+            view.label = "mine"
+            if not has_history:  # torch forbids it
+                x.add_(1)
+            made = duplicate(view)
+            view.add_(1)
+        return made.sum().item(), x.sum().item(), made.label, set(vars(made)) - {"label", "_spec"}
+
+    assert run_ranks(copied, 3) == [(8.0, 20.0, "mine", set()) if has_history else (12.0, 28.0, "mine", set())] * 3
+
+
+def test_no_module_adds_an_attribute_to_a_tensor():
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+
+    def train():
+        model = wb.parallelize(copy.deepcopy(plain), "0: data; 2: data | zero=2")
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            y = model(torch.ones(4, 4))
+            y[1:3].detach().mul_(2)
+            (y * y).sum().backward()
+            optimizer.step()
+        found = [t for t in gc.get_objects() if GlobalTensor in type(t).__mro__]
+        return model, y, set().union(*(vars(t) for t in found if t._spec.world is current()))
+
+    _, _, names = run_ranks(train, 2)[0]
+    assert {"_spec", "_reducer", "_optimizer_shard", "_optimizer_part"} <= names <= DECLARED
+
+
+def test_no_code_finds_an_attribute_by_its_text():
+    for file in Path(wb.__file__).parent.rglob("*.py"):
+        quoted = set(re.findall(r'"(_[a-z_]+)"', file.read_text())) & DECLARED
+        assert not quoted, f"{file.name}: {quoted}"
