@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class _Later:
+class _LateImports:
     """Functions and modules by name; the first use of any of them loads all, and each later one is a look-up."""
 
     def __getattr__(self, name: str) -> Any:
@@ -26,4 +26,4 @@ class _Later:
         return vars(self)[name]
 
 
-later = _Later()
+later = _LateImports()

@@ -17,6 +17,7 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
+from workbench.session.cluster import Session
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import bar, button, display_widget, html
@@ -52,7 +53,7 @@ class Panel(widgets.VBox):
 
     Args:
         session: the engines to train on; None for a panel that only predicts, with ``hardware`` and ``num_ranks``.
-        model_fn: makes the model, ``() -> nn.Module``.
+        model_fn: makes the model, ``() -> nn.Module``. Every engine calls it after seeding.
         dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
             tuples or dicts of these. A dict gives keyword arguments to the model, a tuple positional ones.
         loss_fn: (output, targets) -> scalar, a mean over the samples. The targets are a tuple's last entry, or a dict's
@@ -64,22 +65,22 @@ class Panel(widgets.VBox):
             strategy, a dict of rows, a file (a ``Path`` or a name that ends in .strategy; ``workbench plan --out``
             writes one), or a ``wb.Strategy``.
         batch_size: samples per step, all ranks together.
-        steps: steps per run.
-        optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
-        seed: of weights and data order.
+        steps: training steps of each run.
+        optimizer_fn: parameters -> torch optimizer. Default: SGD with lr 0.1 and momentum 0.9.
+        seed: of the weights and of the order of the samples.
         collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
-        shuffle: a new order of the samples in every epoch, from the seed. Default: the data set's order.
+        shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
         drop_last: leave out a last batch of an epoch with fewer samples.
         count: (inputs, targets) -> the number of terms of a micro-batch's mean loss, if that is not its number of
             samples: for example, of words that count.
-        trainer: describes the model and starts runs; default: the session's engines.
+        check_steps: number of first steps that one device trains too, for the comparison; 0 for none. The panel's
+            switch "check against one device" changes it.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
         hardware: the machine of the predictions: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
             no predictions.
         num_ranks: number of ranks, without a session.
-        costs: of the model's layers; default: counted from the model on metadata.
-        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
-        check_steps: number of first steps that one device trains too, for the comparison; 0 for none. The panel's
-            switch "check against one device" changes it.
+        costs: of the model's layers. Default: counted from the model on metadata.
+        trainer: describes the model and starts runs. Default: the session's engines.
 
     Raises:
         StrategyError: ``strategy`` does not parse. A strategy that does not fit the model is shown with its mistakes.
@@ -93,7 +94,7 @@ class Panel(widgets.VBox):
 
     def __init__(
         self,
-        session: Any,
+        session: Session | None,
         model_fn: Callable[[], Any],
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -107,12 +108,12 @@ class Panel(widgets.VBox):
         shuffle: bool = True,
         drop_last: bool = False,
         count: Callable[[Any, Any], Any] | None = None,
+        check_steps: int = CHECKED_STEPS,
+        keep: bool | SavedRuns = True,
         hardware: Hardware | str | None = None,
         num_ranks: int | None = None,
         costs: ModelCosts | None = None,
         trainer: Trainer | None = None,
-        keep: bool | SavedRuns = True,
-        check_steps: int = CHECKED_STEPS,
     ) -> None:
         job = (model_fn, dataset, loss_fn, collate_fn)
         self._is_offline = is_offline = session is None and trainer is None

@@ -99,56 +99,56 @@ def compare(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike] = PRESETS,
     *,
-    optimizer_fn: Callable[[Any], Any] | None = None,
     batch_size: int,
     steps: int = 20,
-    session: Session | None = None,
-    engines: int = 2,
+    optimizer_fn: Callable[[Any], Any] | None = None,
     seed: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
     drop_last: bool = False,
     count: Callable[[Any, Any], Any] | None = None,
-    progress: bool = True,
-    keep: bool | SavedRuns = True,
     check_steps: int = CHECKED_STEPS,
+    keep: bool | SavedRuns = True,
+    session: Session | None = None,
+    engines: int = 2,
+    progress: bool = True,
 ) -> CompareResult:
     """Train a model under several strategies, from the same weights on the same batches, and check each against one
     device.
 
     Args:
-        model_fn: makes the model; called on every engine after seeding.
+        model_fn: makes the model, ``() -> nn.Module``. Every engine calls it after seeding.
         dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
-            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
-        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
-            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
-            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
-            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
-            count by their samples, on one device too.
-        strategies: preset names (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), texts, ``wb.Strategy``,
-            dicts of rows or files of a text (``Path``), in a list; or a dict from names to such. Default: all presets.
-        optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
-        batch_size: samples per step, over all engines.
-        steps: training steps per strategy.
-        session: where to run; default the current one.
-        engines: where there is none: how many are started for the time of the call.
-        seed: of the weights and of the order of the data.
+            tuples or dicts of these. A dict gives keyword arguments to the model, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. The targets are a tuple's last entry, or a dict's
+            ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict); the model does not get
+            them. None: the model returns its own loss, as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar, and gets all entries. Losses of micro-batches are weighted by their samples, on one
+            device too.
+        strategies: presets (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), texts, ``wb.Strategy``, dicts
+            of rows or files of a text (``Path``), in a list; or a dict from names to these. Default: all presets.
+        batch_size: samples per step, all ranks together.
+        steps: training steps of each strategy.
+        optimizer_fn: parameters -> torch optimizer. Default: SGD with lr 0.1 and momentum 0.9.
+        seed: of the weights and of the order of the samples.
         collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
-        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
-        drop_last: leave out the uneven batch at the end of an epoch.
-        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
-            the words that count, for example.
-        progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
-        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
-        check_steps: first steps that one device trains too, to be compared with; 0 for none.
+        shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
+        drop_last: leave out a last batch of an epoch with fewer samples.
+        count: (inputs, targets) -> the number of terms of a micro-batch's mean loss, if that is not its number of
+            samples: for example, of words that count.
+        check_steps: number of first steps that one device trains too, for the comparison; 0 for none.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
+        session: the engines to train on. Default: the current session.
+        engines: number of engines that the call starts, and ends, where no session runs.
+        progress: print a line per strategy: below the cell in a notebook, elsewhere to standard error.
 
     Returns:
         A result whose ``.table`` is a pandas table.
 
     Raises:
         StrategyError: a strategy does not fit.
-        RunError: what is to be trained cannot be, a batch of more samples than there are for example. Nothing has run
-            then, and no engine was started.
+        RunError: the model, data, loss or optimizer cannot be trained; for example, a batch has more samples than the
+            data. No engine was started, and nothing has run.
 
     ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
     """

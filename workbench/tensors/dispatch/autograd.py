@@ -124,7 +124,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     create, retain = bool(options.get("create_graph")), options.get("retain_graph")
     materialize = bool(options.get("materialize_grads"))
     allow_unused = materialize if options.get("allow_unused") is None else bool(options["allow_unused"])
-    reached = _Reached(inputs)
+    reached = _ReachedInputs(inputs)
     _record_differentiation(outputs)
     try:
         found = _engine_run_backward(
@@ -149,7 +149,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple(results)
 
 
-class _Reached:
+class _ReachedInputs:
     """The inputs that a backward has reached. The gradient of a placeholder is None even then, so hooks record it."""
 
     def __init__(self, inputs: list[Any]) -> None:

@@ -187,10 +187,10 @@ class _Search:
         args, kwargs = self.example.with_operands(self._wrapped(rank, inputs, copies))
         return make_plan(self.example.func, args, kwargs, self.inferred), (args, kwargs, leaves)
 
-    def _expected(self) -> _Expected:
+    def _expected(self) -> _OneDeviceResults:
         leaves = [self._as_leaf(operand.clone()) for operand in self.operands]
         try:
-            return _Expected(leaves, self.example.run([leaf.clone() for leaf in leaves]))
+            return _OneDeviceResults(leaves, self.example.run([leaf.clone() for leaf in leaves]))
         except RuntimeError:
             if not self.differentiates:
                 raise
@@ -324,7 +324,7 @@ class _Search:
         return kept
 
 
-class _Expected:
+class _OneDeviceResults:
     """Results of one device, random weights for them, and the gradients of the weighted sum by operand number."""
 
     def __init__(self, leaves: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that a step finds on its leaves, and leaves behind there."""
+"""Gradients of leaves: those that a step finds, and those that it leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LeafCollector(TorchDispatchMode):
 
 
 def _is_fake(value: torch.Tensor) -> bool:
-    """Whether a tensor stands for another one while shapes are found under autocast."""
+    """Whether a tensor is fake: torch makes it to find shapes under autocast."""
     return hasattr(value, "fake_mode")
 
 

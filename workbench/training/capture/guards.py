@@ -1,4 +1,6 @@
-"""What a recorded step depends on besides its inputs: its modules' modes and strategies, and what learns."""
+"""The conditions of a replay besides its inputs: modes and strategies of the modules, and which parameters take
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from workbench.training.strategies.state import STATE
 
 
 class Guards:
-    """Of the parallelized modules that a step calls, as far as it has been run."""
+    """The guards of the parallelized modules that a step has called so far."""
 
     def __init__(self) -> None:
         self._roots: list[nn.Module] = []
@@ -22,7 +24,7 @@ class Guards:
         self._parameters: list[nn.Parameter] = []
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """The step has called these."""
+        """Add modules that the step has called."""
         for module in modules:
             if not any(module is root for root in self._roots):
                 self._roots.append(module)
@@ -30,7 +32,7 @@ class Guards:
                 self._parameters += module.parameters()
 
     def now(self) -> Any:
-        """As long as this stays, the step does what it did."""
+        """The present values. While they are the same, a replay is allowed."""
         with local_torch():
             return (
                 tuple([root.__dict__.get(STATE) for root in self._roots]),
@@ -40,7 +42,7 @@ class Guards:
 
 
 def end_sums(modules: Iterable[nn.Module]) -> None:
-    """Wait for the sums of gradients that the step has begun and no optimizer in it has taken."""
+    """Wait for sums of gradients that the step has begun and none of its optimizers has used."""
     for module in modules:
         parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
         for reducer in {id(w): w for p in parameters if (w := GradientReducer.of(p)) is not None}.values():

@@ -1,7 +1,7 @@
-"""Optimizers inside a captured step: they step as they are, on the same local parts, and read their settings anew.
+"""Optimizers inside a captured step: a replay calls them, on the same local parts, and they read their settings anew.
 
-A learning rate is a Python number that changes between steps, and so is what an optimizer makes of its step count; both
-would be frozen in a recording. So the recording stops where an optimizer begins, and a replay calls it.
+A learning rate is a Python number that changes between steps, and an optimizer computes others from its step count. A
+recording would freeze them. So the recording pauses while an optimizer steps, and a replay calls the optimizer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from workbench.training.gradients.optim import adopt_loaded_state, after_steps, 
 class OptimizerStep:
     """One optimizer's step in a program.
 
-    It keeps none of the parts that are not parameters themselves: a step under ZeRO may make them anew each time.
+    It holds parts only if they are parameters: a step under ZeRO may make the others anew each time.
 
     Attributes:
-        owners: whose part each is that it changes, in the order of its groups; of a plain parameter, itself.
+        owners: the parameter of each part that the optimizer changes, in the order of its groups.
     """
 
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class OptimizerStep:
         optimizer.__dict__["_opt_called"] = True  # a scheduler warns where it sees no step
 
     def check_settings(self) -> None:
-        """At the end of the recording: a setting that the step itself has changed since would stay as it is now."""
+        """Refuse, at the end of the recording, a setting that the step has changed: a replay would not change it."""
         now = _settings_of(self.optimizer)
         changed = sorted(
             {
@@ -104,7 +104,7 @@ class OptimizerStep:
 
 
 def parts_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What an optimizer changes now, in the order of its groups."""
+    """The parts that an optimizer changes now, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -115,7 +115,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups, but for how a step is run, which a step may choose."""
+    """The settings of an optimizer's groups, without those that say how a step is run."""
     return [
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "fused")}
         for group in optimizer.param_groups
@@ -145,13 +145,13 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OptimizerListener(Protocol):
-    """What a recording wants to know of optimizers."""
+    """The calls with which an optimizer tells a recording about its step."""
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The parts are in the place of the parameters, with their gradients."""
+        """An optimizer is about to step. The parts, with their gradients, are in the places of the parameters."""
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
-        """The parts have been stepped on, and nothing else has happened since."""
+        """The optimizer has changed the parts, and nothing else has run since."""
 
 
 _listening = threading.local()
@@ -160,7 +160,7 @@ _listening = threading.local()
 
 @contextmanager
 def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
-    """While this lasts, a listener hears of the optimizers that this thread steps."""
+    """Context in which a listener gets the calls of optimizers that step in this thread."""
     _listening.to = listener
     try:
         yield
@@ -180,7 +180,7 @@ def _ends(optimizer: Optimizer) -> None:
         listener.optimizer_ends(optimizer)
 
 
-hook(  # behind the one that puts the parts in place
+hook(  # after the hook that puts the parts in place
     "torch.optim.optimizer.register_optimizer_step_pre_hook",
     "a recording has to know where an optimizer's step begins",
     lambda: register_optimizer_step_pre_hook(_begins),

@@ -1,8 +1,8 @@
-"""Writes down what a run of a step does below autograd: torch's operators on this rank's tensors, exchanges, draws.
+"""Records what a step does below autograd: torch's operators on this rank's tensors, exchanges, draws.
 
 Autograd, global tensors and modules are Python and C++ that decide which operators run; a replay runs the operators. So
-the recorder is a dispatch mode: it sees forward, backward and everything else as operators on plain tensors, each
-tensor known by identity. Whatever the transport does is one entry, and so is every draw of a random key.
+the recorder is a dispatch mode: it sees forward, backward and everything else as operators on plain tensors, and
+knows each tensor by identity. A call of the transport is one entry, and so is a draw of a random key.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         world: this rank's world.
-        inputs: the step's tensors; nobody else may hold them.
-        grads: gradients that leaves have already, in which further ones may add up.
+        inputs: the step's tensors; no other code may hold them.
+        grads: gradients that leaves have already; the step may add to them.
 
     Attributes:
-        originals: what the step did not make, as it found it; a replay works on the same memory.
+        originals: tensors that the step did not make; a replay works on the same memory.
         steps: the optimizers' steps.
-        placeholders: leaves of other ranks that have got gradients there.
+        placeholders: leaves of other ranks that have a gradient there.
     """
 
     def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -68,8 +68,9 @@ class Recorder(TorchDispatchMode):
         self.steps: list[OptimizerStep] = []
         self.placeholders: list[GlobalTensor] = []
         self._slots: Any = WeakTensorKeyDictionary()
-        # What the step made, by memory and place; None for memory that was there before. A weak reference keeps the
-        # address of a memory from being another one's.
+        # Slots of tensors that the step made, by memory and place; None for memory that was there before. A weak
+        # reference
+        # shows that the address still belongs to the same memory.
         self._memory: dict[int, tuple[StorageWeakRef, dict[Any, Slot] | None]] = {}
         self._num_slots = 0
         self._keys: dict[int, Slot] = {}
@@ -109,7 +110,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs here is not written down."""
+        """Context in which nothing is recorded."""
         self._is_paused += 1
         try:
             yield
@@ -117,13 +118,13 @@ class Recorder(TorchDispatchMode):
             self._is_paused -= 1
 
     def depends_on(self, tensor: torch.Tensor) -> None:
-        """A replay is void if this tensor's memory has moved: the step works on it with another spec."""
+        """Let a replay be refused if the memory of this tensor has moved: the step works on it with another spec."""
         self.originals.append(tensor)
 
     # ---- what is called as a whole
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that a replay calls too."""
+        """Call a function, and record the call."""
         if self._is_paused:
             return function(*args, **kwargs)
         given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):
         return handed_out
 
     def _taken(self, name: str, made: Any) -> tuple[Any, Any]:
-        """The structure of a call's result, and what the caller gets: functions that came back are followed too."""
+        """The structure of a call's result, and what the caller gets: functions among the results are recorded too."""
         if isinstance(made, list | tuple):
             parts = [self._taken(name, part) for part in made]
             return tuple(part[0] for part in parts), type(made)(part[1] for part in parts)
@@ -152,8 +153,8 @@ class Recorder(TorchDispatchMode):
         return handed_out
 
     def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
-        """A random key; every replay draws its own. A key that comes again was drawn for a recomputation, from a
-        generator that had been set back: it is the first one's. ``is_used``: this rank makes numbers of it.
+        """Record the draw of a random key; every replay draws its own. A key that was drawn before is that of a
+        recomputation, which has set the generator back. ``is_used``: this rank makes numbers from it.
         """
         with self.paused():
             key = function(*args)
@@ -168,7 +169,7 @@ class Recorder(TorchDispatchMode):
     # ---- optimizers
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """From here to ``optimizer_ends`` a replay calls the optimizer itself."""
+        """Pause the recording until ``optimizer_ends``; a replay calls the optimizer."""
         step, parts = OptimizerStep(optimizer, args, kwargs), parts_of(optimizer)
         self._stepping = step
         self.steps.append(step)
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self._is_paused += 1
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
-        """The recording goes on."""
+        """Resume the recording."""
         if self._stepping is not None:
             self._stepping = None
             self._is_paused -= 1
@@ -189,10 +190,11 @@ class Recorder(TorchDispatchMode):
     # ---- the end
 
     def finish(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int | None]:
-        """Complete the program with what the step gives back: its results, and gradients that it leaves behind.
+        """Complete the program with the step's outputs: its results, and the gradients that it leaves.
 
         Returns:
-            for each leaf, which output of the program its gradient is; None where that is the tensor it was, or none.
+            for each leaf, the number of the output that is its gradient; None where the gradient has not changed, or is
+            missing.
         """
         self._check_end()
         slots = [self._slot(output) for output in outputs]
@@ -251,7 +253,7 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        """The value that a tensor is; one that the step did not make becomes a constant."""
+        """The slot of a tensor; a tensor that the step did not make becomes a constant."""
         slot: Slot | None = self._slots.get(tensor)
         if slot is None and (slot := self._made_before(tensor)) is not None:
             self._slots[tensor] = slot
@@ -265,7 +267,9 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def _made_before(self, tensor: torch.Tensor) -> Slot | None:
-        """What the step made, in another tensor object: ``as_subclass`` and ``.data`` make one without an operator."""
+        """The slot of a tensor that the step made as another object: ``as_subclass`` and ``.data`` make one without an
+        operator.
+        """
         _, places = self._memory.get(tensor.untyped_storage()._cdata, (None, None))
         return None if places is None else places.get(_place_of(tensor))
 
@@ -296,7 +300,7 @@ class RecordedTransport:
         recorder, world = self._recorder, self._recorder.world
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Asks for the transport anew: a world that was rebuilt has another one."""
+            """Call the world's present transport: a rebuilt world has another one."""
             transport: Any = world.transport
             return getattr(transport, name)(*args, **kwargs)
 
@@ -311,9 +315,9 @@ class RecordedTransport:
 
 
 def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that Python objects hold; a graph of autograd that is about to go may hold others.
+    """The tensors that Python objects hold. A graph of autograd that will soon be freed may hold others.
 
-    Holders are found by looking through all of Python's objects: once for all tensors; tensor by tensor for the error.
+    It looks through all of Python's objects: once for all tensors, and once for each tensor that the error names.
     """
 
     if not _holders(tensors, tensors):
@@ -327,13 +331,13 @@ def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
-    """Where in its memory a tensor lies; a global one, this rank's shard."""
+    """Offset, shape, strides and dtype of a tensor in its memory; of a global one, those of this rank's shard."""
     with local_torch():
         return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:
-    """Of a placeholder there is nothing to renew."""
+    """Whether a tensor is a placeholder, which a replay need not make again."""
     return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
 
 
@@ -342,7 +346,7 @@ def _check_operator(func: Any, args: Any) -> None:
     if not reads and torch.Tag.dynamic_output_shape not in func.tags:
         return
     if func is _aten.index.Tensor and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        return  # a selection by numbers has their shape, one by a mask as many rows as it has ones
+        return  # an index of numbers gives their shape, a mask as many rows as it has ones
     frame, _ = user_frame()
     name = "item(), bool(), int() or float()" if func is _aten._local_scalar_dense.default else str(func)
     reject_value_read(

@@ -58,16 +58,16 @@ class _TrafficCount:
 
 @dataclass(slots=True)
 class _Recording:
-    """One program and what a replay needs besides.
+    """One trace, and what else a replay needs.
 
     Attributes:
-        leaves: of autograd; each with the number of the output that its gradient becomes, and the spec of a shard.
-        used_grads: leaves whose gradient the program reads: the last inputs.
-        cleared: leaves whose gradient, as it is before a replay, is dropped by the step.
-        placeholders: leaves of other ranks, and whether these have a gradient of theirs when the step ends.
+        leaves: of autograd, each with the number of the output that becomes its gradient, and the spec of a shard.
+        used_grads: leaves whose gradient the trace reads; these are its last inputs.
+        cleared: leaves whose earlier gradient the step drops.
+        placeholders: leaves of other ranks, each with whether its owner has a gradient when the step ends.
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
-        addresses: what the step works on, and where it lay.
+        addresses: the tensors that the step works on, each with its address.
         steps: the optimizers' steps.
         traffic: exchanges and bytes of one step.
     """
@@ -85,7 +85,7 @@ class _Recording:
     traffic: _TrafficCount
 
     def fits(self) -> bool:
-        """Whether everything that the step works on lies where it did."""
+        """Whether every tensor that the step works on has the same address."""
         with local_torch():
             return all(tensor.data_ptr() == address for tensor, address in self.addresses)
 
@@ -99,8 +99,8 @@ class _InputKind:
     """The recordings for one kind of inputs, under the same guards.
 
     Attributes:
-        leaves: of autograd, that the step works on.
-        recordings: by which of the leaves have a gradient when the step begins.
+        leaves: the leaves of autograd that the step works on.
+        recordings: by the leaves that have a gradient when the step begins.
     """
 
     leaves: list[torch.Tensor]
@@ -174,7 +174,7 @@ class CapturedStep:
         leaves, structure = tree_flatten((args, kwargs))
         context = world.context
         if context.tracer is not None or context.recorder is not None:
-            return self._step(*args, **kwargs)  # somebody wants to see every call
+            return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
         key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
@@ -217,7 +217,7 @@ class CapturedStep:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What a recording is made for: all but the values of a tensor."""
+    """What an argument must have in common with a recording's: everything but the values of a tensor."""
     if isinstance(leaf, GlobalTensor):
         with local_torch():
             return leaf._spec, leaf.dtype, leaf.requires_grad
@@ -241,7 +241,7 @@ def _autocast_state(world: World) -> Any:
 def _record(
     step: Callable[..., Any], world: World, arguments: Sequence[Any], structure: TreeSpec, leaves: list[torch.Tensor]
 ) -> tuple[Any, _Recording]:
-    """Run the step, and write down what it does."""
+    """Run the step and record it."""
     given = [_own(argument) for argument in arguments]
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
     with local_torch():
@@ -286,7 +286,7 @@ def _record(
 
 
 def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves, and those that the recorded run has met for the first time."""
+    """The leaves, with those that the recorded run has met for the first time."""
     with local_torch():
         met = [tensor for tensor in originals if tensor.requires_grad and tensor.is_leaf]
     return list({id(leaf): leaf for leaf in (*leaves, *met)}.values())

@@ -1,8 +1,8 @@
 """A recorded step: a list of calls on numbered values, replayed as one straight Python function.
 
-A value is an input, a constant (a parameter, a buffer, whatever the step did not make) or what an earlier call gave.
-The function that replays the calls is written as source, so that a replay costs a call and a local variable per entry
-and frees every value after its last use.
+A value is an input, a constant (a parameter, a buffer, any tensor that the step did not make) or an earlier result.
+The trace is compiled from generated source. A replay then costs a call and a local variable per entry, and frees every
+value after its last use.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Call:
     """One entry.
 
     Attributes:
-        function: what is called.
+        function: the function that is called.
         args, kwargs: slots, constants, and lists and tuples of these.
-        result: a slot, None (nothing that is used), or tuples of these in the structure of what comes back.
-        is_kept: whether it is called for more than its result: it writes to memory, exchanges, or draws.
+        result: a slot, None (nothing is used), or tuples of these in the structure of the function's result.
+        is_kept: whether the call has an effect besides its result: it writes to memory, exchanges, or draws.
         makes_view: whether its result is a view of its first argument.
-        changes: a value that it only makes what it is: the call is needed where that is.
+        changes: a value that the call completes; the call is needed where the value is.
         name: for listings.
     """
 
@@ -84,8 +84,8 @@ class Trace:
 
     Attributes:
         inputs: the slots of the step's tensors, in their order.
-        constants: slots that every replay finds as they are.
-        outputs: the slots, in their order, that a replay gives back.
+        constants: slots of tensors that the step did not make.
+        outputs: the slots that a replay returns, in order.
     """
 
     inputs: Sequence[Slot]
@@ -97,11 +97,11 @@ class Trace:
         return "\n".join(map(str, self.calls))
 
     def reads(self) -> set[Slot]:
-        """The slots that its calls read or that it gives back."""
+        """The slots that its calls read or that it returns."""
         return set(self.outputs).union(*(call.reads() for call in self.calls))
 
     def simplify(self) -> None:
-        """Make views of constants now, once, and leave out what nobody needs."""
+        """Make views of constants once, now, and drop calls whose results nothing uses."""
         kept: list[Call] = []
         for call in self.calls:
             if call.makes_view and all(slot in self.constants for slot in call.reads()):
@@ -137,7 +137,7 @@ class Trace:
 
 
 class _Writer:
-    """Writes a program as the source of one function."""
+    """Writes a trace as the source of one function."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

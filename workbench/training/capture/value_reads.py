@@ -1,4 +1,4 @@
-"""Values that leave a step which is being recorded: ``x.tolist()``, ``x.numpy()``, ``np.asarray(x)``.
+"""Reads of values in a recorded step: ``x.tolist()``, ``x.numpy()``, ``np.asarray(x)``.
 
 They read memory, not by an operator, so the dispatch mode that records operators does not see them.
 """
@@ -28,7 +28,7 @@ _ON_THE_WAY = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
 
 
 class RejectValueReads(TorchFunctionMode):
-    """While this lasts, code of the user that reads a tensor's values gets an error that says what to do."""
+    """Context in which user code that reads a tensor's values gets an error with the fix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _READERS.get(func)
@@ -40,7 +40,7 @@ class RejectValueReads(TorchFunctionMode):
 
 
 def reject_value_read(name: str, frame: FrameType | None, what: str = "the value of a tensor is read") -> NoReturn:
-    """Raise ``CaptureError``: the step does something with values, by a function of this name, here."""
+    """Raise ``CaptureError``: the step reads values by the function ``name``, at this line."""
     where = "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
     raise CaptureError(
         f"capture: {name}: {what}{where}. A replay runs the recorded operators and no "

@@ -1,4 +1,4 @@
-"""Which layers read an activation: what has to travel where they lie on other stages."""
+"""The layers that read an activation. Where they lie on other stages, the activation is sent there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from workbench.core.model_costs import SkipConnection
 class ActivationReads:
     """Activations with gradients that the functions of one layer make, and those of other layers read.
 
-    A function between layers runs where its operands are: it belongs to the latest layer of which one comes, as far as
-    travelling goes.
+    A function between layers runs where its operands are. For this count it belongs to the latest layer that makes one
+    of them.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
-        self._made: dict[int, tuple[str, torch.Tensor]] = {}  # by address; held, so that addresses are theirs
+        self._made: dict[
+            int, tuple[str, torch.Tensor]
+        ] = {}  # by address; holding a tensor keeps its address from being used again
         self._readers: dict[int, list[str]] = {}
         self._entered: dict[int, list[str]] = {}
 
     def note(
         self, layer: str | None, is_own: bool, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
     ) -> None:
-        """A function of a layer, its own or one behind it, reads and makes tensors (by address)."""
+        """Record the tensors (by address) that a function reads and makes; ``layer`` is its layer, or the last one
+        before it.
+        """
         if layer is None:
             return
         self._places.setdefault(layer, len(self._places))
@@ -40,7 +44,7 @@ class ActivationReads:
                 self._made[address] = layer, tensor
 
     def note_input(self, layer: str, tensor: torch.Tensor | None) -> None:
-        """What a layer takes."""
+        """Record a layer's inputs."""
         if tensor is not None:
             _add(self._entered, tensor.untyped_storage()._cdata, layer)
 

@@ -1,4 +1,4 @@
-"""How many heads a model's attention has, so that nobody is given parts of one."""
+"""The number of heads of a model's attention, so that no rank gets a part of one."""
 
 from __future__ import annotations
 

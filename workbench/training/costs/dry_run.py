@@ -141,7 +141,9 @@ def _sum_of(one: Kinds, two: Kinds, factor: int = 1) -> Kinds:
 
 
 def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) -> Any:
-    """What the traffic of a stage follows from: its layers, and what stands on either side. Few stages are all run."""
+    """The key of a stage's traffic: its layers and their neighbours. Stages with equal keys run once; a few stages all
+    run.
+    """
     if resolved.num_stages <= _MAX_STAGES_ONE_BY_ONE or resolved.num_stages > resolved.degrees[0]:
         return stage
 
@@ -159,7 +161,9 @@ def _described(layer: Layer, choice: ResolvedLayer) -> Any:
 
 
 def _boxings_of_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
-    """(what each rank of a stage sends, how many ranks were asked): its corners, and all where these are not alike."""
+    """The bytes that each rank of a stage sends, and the number of ranks that were run: the corners of its grid, and
+    all
+    ranks where the corners differ."""
     boxed = program.boxings(grid[0][0])
     corners = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
     around = {rank: program.around_step(rank) for rank in corners}
@@ -175,7 +179,7 @@ def _first_rows(leaf: Any, num_rows: int, wanted: int) -> Any:
 
 
 class _Shards(TorchDispatchMode):
-    """Torch's formulas for metadata are Python functions; what they are called with are shards, not logical tensors."""
+    """A mode in which torch's formulas for metadata, which are Python functions, see shards and not logical tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with local_torch():
@@ -190,7 +194,7 @@ _CAST = {
 
 
 def _cast(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of shards as autocast has it, which itself goes by the device and passes metadata by."""
+    """A function of shards with autocast's casts. torch's autocast goes by the device and ignores metadata."""
     if name not in _CAST:
         return function
 
@@ -207,21 +211,24 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 class _BoxingCollector:
-    """Takes the place of ``wb.debug.trace()``: receives every boxing, whether this rank takes part or not."""
+    """Stands in the place of ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Any, int]] = {}
 
     def site(self, function: str = "") -> None:
-        """Nobody asks where a boxing comes from."""
+        """No place: a dry run does not say where a boxing comes from."""
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
-        """A plan, a boxing path of several, or an account of rows."""
+        """Count a boxing plan, a boxing path or moved rows."""
         for step in getattr(plan, "steps", (plan,)):
-            self._plans[id(step)] = step, self._plans.get(id(step), (step, 0))[1] + 1  # held, so that ids are theirs
+            self._plans[id(step)] = (
+                step,
+                self._plans.get(id(step), (step, 0))[1] + 1,
+            )  # holding it keeps its id from being used again
 
     def add_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Known from this rank's traffic."""
+        """Count nothing: this rank's traffic has the sums."""
 
     @property
     def sent(self) -> dict[int, Kinds]:
@@ -236,7 +243,7 @@ class _BoxingCollector:
 
 @contextmanager
 def _explaining_value_reads() -> Iterator[None]:
-    """Metadata has no values; say so where a forward asks for some."""
+    """Context that explains the error of a forward that reads values, which metadata does not have."""
     try:
         yield
     except RuntimeError as error:
@@ -250,7 +257,7 @@ def _explaining_value_reads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Program:
-    """A training step, as one rank of many runs it."""
+    """A training step as one of many ranks runs it."""
 
     model_fn: Callable[[], nn.Module]
     loss_fn: LossFunction | None
@@ -262,12 +269,14 @@ class _Program:
     num_samples: int
 
     def boxings(self, rank: int) -> dict[int, Kinds]:
-        """What all ranks of its stage, and maybe others, send in the boxings of a step that ``rank`` sees."""
+        """The bytes that ranks send in the boxings of a step that ``rank`` sees: all ranks of its stage, and some
+        others.
+        """
         return self._of_all_micro_batches(lambda *step: self._run(rank, *step)[0])
 
     def around_step(self, rank: int) -> Kinds:
-        """What a rank sends besides boxings: gradients, and parameters of which it holds a shard."""
-        if self.strategy.options.zero >= 2:  # in forward and backward, too
+        """The bytes that a rank sends besides boxings: gradients, and parameters of which it holds a shard."""
+        if self.strategy.options.zero >= 2:  # in forward and backward too
             return self._of_all_micro_batches(lambda *step: {rank: self._run(rank, *step)[1]})[rank]
         with self._on(rank) as world:
             model, optimizer = self._made(self.strategy)
@@ -281,7 +290,7 @@ class _Program:
             return dict(world.traffic.by_kind)
 
     def _of_all_micro_batches(self, run: Callable[[Strategy, Any], dict[int, Kinds]]) -> dict[int, Kinds]:
-        """Of many equal micro-batches two are run, and what the second adds is what each one adds."""
+        """The bytes of all micro-batches from a run of two: each further one adds as much as the second."""
         num, rows = self.strategy.options.num_micro_batches, self.num_samples
         if num <= 2 or rows % num:
             return run(self.strategy, self.batch)

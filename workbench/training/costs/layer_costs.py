@@ -1,8 +1,8 @@
-"""What the layers of a real model cost, counted while it runs on fake tensors: nothing is allocated or computed.
+"""The costs of a real model's layers, counted while it runs on fake tensors: nothing is allocated or computed.
 
-Fake tensors carry shape, dtype and device, so torch takes the path that it takes on a CPU (its attention kernel
-included), and what autograd would save is what it saves. A dispatch mode sees every function below autograd; hooks on
-the layers and the parameters that a function reads tell to whom it belongs.
+Fake tensors carry shape, dtype and device. So torch takes its path for a CPU, attention kernel included, and autograd
+saves the same tensors as in a real run. A dispatch mode sees every function below autograd. Hooks on the layers, and
+the parameters that a function reads, say to which layer it belongs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def layer_costs(
     *,
     dtype: str | None = None,
 ) -> ModelCosts:
-    """Functions, bytes and shapes of every layer, by a step on fake tensors. The model itself stays as it is.
+    """Functions, bytes and shapes of every layer, by a step on fake tensors. It does not change the model.
 
     Args:
         model: a module, on any device or on meta, or a function that makes it (called under ``torch.device("meta")``).
@@ -45,7 +45,7 @@ def layer_costs(
             are divided by its first dim; nobody reads the values.
         loss_fn: of output and targets; counted with the last layer. None: the model's own loss, or all that it returns.
         targets: of the same batch; None: a dict's ``labels``, as for ``wb.forward_backward``.
-        dtype: "fp32", "bf16" or "fp16": parameters and inputs are taken to be of it. None: as they are.
+        dtype: "fp32", "bf16" or "fp16": counts as if parameters and inputs had it. None: their own.
 
     Raises:
         StrategyError: no parameters, no batch dim, a forward that depends on values, or one that fails by itself.
@@ -96,7 +96,7 @@ def _count(
             f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "
             "are counted without values: compute it from shapes, or outside of forward."
         ) from error
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         raise StrategyError(
             f"layer_costs({type(module).__name__}): {counter.where()} fails on this batch with {type(error).__name__}: "
             f"{str(error).rstrip('.')}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
@@ -106,10 +106,10 @@ def _count(
 
 
 def _build(make: Callable[[], nn.Module]) -> nn.Module:
-    """On meta; for real where its making needs values (``linspace(...).tolist()``)."""
+    """Make the model on meta, or with data if making it needs values (``linspace(...).tolist()``)."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            # A function that loads weights is told that they go nowhere, which nobody has asked for here.
+            # A function that loads weights warns that they go nowhere.
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
             return make()
     except (NotImplementedError, RuntimeError):
@@ -118,7 +118,7 @@ def _build(make: Callable[[], nn.Module]) -> nn.Module:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """Torch writes a traceback of its own where a function fails on fake tensors; who asked gets an error anyway."""
+    """Context without torch's own log of a function that fails on fake tensors; the caller gets the error anyway."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -129,7 +129,7 @@ def _without_log() -> Iterator[None]:
 
 
 class _Faker:
-    """Tensors, and whatever holds some, as fake ones of one mode; a tensor that comes twice has one fake."""
+    """Makes fake tensors of one mode from tensors and from containers of tensors. Each tensor has one fake."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self.mode, self.dtype = mode, dtype

@@ -1,7 +1,7 @@
-"""What this machine can do, measured on all ranks of the world at once: they share cores, caches, memory and links.
+"""Measurements of this machine, on all ranks of the world at once: they share cores, caches, memory and links.
 
-Plain rows of times come out, of this rank; what constants follow from them is arithmetic elsewhere. Between two
-measurements the ranks meet, so that none of them computes while others wait, except where that is what is measured.
+The result is rows of this rank's times; ``cost`` computes constants from them. A barrier separates measurements, so
+that no rank computes while others wait, unless the measurement asks for it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
 
 
 def default_spans(num_ranks: int) -> list[int]:
-    """2, 4, 8 and so on as far as they divide the ranks, and all ranks.
+    """2, 4, 8 and so on if they divide the number of ranks, and all ranks.
 
     >>> default_spans(6)
     [2, 6]
@@ -95,14 +95,14 @@ def default_spans(num_ranks: int) -> list[int]:
 
 
 def _dtypes(world: World) -> list[str]:
-    """Half precision products on a CPU are emulated where it cannot do them; nobody trains with those."""
+    """The dtypes to measure. A CPU without products in half precision emulates them, too slowly for training."""
     return list(DTYPES) if world.device.type == "cuda" else ["fp32", "bf16"]
 
 
 def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
-    """As layers have them: a step has used many other operands since it last used one, and keeps what it makes.
+    """Time products as in a step: each operand was last used many operands ago, and results are kept.
 
-    Of a layer's three products, forward and backward, one adds a bias.
+    One of a layer's three products adds a bias.
     """
     device = watch.world.device
     scale = 8 if device.type == "cuda" else 1
@@ -120,7 +120,7 @@ def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
 
 
 def _by_turns(memory: torch.Tensor, dtype: str, rows: int, columns: int) -> Iterator[torch.Tensor]:
-    """Matrices that lie side by side in the memory, again and again."""
+    """Cycle through matrices that lie side by side in memory."""
     of_dtype = memory.view(DTYPES[dtype])
     number = of_dtype.numel() // (rows * columns)
     return itertools.cycle(of_dtype[: number * rows * columns].view(number, rows, columns))
@@ -141,7 +141,7 @@ def _time_copy(watch: Stopwatch) -> float:
 
 
 def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
-    """What models are made of besides products with weights, by torch's names, on activations of a usual size."""
+    """Functions of models besides products with weights, by torch's names, on activations of a usual size."""
     rows = ROWS[device.type]
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -229,7 +229,7 @@ def _time_exchanges(watch: Stopwatch, spans: Sequence[int]) -> Iterator[Exchange
 
 
 def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, Layout]]:
-    """Of each kind, the layouts from which and to which."""
+    """For each kind of boxing, its source and target layouts."""
     placement = Placement.of(device_type, group)
     for kind, (source, target) in KINDS.items():
         yield kind, Layout(placement, (source,)), Layout(placement, (target,))
@@ -239,7 +239,7 @@ def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, 
 
 
 def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:
-    """Bytes that its busiest rank sends or receives, and the boxing itself, as a model's forward has it."""
+    """The bytes that the busiest rank sends or receives, and a function that boxes as a model's forward does."""
     before, after = (spec_of(world, layout, shape) for layout in (source, target))
     plan = find_boxing_path(source, target, before.shape, 4, world.transport.cost)
     steps = plan.steps if isinstance(plan, BoxingPath) else (plan,)
@@ -251,7 +251,7 @@ def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[f
 
 
 def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
-    """The same of buckets of gradients, which no cache holds."""
+    """The same for sums of gradient buckets, which no cache holds."""
     number = max(1, WEIGHT_BYTES // 4 // (4 * numel))
     buckets = itertools.cycle([torch.ones(numel, device=world.device)] for _ in range(min(number, _MOST_BUCKETS)))
 
@@ -263,9 +263,9 @@ def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[]
 
 
 def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
-    """Seconds of a step per function, and besides, of a transformer that has next to nothing to compute.
+    """Seconds of a step per function, and seconds besides, of a transformer with very little to compute.
 
-    Every rank trains one of its own: exchanges are measured elsewhere.
+    Every rank trains its own, without exchanges.
     """
     alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0))
     alone.context.generator = torch.Generator().manual_seed(0)
@@ -280,7 +280,7 @@ def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
 
 
 class _Block(nn.Module):
-    """What models are made of: norms, linear layers, attention, an activation function, residuals."""
+    """A typical block: norms, linear layers, attention, an activation function, residuals."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Times of what all ranks of a world do at once: each by itself, or together.
+"""Times of work that all ranks of a world do at once: each alone, or together.
 
-What a rank does by itself is timed on the clock of its thread, where it computes with one on a CPU: that stands still
-while another thread has the core. How many of the world's threads share a core is arithmetic, and what else runs on the
-machine meanwhile, or what a hypervisor gives to other machines, is no part of the work.
+Work of a rank alone is timed by the clock of its thread, if it computes with one thread on a CPU. This clock stands
+still while another thread has the core, so other programs and other machines of a hypervisor do not count. ``crowding``
+accounts for threads of the world that share a core.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SHORTEST_S = 1e-6
 
 
 class Stopwatch:
-    """Of one rank; all ranks of the world use theirs in step.
+    """The stopwatch of one rank; all ranks of the world make the same calls.
 
     Attributes:
-        crowding: threads of ranks on this host for each core of it; 1 where there are cores enough, and on GPUs.
+        crowding: threads of ranks on this host per core; 1 if there are enough cores, and on GPUs.
     """
 
     def __init__(self, world: World, host: str, window_s: float = WINDOW_S) -> None:
@@ -41,13 +41,13 @@ class Stopwatch:
         self._wall_s_per_own = self.crowding if has_own_clock else 1.0
 
     def own_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
-        """Mean seconds on the wall of what a rank does by itself while all ranks do the same."""
+        """Mean seconds of wall time of work that a rank does alone while all ranks do the same."""
         action()
         barrier()
         return self.repeated_s(action, least_times)
 
     def repeated_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
-        """The same, without a beginning that the ranks make together."""
+        """The same, without a common start."""
         self._wait_for_device()
         number, started = 0, self._clock()
         while (passed := self._clock() - started) < self.window_s or number < least_times:
@@ -57,11 +57,11 @@ class Stopwatch:
         return passed / number * self._wall_s_per_own
 
     def together_s(self, exchange: Callable[[], Any], work: Callable[[], Any]) -> float:
-        """Seconds that an exchange adds on the wall to ranks that come to it from work, as in a step.
+        """Seconds of wall time that an exchange adds to ranks that come to it from work, as in a step.
 
-        None of them is there at once, none finds in its caches what it left there, and where ranks share cores, some
-        have not begun when others have done. Rows of work alone and of work with exchanges take turns, so that the
-        machine is the same to both; the median of their differences counts.
+        The ranks arrive at different times, their caches hold other data, and where ranks share cores, some begin after
+        others have ended. Rows of work alone and rows of work with exchanges alternate, so both meet the same machine.
+        The result is the median of their differences.
         """
         exchange()
         rows = []
@@ -71,7 +71,7 @@ class Stopwatch:
         return max(median(rows), _SHORTEST_S)
 
     def _row_s(self, *actions: Callable[[], Any]) -> float:
-        """Seconds on the wall of the actions one after the other, several times, from when all ranks are here."""
+        """Seconds of wall time of the actions in order, repeated, after a barrier."""
         barrier()
         self._wait_for_device()
         started = time.perf_counter()
@@ -87,7 +87,7 @@ class Stopwatch:
 
 
 def _ranks_on(host: str, world: World) -> int:
-    """How many ranks of the world are on a host of this name. All ranks call it."""
+    """The number of ranks on the host of this name. All ranks call it."""
     mine = torch.tensor([float(zlib.crc32(host.encode()))], dtype=torch.float64, device=world.device)
     return sum(bool(other == mine) for other in world.transport.all_gather(mine, "calibration: hosts"))
 

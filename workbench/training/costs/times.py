@@ -1,4 +1,4 @@
-"""Rows of times: what one rank has measured of the machine."""
+"""Rows of times that one rank has measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class ProductTime:
-    """Of ``rows x inner`` times ``inner x columns``."""
+    """The time of a product ``rows x inner`` times ``inner x columns``."""
 
     dtype: str
     rows: int
@@ -26,16 +26,16 @@ class ProductTime:
 
     @property
     def operand_bytes(self) -> float:
-        """Of both factors and of what they make."""
+        """Bytes of both factors and of the product."""
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return float(numbers * DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTime:
-    """Of a function's forward and backward together: bytes moved, counted as those of models are, and seconds.
+    """Bytes moved and seconds of a function's forward and backward together.
 
-    ``flops`` are of its forward, 0 for what is no product.
+    ``flops`` are those of the forward; 0 for functions other than products.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FunctionTime:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTime:
-    """Of a boxing within groups of ``span`` neighbouring ranks, all groups at once.
+    """The time of a boxing within groups of ``span`` neighbouring ranks, all groups at once.
 
     ``size_bytes`` is what its busiest rank sends or receives, ``time_s`` what it adds to ranks that come from work.
     """
@@ -59,16 +59,16 @@ class ExchangeTime:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """All that one rank has measured.
+    """All times that one rank has measured.
 
     Attributes:
         host: its name in the network; ranks of one host share its memory.
         memory_bytes: of the host, or of this rank's GPU.
-        copy_bytes_per_s: read and written together.
-        one_shot_bytes: up to which the transport makes sums in one step; a property of it, not measured.
-        crowding: threads of ranks for each core of the host, at least 1: how much faster a rank is while others wait.
-        op_s: a step's time for each function that it starts, of a model so small that it is all overhead.
-        step_s: what a step takes besides its functions.
+        copy_bytes_per_s: of a copy, bytes read and written together.
+        one_shot_bytes: the largest sum that the transport makes in one step; not measured.
+        crowding: threads of ranks per core of the host, at least 1. A rank is so much faster while others wait.
+        op_s: a step's time per function, of a model so small that overhead is all of it.
+        step_s: a step's time besides its functions.
     """
 
     host: str

@@ -1,9 +1,9 @@
-"""Watches one forward and backward: every function below autograd, the layer it belongs to, and what autograd keeps.
+"""Counts one forward and backward: every function below autograd, its layer, and the tensors that autograd saves.
 
 A function is a layer's own if it reads a parameter of the layer, or runs inside the layer's forward before another
-layer begins; else it follows the layer that began last. What autograd saves belongs to the function whose node it is:
-nodes are numbered, and a node exists before its function runs and before anything is saved for it. By these numbers
-functions of backward belong to those of forward, too.
+layer begins. Any other function counts with the layer that began last. A saved tensor belongs to the function whose
+node saves it: nodes are numbered, and a node exists before its function runs and before it saves anything. The same
+numbers match functions of backward with those of forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Entry:
     passing_bytes: float = 0.0
 
     def work(self, num_samples: int) -> OpCost:
-        """Of one sample."""
+        """The work of one sample."""
         return OpCost(
             self.name,
             self.flops / num_samples,
@@ -76,8 +76,8 @@ class WorkCounter(TorchDispatchMode):
 
     Args:
         owners: layers by the address of their parameters' storages.
-        num_samples: of the batch that runs.
-        shapes: of parameters; their gradients, which a batch has once, are not counted as a sample's.
+        num_samples: the number of samples in the batch.
+        shapes: the shapes of parameters. A batch has their gradients once, so they do not count per sample.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class WorkCounter(TorchDispatchMode):
         self._containers: set[str] = set()  # layers in whose forward others run: what enters these is not theirs alone
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
-        self._casts: list[torch.Tensor] = []  # held, so that addresses are theirs
-        self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
+        self._casts: list[torch.Tensor] = []  # holding a tensor keeps its address from being used again
+        self._of_samples: dict[int, torch.UntypedStorage] = {}  # tensors that depend on the batch, by address
         self._order: list[str] = []
         self._reads = ActivationReads()
         self._is_paused = False
@@ -108,7 +108,7 @@ class WorkCounter(TorchDispatchMode):
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
-        """Context around forward and backward of a model with these layers on this batch (None: unknown)."""
+        """Context around forward and backward of a model with these layers; ``batch`` is None if it is unknown."""
         self._note_samples(batch)
         handles = []
         for path, layer in layers.items():
@@ -129,7 +129,7 @@ class WorkCounter(TorchDispatchMode):
             self._entries[-1].saved_bytes += sum(self._early.values())
 
     def go_backward(self, result: Any) -> None:
-        """From every tensor in a result that has gradients; those that it begins with are nobody's work."""
+        """Run backward from every tensor of a result that takes gradients. The first gradients count for no layer."""
         leaves = torch.utils._pytree.tree_leaves(result)
         ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._is_paused = True
@@ -139,11 +139,11 @@ class WorkCounter(TorchDispatchMode):
             torch.autograd.backward(ends, grads)
 
     def where(self) -> str:
-        """The layer at which the run stands."""
+        """The layer that is running."""
         return self._last or "the model"
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """The layers as they ran; one that did not run stands behind the one that is listed before it."""
+        """The layers in the order in which they ran. A layer that did not run follows the one listed before it."""
         order = list(self._order)
         for place, name in enumerate(names):
             if name not in order:
@@ -151,7 +151,7 @@ class WorkCounter(TorchDispatchMode):
         return order
 
     def row(self, layer: Layer) -> LayerCost:
-        """What was counted for a layer. What ran before all layers belongs to the first one."""
+        """The counts of a layer. Functions before all layers belong to the first one."""
         first = self._order[0] if self._order else None
         mine = [e for e in self._entries if (e.layer or first) == layer.name]
         mine = [e for e in mine if e.is_work]
@@ -169,11 +169,11 @@ class WorkCounter(TorchDispatchMode):
         )  # fmt: skip
 
     def works(self) -> list[OpCost]:
-        """All functions that were counted, in order, of one sample."""
+        """All counted functions, in order, for one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 
     def _extent(self, tensor: torch.Tensor | None) -> Extent | None:
-        """How large an activation is; None where there is none, or where the dim of its samples is unknown.
+        """The size of an activation; None without one, or if the dim of its samples is unknown.
 
         Samples flattened into the first dim with others (tokens) are cut again.
         """
@@ -188,7 +188,7 @@ class WorkCounter(TorchDispatchMode):
         return Extent((shape[0] // count, *shape[1:])) if shape and shape[0] % count == 0 else None
 
     def _handed_on(self, name: str) -> tuple[tuple[int, ...], int] | None:
-        """Shape of one sample and bytes of an element of what the next layer takes; None where it is not known."""
+        """Shape of one sample and bytes per element of the next layer's input; None if unknown."""
         place = self._order.index(name) + 1 if name in self._order else len(self._order)
         taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
         found = self._extent(taken)
@@ -197,7 +197,9 @@ class WorkCounter(TorchDispatchMode):
         return found.sizes, taken.element_size()
 
     def _input_extent(self, name: str) -> Extent | None:
-        """What a layer takes; unknown for a container, whose forward runs others first, and of one never called."""
+        """A layer's input; unknown for a container, whose forward runs others first, and for a layer that was not
+        called.
+        """
         if name in self._containers or name not in self._inputs:
             return None
         taken = self._inputs[name]
@@ -223,14 +225,14 @@ class WorkCounter(TorchDispatchMode):
 
     def _end_layer(self, name: str, output: Any) -> None:
         self._active.pop()
-        if name in self._containers:  # it gives what the last layer in it gives; its own is what it adds on the way
+        if name in self._containers:  # its output is that of its last layer; its own work is what it adds
             return
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "aten" or self._is_paused:  # the former are questions, such as where a tensor lies
+        if func.namespace != "aten" or self._is_paused:  # the former are queries, such as a tensor's device
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
         node: Any = torch._C._current_autograd_node()  # None in forward
@@ -256,7 +258,7 @@ class WorkCounter(TorchDispatchMode):
     def _add_backward(
         self, node: Any, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
     ) -> None:
-        """To the function of whose backward it is part. Products follow from those of forward."""
+        """Count it with the function of whose backward it is part. Products follow from those of forward."""
         entry = self._by_node.get(node._sequence_nr())
         if entry is None:
             return
@@ -268,9 +270,10 @@ class WorkCounter(TorchDispatchMode):
         entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
 
     def _is_cast_of_weight(self, is_forward: bool, inputs: Mapping[int, torch.Tensor], out: torch.Tensor) -> bool:
-        """Whether autocast casts a weight, or its gradient: a batch has that once. The copy is the layer's weight, too.
+        """Whether autocast casts a weight or its gradient, which a batch has once. The copy counts as the layer's
+        weight.
 
-        Backward needs those of products alone, not of their biases.
+        Backward needs the copies of products' weights, not those of biases.
         """
         if not is_forward:
             return _without_ones(out.shape) in self._shapes
@@ -285,11 +288,11 @@ class WorkCounter(TorchDispatchMode):
         return True
 
     def _is_held(self, address: int) -> bool:
-        """Whether it is a parameter, or kept for backward."""
+        """Whether a tensor is a parameter, or saved for backward."""
         return address in self._owners or address in self._saved
 
     def _note_pieces(self, source: Any, pieces: Any) -> None:
-        """Where a layer's output is cut along its features: queries, keys and values of one weight."""
+        """Record where a layer's output is cut along its features: queries, keys and values of one weight."""
         output = self._outputs.get(self._last or "")
         is_cut = isinstance(source, torch.Tensor) and isinstance(pieces, list | tuple) and len(pieces) > 1
         if output is None or not is_cut or source.shape != output.shape:
@@ -299,7 +302,9 @@ class WorkCounter(TorchDispatchMode):
             self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
 
     def _note_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
-        """A layer whose parameters others read, or a container, gives what was first made of them."""
+        """Record an output: a layer whose parameters others read, or a container, gives the first result made from
+        them.
+        """
         if name not in self._outputs and (name not in self._active or name in self._containers):
             self._outputs[name] = next(iter(outputs.values()))
 
@@ -321,7 +326,7 @@ class WorkCounter(TorchDispatchMode):
         return entry
 
     def _moved(self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> float:
-        """Bytes read and written, parameters left out; a view moves none, an empty tensor neither."""
+        """Bytes read and written, without parameters; a view and an empty tensor move none."""
         is_written = func._schema.is_mutable
         if "empty" in func.__name__ or (not is_written and set(outputs) <= set(inputs)):
             return 0.0
@@ -330,7 +335,7 @@ class WorkCounter(TorchDispatchMode):
         return float(read + written * (2 if _name(func, inputs) == "embedding" else 1))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``ActivationMeter`` counts: distinct storages, parameters left out, expanded tensors too."""
+        """Count a saved tensor as ``ActivationMeter`` does: distinct storages, no parameters, expanded tensors too."""
         if torch._C._current_autograd_node() is not None:  # of what a checkpoint computes again
             return tensor
         storage = tensor.untyped_storage()

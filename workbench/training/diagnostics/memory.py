@@ -73,7 +73,7 @@ class ActivationMeter:
             if address in self._own or tensor.numel() * tensor.element_size() > size:
                 return tensor
         self._count(address, size, 1)
-        return _Held(tensor, lambda: self._count(address, size, -1))
+        return _SavedTensor(tensor, lambda: self._count(address, size, -1))
 
     def _count(self, address: int, size: int, change: int) -> None:
         before = self._holders.get(address, 0)
@@ -82,7 +82,7 @@ class ActivationMeter:
         self.size_bytes = max(self.size_bytes, self._held_bytes)
 
 
-class _Held:
+class _SavedTensor:
     """A tensor that autograd has saved; tells when it lets go of it."""
 
     __slots__ = ("_let_go", "tensor")
@@ -95,7 +95,7 @@ class _Held:
 
 
 def _unpack(saved: Any) -> Any:
-    return saved.tensor if isinstance(saved, _Held) else saved
+    return saved.tensor if isinstance(saved, _SavedTensor) else saved
 
 
 class PeakMeter:

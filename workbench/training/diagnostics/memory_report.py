@@ -151,7 +151,7 @@ class _Saved:
             self._now += size
             self.most_bytes = max(self.most_bytes, self._now)
         self._holders[address] += 1
-        return _Held(tensor, address, size, self)
+        return _SavedTensor(tensor, address, size, self)
 
     def release(self, address: int, size: int) -> None:
         """One of those who keep a storage is gone."""
@@ -160,7 +160,7 @@ class _Saved:
             self._now -= size
 
 
-class _Held:
+class _SavedTensor:
     """What autograd keeps in the place of a tensor; it tells when it is given back."""
 
     __slots__ = ("address", "saved", "size", "tensor")
@@ -173,5 +173,5 @@ class _Held:
 
 
 def _unpack(kept: Any) -> torch.Tensor:
-    tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
+    tensor: torch.Tensor = kept.tensor if isinstance(kept, _SavedTensor) else kept
     return tensor

@@ -18,7 +18,7 @@ from workbench.tensors.world import current
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class _Found:
+class _FirstNonFinite:
     """The first value of one rank that is not finite. ``moment`` counts what was looked at, alike on all ranks."""
 
     moment: int
@@ -80,7 +80,7 @@ class _Search:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.first: _Found | None = None
+        self.first: _FirstNonFinite | None = None
         self._moment = 0
 
     def hook(self, name: str) -> Any:
@@ -101,7 +101,7 @@ class _Search:
             return
         counts = _count(value)
         if counts is not None:
-            self.first = _Found(self._moment, self.rank, what, layer, *counts, came_in)
+            self.first = _FirstNonFinite(self._moment, self.rank, what, layer, *counts, came_in)
 
 
 def _count(value: Any) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""Stages cut by what their layers cost: forward and backward are timed layer by layer."""
+"""Stages cut by the measured costs of their layers: forward and backward are timed layer by layer."""
 
 from __future__ import annotations
 
@@ -128,9 +128,10 @@ def _part_of(name: str) -> str:
 
 
 def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_samples: int) -> list[dict[str, float]]:
-    """Costs of layers, measured several times, between pauses that keep the ranks of a host out of step.
+    """Costs of layers, measured several times, with pauses of different lengths on the ranks of a host.
 
-    In step they all go through the largest layer at once, and share the memory's bandwidth as stages never do.
+    Without the pauses, all ranks run the largest layer at the same time and share the memory's bandwidth. Stages do
+    not.
     """
     found: list[dict[str, float]] = []
     for number in range(num_samples):
@@ -141,7 +142,7 @@ def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_
 
 
 def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> dict[str, float]:
-    """Seconds of forward and backward by layer; what lies between two layers counts with the one before."""
+    """Seconds of forward and backward by layer. Functions between two layers count with the one before."""
     marks: list[tuple[str, float]] = []
     grads: list[tuple[str, float]] = []
     handles = [_mark(layer, name, marks, grads) for name, layer in layers_of(module)]
@@ -165,7 +166,7 @@ def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> d
 
 
 def _mark(layer: nn.Module, name: str, marks: list[tuple[str, float]], grads: list[tuple[str, float]]) -> Any:
-    """Note when a layer begins, and when the gradient of its input is there, which is when its backward ends."""
+    """Record when a layer begins, and when its backward ends, which is when the gradient of its input is ready."""
     name = name or "(root)"
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -184,7 +185,7 @@ def _now(tensor: torch.Tensor | None) -> float:
 
 
 def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """``run()``, after which gradients, buffers and random numbers are what they were."""
+    """``run()`` that leaves gradients, buffers and random numbers unchanged."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
@@ -201,6 +202,6 @@ def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
-    """The same numbers on all ranks."""
+    """The least times over all ranks, the same on each."""
     measured = torch.tensor(values, dtype=torch.float64, device=world.device)
     return torch.stack(world.transport.all_gather(measured, "partition_stages()")).amin(0).tolist()

@@ -1,4 +1,4 @@
-"""Which options of a strategy no schedule can run together."""
+"""Options of a strategy that no schedule runs together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workbench.errors import StrategyError
 
 
 def check_schedule_options(strategy: Strategy) -> None:
-    """Refuse what cannot run.
+    """Raise for options that cannot run together.
 
     Raises:
         StrategyError: zero_bubble with recompute: both parts of a split backward would recompute a block, at

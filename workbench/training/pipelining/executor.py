@@ -1,8 +1,8 @@
 """Runs one rank's actions of a pipeline table.
 
-A stage runs the whole program of a micro-batch; what is not placed on it is a placeholder and costs little. So an
-action is the whole forward, or the whole backward from that micro-batch's loss, and any forward code pipelines. Sends
-never block and are tagged by micro-batch, position in the program and direction.
+A stage runs the whole program of a micro-batch; tensors of other stages are placeholders and cost little. So an action
+is the whole forward, or the whole backward from that micro-batch's loss, and a pipeline runs any forward code. Sends
+never block. Their tags hold micro-batch, position in the program and direction.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Stage(Protocol):
     world: World
 
     def step_context(self) -> AbstractContextManager[None]:
-        """Around all of the step's actions."""
+        """Context around all actions of the step."""
 
     def activated(self) -> AbstractContextManager[None]:
-        """While this lasts, the module holds what the stage sees of it."""
+        """Context in which the module holds the stage's parameters and buffers."""
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
 
     def write_gradients(self) -> None:
-        """Give the module's own parameters the gradients that the stage has found."""
+        """Write the stage's gradients to the module's own parameters."""
 
 
 class SingleStage:
-    """The stage of a rank that has no other one: what the module holds is what it sees."""
+    """The stage of a rank that has one stage: it sees the module unchanged."""
 
     def __init__(self, world: World, forward_caches: Sequence[ForwardCache] = ()) -> None:
         self.world, self._forward_caches = world, forward_caches
@@ -71,13 +71,13 @@ class SingleStage:
 
 
 class Executor:
-    """Runs actions of this rank's stages; ``spans`` tells afterwards when each ran.
+    """Runs actions of this rank's stages, and records in ``spans`` when each ran.
 
     Args:
         world: this rank's world.
-        stages: by number, those of this rank.
-        running: the step, as the runtime knows it.
-        seed: where the random numbers of every micro-batch follow from, whatever the order in which they run.
+        stages: the stages of this rank, by number.
+        running: the state of the step that the world's context holds.
+        seed: of the random numbers of every micro-batch; their order does not matter.
     """
 
     def __init__(self, world: World, stages: Mapping[int, Stage], running: RunningStep, seed: int) -> None:
@@ -121,7 +121,7 @@ class Executor:
                     take(stage, action.micro_batch, program(action.micro_batch))
 
     def prepare_batch(self, batch: Any) -> Any:
-        """A batch as the stages of this rank take it: where there are several, global tensors are read."""
+        """A batch in the form that the stages of this rank take: with several stages, global tensors become plain."""
         if len(self.stages) == 1:
             return batch
         return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
@@ -139,7 +139,7 @@ class Executor:
             self._deferred.pop(_key(action)).accumulate()
             return
         loss = self._graphs.pop(_key(action))
-        if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
+        if loss.requires_grad:  # a micro-batch of weight 0 has no backward
             self.running.runs_backward = True
             try:
                 loss.backward()
@@ -166,7 +166,7 @@ class Executor:
         self.world.transport.flush()
 
     def _close_world(self, error: BaseException) -> None:
-        """Ranks are at different micro-batches now, unless all saw in their first one what was refused."""
+        """End the world after a failure, as ranks are at different micro-batches; not if all refused the first one."""
         is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
         num_stages = len(self.running.placements)
         if num_stages > 1 and not is_refusal:
@@ -195,7 +195,7 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 def _without_placeholder(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    """Of the losses that a rank's stages have of one micro-batch, the one that is no placeholder, if any."""
+    """The loss of one micro-batch, of those that a rank's stages have; not a placeholder if one of them has data."""
     return found if known is None or getattr(known, "is_placeholder", False) else known
 
 

@@ -1,8 +1,8 @@
 """Forward caches of blocks: within a scheduled step, the first call of a block is recorded and later ones replay it.
 
 A forward cache replaces the block's ``forward`` while a step runs. The first call with some inputs runs unchanged under
-an observer. If the record covers all its effects besides its result, later calls with the same key replay the record in
-the way of the cache's kind (``placeholder_forward``, ``local_forward``). A block with other effects runs unchanged.
+an observer. If the record covers all its effects besides its result, later calls with the same key replay the record;
+``placeholder_forward`` and ``local_forward`` say how. A block with other effects runs unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CallObserver:
         start: exchanges of the micro-batch before the call.
         may_skip: (tensor, target, function) of a boxing of something else -> whether a replay may skip it.
         boxings: of inputs.
-        tags: of those, their numbers among ``boxings``.
+        tags: the numbers of ``boxings`` in order of time, by tag.
         can_skip: whether ``may_skip`` was true of all others.
         recomputes: whether a part of the block runs again in backward.
     """
@@ -124,7 +124,7 @@ class ForwardCache(ABC):
         """Replay a call from its record."""
 
     def begin_step(self) -> None:
-        """Read the block's settings again at the next call."""
+        """Let the next call read the block's settings again."""
         self._settings = None
 
     def install(self) -> None:
@@ -182,7 +182,7 @@ class ForwardCache(ABC):
         return boxed
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
-        """All that the outcome depends on, or None where a value cannot be compared."""
+        """The key of a call: everything that its result depends on. None where a value cannot be compared."""
         parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.context.call.num_samples]
         with local_torch():
             if self._settings is None:
@@ -205,7 +205,7 @@ class ForwardCache(ABC):
         return tuple(parts)
 
     def _settings_now(self) -> Any:
-        """Whatever somebody may change between steps: modes, numbers, hooks, which parameters learn."""
+        """Settings that code may change between steps: modes, numbers, hooks, which parameters take gradients."""
         found: list[Any] = []
         for number, part in enumerate(self._parts):
             attributes = part.__dict__
@@ -243,7 +243,7 @@ class ForwardCache(ABC):
         return result, self.record(result, inputs, call)
 
     def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
-        """Whatever a forward may change besides returning something: attributes, buffers, inputs, torch's generator."""
+        """The state that a forward may change: attributes, buffers, inputs, torch's generator."""
         found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
         with local_torch():
             found += [version_of(tensor) for tensor in inputs]
@@ -257,13 +257,13 @@ class ForwardCache(ABC):
 
 
 def _contents(holder: Any) -> tuple[int, ...]:
-    """What a list, a set or a dict holds, by identity: a forward may append to one."""
+    """The contents of a list, a set or a dict by identity, to notice a forward that appends to it."""
     return tuple(map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder))
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
-    """Leaves of a call's arguments, and how many or how they are arranged."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+    """The leaves of a call's arguments, and their number or structure."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the common case
         return args, 1
     if kwargs or not all(isinstance(arg, (torch.Tensor, *VALUES)) for arg in args):
         return tree_flatten((args, kwargs))
@@ -271,7 +271,7 @@ def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
 
 
 def same(before: list[Any], after: list[Any]) -> bool:
-    """Whether two states are alike."""
+    """Whether two states are equal."""
 
     def alike(a: Any, b: Any) -> bool:
         if isinstance(a, tuple) and len(a) == 2 and isinstance(a[0], str):
@@ -282,7 +282,9 @@ def same(before: list[Any], after: list[Any]) -> bool:
 
 
 def _keys_between(before: torch.Tensor | None, world: World) -> int | None:
-    """How many random keys were drawn since the generator's state was ``before``; None if it is hard to say."""
+    """The number of random keys that were drawn since the generator's state was ``before``; None if it cannot be
+    counted.
+    """
     if before is None or world.context.generator is None:
         return 0
     counting, now = torch.Generator(), world.context.generator.get_state()
@@ -296,7 +298,7 @@ def _keys_between(before: torch.Tensor | None, world: World) -> int | None:
 
 @contextmanager
 def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
-    """While this lasts, these caches replace the forwards of their modules."""
+    """Context in which these caches replace the forwards of their modules."""
     for module in modules:
         module.install()
     try:
@@ -307,15 +309,15 @@ def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
 
 
 def runs_once(options: Options) -> bool:
-    """Whether a module's forward is all that its call does: no recomputation, no gathering in its backward."""
+    """Whether a call runs the module's forward once: no recomputation, no gathering in its backward."""
     return not options.recompute and options.zero < 3
 
 
 def blocks(
     root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool = False
 ) -> Iterator[nn.Module]:
-    """The largest modules with parts of their own that ``is_wanted``, each once; it says None of what need not be
-    looked into. ``with_layers``: also modules without parts that are in none of these.
+    """The largest modules with parts of their own that ``is_wanted``, each once; it returns None to skip a module
+    and its parts. ``with_layers``: also modules without parts that are in none of these.
     """
     yield from dict.fromkeys(_blocks(root, is_wanted, with_layers))
 

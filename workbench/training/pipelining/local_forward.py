@@ -1,9 +1,9 @@
-"""Blocks of a stage of one rank: on one rank a layout says nothing, so such a block runs as plain torch.
+"""Blocks of a stage that has one rank. All layouts on one rank are equal, so such a block runs as plain torch.
 
-Inside, torch functions see shards, which are the whole tensors: no layouts are looked up, no layout hooks
-run. Inputs from other stages are boxed first, results are wrapped, and exchange counters advance as in the block.
-A first call shows whether that is all: no random keys, nothing from other stages but inputs, nothing in the graph but
-torch's own functions of inputs and of the block's parameters.
+Inside, torch functions see shards, which are the whole tensors; no layout is looked up and no layout hook runs. Inputs
+from other stages are boxed first, results are wrapped, and exchange counters advance as in the block. The first call
+shows whether a replay is exact: the block draws no random keys, reads nothing of other stages but its inputs, and its
+graph has only torch's own functions of inputs and of the block's parameters.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
 
 @dataclass
 class LocalRecord:
-    """What a replay of a call needs.
+    """The record of a call.
 
     Attributes:
-        boxing_of_input: for every input that lies on another stage, the boxing that brings it here.
-        layouts: of the tensors of the result, in their order.
+        boxing_of_input: for every input from another stage, the number of the boxing that brings it here.
+        layouts: the layouts of the result's tensors, in order.
     """
 
     boxings: list[InputBoxing]
@@ -57,7 +57,7 @@ class LocalRecord:
 
 
 class LocalForward(ForwardCache):
-    """A block whose parameters lie on one rank, this one, as that rank calls it."""
+    """The forward of a block whose parameters all lie on this rank."""
 
     takes_plain = True
 
@@ -71,7 +71,7 @@ class LocalForward(ForwardCache):
         ]
 
     def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
-        """What stays on this rank, unless the code itself asks for it: it would not find a layout."""
+        """Boxings that stay on this rank, unless the code asks for them: it would not find a layout."""
         return bool(function) and tensor._spec.layout.placement == target.layout.placement == self.placement
 
     def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class LocalForward(ForwardCache):
         counted, given = context.position, (args, kwargs)
         if record.boxing_of_input:
             here = {id(inputs[index]): boxed[boxing] for index, boxing in record.boxing_of_input.items()}
-            if len(args) == 1 and not kwargs and id(args[0]) in here:  # nearly always
+            if len(args) == 1 and not kwargs and id(args[0]) in here:  # the common case
                 given = (here[id(args[0])],), kwargs
             else:
                 given = tree_map(lambda leaf: here.get(id(leaf), leaf), given)
@@ -108,7 +108,7 @@ class LocalForward(ForwardCache):
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Remove the layout hooks inside the block, where they have nothing to box."""
+        """Context without the layout hooks inside the block, which have nothing to box."""
         for part, *_ in self._hooked:
             part["_forward_pre_hooks"], part["_forward_hooks"] = _NO_HOOKS, _NO_HOOKS
         try:
@@ -121,7 +121,9 @@ class LocalForward(ForwardCache):
         return wrap(result, spec_of(self.world, layout, result.shape))
 
     def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> LocalRecord | None:
-        """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""
+        """The record of a call; None unless its inputs are on this rank or boxed to it, and torch alone makes the
+        results here.
+        """
         leaves = tree_leaves(result)
         tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         boxing_of_input = self._boxing_of_input(inputs, call.observer)
@@ -141,7 +143,7 @@ class LocalForward(ForwardCache):
         return LocalRecord(call.observer.boxings, boxing_of_input, call.num_tags, layouts)
 
     def _has_no_hooks(self, part: nn.Module) -> bool:
-        """Of the user's, who would meet plain tensors in them."""
+        """Whether a module has no hooks of the user, who would meet plain tensors in them."""
         found = {*part._forward_hooks, *part._forward_pre_hooks}
         return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
 
@@ -149,7 +151,7 @@ class LocalForward(ForwardCache):
         return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
 
     def _boxing_of_input(self, inputs: list[GlobalTensor], observer: CallObserver) -> dict[int, int] | None:
-        """For every input that lies elsewhere, which boxing has brought it here; None where none has."""
+        """For every input from elsewhere, the number of the boxing that brings it here; None if one has none."""
         found: dict[int, int] = {}
         for index, tensor in enumerate(inputs):
             if self._is_here(tensor):
@@ -201,7 +203,7 @@ def local_forwards(
     Args:
         stage_of: the stage of a parameter by its id.
         placement: the stage's ranks.
-        hooks: numbers of those that ``parallelize`` has put on layers; a block with other hooks inside runs unchanged.
+        hooks: the ids of hooks that ``parallelize`` has put on layers. A block with other hooks inside runs unchanged.
     """
     if placement.num_ranks > 1:
         return []
@@ -216,7 +218,7 @@ def local_forwards(
 def forward_caches_of(
     module: nn.Module, state: ParallelState, stage: int, placement: Placement, world: World
 ) -> list[ForwardCache]:
-    """The forward caches of a module's blocks on one stage; none where a call does more than its forward."""
+    """The forward caches of a module's blocks on one stage; none if a call runs more than the forward."""
     resolved = state.resolved
     if resolved.num_stages == 1 or not runs_once(resolved.options):
         return []

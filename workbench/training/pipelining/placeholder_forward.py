@@ -1,7 +1,7 @@
 """Forward caches of blocks and layers of other stages: the first call is recorded, later ones add one node.
 
-A rank runs the whole program, and a block that lies on another stage costs it twenty calls that do nothing. What the
-call of such a block has few effects on this rank: placeholders of known layouts, linked to some of its inputs and
+A rank runs the whole program, and each block of another stage costs it twenty calls without data. The call of such a
+block has few effects on this rank: placeholders of known layouts, linked to some of its inputs and
 parameters, the boxings of inputs, and advanced counters of exchanges and random keys. They are the same for every call
 with the same layouts and values. A block with other effects runs unchanged.
 """
@@ -34,7 +34,7 @@ class PlaceholderRecord:
     """The effects of a call. Links count inputs first, then results of ``boxings``, then ``parameters``.
 
     Attributes:
-        infos_of_operands: the same without links to parameters; None where a parameter has hooks or is the only link.
+        infos_of_operands: the infos without links to parameters; None if a parameter has hooks or is the only link.
     """
 
     boxings: list[InputBoxing]
@@ -49,10 +49,10 @@ class PlaceholderRecord:
 
 
 class PlaceholderForward(ForwardCache):
-    """A module whose parameters lie on other stages, as one stage calls it."""
+    """The forward of a module whose parameters lie on other stages."""
 
     def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
-        """What moves between placeholders, or costs nothing and has no gradient."""
+        """Boxings between placeholders, and those that send nothing and have no gradient."""
         source = tensor._spec
         if source.is_placeholder and target.is_placeholder:
             return True
@@ -62,7 +62,7 @@ class PlaceholderForward(ForwardCache):
         return target.is_placeholder and plan.is_local and not learns
 
     def replay(self, record: PlaceholderRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
-        """Placeholders linked as those of the call."""
+        """Make placeholders with the links of the recorded ones."""
         world = self.world
         boxed = self.box_inputs(record.boxings, record.num_tags, inputs)
         for _ in range(record.num_keys):
@@ -82,12 +82,12 @@ class PlaceholderForward(ForwardCache):
         return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
 
     def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> PlaceholderRecord | None:
-        """What ``replay`` needs; None where a result is no placeholder of its own, or linked to something else."""
+        """The record of a call; None if a result is not a new placeholder, or has links to other tensors."""
         leaves, structure = tree_flatten(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not all(_is_fresh_placeholder(tensor, inputs) for tensor in tensors):
             return None
-        links = _Links(inputs, call.observer)
+        links = _HistoryLinks(inputs, call.observer)
         with local_torch():
             infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]  # type: ignore[attr-defined]
         if not links.are_known:
@@ -108,16 +108,16 @@ class PlaceholderForward(ForwardCache):
 class PlaceholderLayerForward(PlaceholderForward):
     """A layer on another stage that is in no block: the cache runs its input hook too, so a replay skips both.
 
-    A layer with other hooks, or with another forward, stays unchanged: these receive the boxed inputs.
+    A layer with other hooks or another forward runs unchanged, because these receive the boxed inputs.
     """
 
     def __init__(self, module: nn.Module, world: World) -> None:
         super().__init__(module, world)
-        self.takes_plain = type(module).__module__.startswith("torch.nn.")  # no value decides what those return
+        self.takes_plain = type(module).__module__.startswith("torch.nn.")  # their results depend on no values
         self._input_hook: PrepareInput | None = None
 
     def install(self) -> None:
-        """Replace the input hook, too."""
+        """Replace the forward and the input hook."""
         self._input_hook = _only_hook(self.module)
         if self._input_hook is None:
             return
@@ -147,9 +147,9 @@ def _only_hook(module: nn.Module) -> PrepareInput | None:
 def _links_to_operands(
     infos: list[OutputInfo], num_operands: int, parameters: list[GlobalTensor]
 ) -> list[OutputInfo] | None:
-    """Links to operands alone: a dozen parameters for each block take longer than all the rest of its call.
+    """The infos with links to operands alone: links to a dozen parameters take longer than the rest of a block's call.
 
-    None where a result learns by parameters alone, or somebody waits for the gradient of one.
+    None if a result has gradients through parameters only, or a hook waits for the gradient of a parameter.
     """
     if any(map(has_hooks, parameters)):
         return None
@@ -163,7 +163,7 @@ def _links_to_operands(
 
 
 def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> None:
-    """Their owner has gradients of them now, if the schedule's own backward has come by."""
+    """Mark that the owner of the parameters has their gradients now, if the schedule's own backward runs."""
     if running.runs_backward:
         for parameter in parameters:
             if parameter._gradient.placeholder is False:
@@ -171,7 +171,7 @@ def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
 
 
 def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
-    """Whether it is a new placeholder: neither an input nor a view, which in-place writes would have to update."""
+    """Whether it is a new placeholder: neither an input nor a view, since a write in place would update its base."""
     return (
         type(tensor) is GlobalTensor
         and tensor._spec.is_placeholder
@@ -180,7 +180,7 @@ def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> b
     )
 
 
-class _Links:
+class _HistoryLinks:
     """Which inputs, boxed inputs and parameters the history of a result reaches."""
 
     def __init__(self, inputs: list[GlobalTensor], observer: CallObserver) -> None:

@@ -1,4 +1,4 @@
-"""A step of a program that calls ``backward`` itself, and that says where its stages lie; ``flow.nn.Graph`` makes some.
+"""A step of a program that calls ``backward`` itself and places its stages itself, such as one of ``flow.nn.Graph``.
 
 A forward is a run of the program, in which ``backward`` only records its loss. The schedule runs the backward of the
 micro-batch from that loss later.
@@ -47,15 +47,15 @@ def train_program(
         shares: the weight of every micro-batch's losses in the step.
         placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
             one after the other.
-        schedule: which table the stages run.
+        schedule: the name of the table that the stages run.
         forward_caches: forward caches of blocks; see ``forward_caches_for``.
-        weigh: what becomes of a micro-batch's loss before its backward, such as the scaling of a ``GradScaler``.
+        weigh: (loss) -> the loss that backward starts from, such as the scaled one of a ``GradScaler``.
 
     Returns:
-        What the program returned for every micro-batch, without history; and when this rank's actions ran.
+        the program's result for every micro-batch, without history; and the times of this rank's actions.
 
     Raises:
-        StrategyError: no such schedule; a program that calls no backward, or none from a scalar.
+        StrategyError: no such schedule, or the program calls no backward from a scalar.
     """
     world, outputs = current(), [None] * len(parts)
     table = _table(schedule, len(placements), len(parts))
@@ -81,11 +81,11 @@ def train_program(
 def forward_caches_for(
     modules: Iterable[nn.Module], stage_of: Mapping[int, int], placements: Sequence[Placement]
 ) -> list[ForwardCache]:
-    """Forward caches for modules whose calls do no more than their forward; keep them between steps.
+    """Forward caches for modules whose calls run only the forward; keep them between steps.
 
     Args:
-        modules: those that the program calls.
-        stage_of: the stage of every parameter of theirs, by its id.
+        modules: the modules that the program calls.
+        stage_of: the stage of each of their parameters, by its id.
         placements: as for ``train_program``.
     """
     world = current()
@@ -103,7 +103,7 @@ def _stage_of(world: World, placements: Sequence[Placement]) -> int:
 
 
 def run_program(program: Program, inputs: Any) -> tuple[Any, int]:
-    """What a program returns, without gradients, and how many losses it called ``backward`` on."""
+    """The program's result without history, and the number of losses on which it called ``backward``."""
     world = current()
     running = RunningStep((_everywhere(world),), "", [[]], 1)
     with world.context.temporarily(running=running), torch.no_grad():

@@ -21,15 +21,15 @@ class RunningStep:
         placements: the ranks of every stage.
         schedule: its name, for messages.
         table: the actions of all ranks of the pipeline axis.
-        num_micro_batches: of this step.
-        edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
+        num_micro_batches: micro-batches of this step.
+        edges: (from stage, to stage) of the boxings of the present forward; None in a backward.
         observer: receives every boxing while a forward cache records a call; else None.
         splits_backward: whether this step computes gradients of inputs and of weights in separate actions.
         weight_gradients: collects deferred gradients of weights of this micro-batch; None where they are not deferred.
-        losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
-            backward. None where a backward runs when it is called.
-        runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
-        hooks: those after accumulation that wait for the end of this micro-batch's backward, by number.
+        losses: if the program itself calls ``backward``, the losses that wait for the schedule's backward. None if a
+            backward runs at once.
+        runs_backward: whether the schedule's own backward runs, which gives all leaves their gradients.
+        hooks: hooks after accumulation that wait for the end of this micro-batch's backward, by number.
     """
 
     placements: tuple[Placement, ...]
@@ -52,7 +52,7 @@ class RunningStep:
         """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
 
         Raises:
-            StrategyError: it runs again in a split backward, as a checkpoint does.
+            StrategyError: a checkpoint runs the function again in a split backward.
         """
         if self.splits_backward and self.edges is None:
             raise StrategyError(
@@ -66,7 +66,7 @@ class RunningStep:
         """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.
 
         Raises:
-            StrategyError: it has to wait, and is no plain one from a scalar.
+            StrategyError: the backward has to wait, but it is given gradients or inputs, or does not start at a scalar.
         """
         if self.losses is None:
             return False
@@ -83,7 +83,7 @@ class RunningStep:
         """Record a boxing that goes from one stage to another.
 
         An edge back to an earlier stage blocks most schedules for ever. Every rank runs the whole program, so every
-        rank sees it here, before anybody waits.
+        rank finds it here, before any rank waits.
         """
         source = tensor._spec
         if self.observer is not None:
@@ -108,7 +108,7 @@ class RunningStep:
         return self._stages.get(placement)
 
     def check_reading(self, tensor: GlobalTensor) -> None:
-        """Refuse ``item()`` and its like: the ranks of other stages would stop to wait for the value."""
+        """Refuse ``item()`` and similar reads: the ranks of other stages would wait for the value."""
         if len(self.placements) == 1 or self.num_micro_batches == 1:
             return
         stage = self._stage_of(tensor._spec.layout.placement)

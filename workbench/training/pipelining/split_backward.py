@@ -24,7 +24,7 @@ from workbench.tensors.global_tensor import local_torch
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A function of a graph that reads parameters which no other one reads, and the results of it that are used."""
+    """A function of a graph that alone reads some parameters, with its used results."""
 
     edges: list[GradientEdge]
     parameters: list[torch.Tensor]
@@ -60,7 +60,7 @@ def _graph(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, int], tuple[_Edge
     nodes = list(dict.fromkeys(roots))
     number = {node: at for at, node in enumerate(nodes)}
     graph: list[_Edges] = []
-    for node in nodes:  # which grow
+    for node in nodes:  # the list grows
         edges = []
         for below, output in node.next_functions:
             if below is not None:
@@ -75,7 +75,7 @@ def _graph(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, int], tuple[_Edge
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where in a graph the functions are that read parameters: node, outputs, leaves; and leaves of several of them."""
+    """The places of functions that read parameters in a graph (node, outputs, leaves), and leaves that several read."""
 
     readers: list[tuple[int, list[int], list[int]]]
     shared: list[int]
@@ -83,8 +83,8 @@ class _Places:
 
 @lru_cache(maxsize=256)
 def _readers(graph: tuple[_Edges, ...], roots: _Edges, ends: frozenset[int]) -> _Places:
-    """What ``readers_of`` finds, by number: the graphs of one block's calls are alike, and looked at once."""
-    follows: dict[int, bool] = {}  # whether a function's result follows from an input
+    """The result of ``readers_of`` by numbers of nodes, so that all graphs of one block share it."""
+    follows: dict[int, bool] = {}  # whether a function's result depends on an input
     reads: dict[int, list[int]] = {}
     used: list[dict[int, None]] = [{} for _ in graph]
     for node in _inputs_first(graph, roots):
@@ -104,7 +104,7 @@ def _readers(graph: tuple[_Edges, ...], roots: _Edges, ends: frozenset[int]) -> 
 
 
 def _inputs_first(graph: tuple[_Edges, ...], roots: _Edges) -> Iterator[int]:
-    """Every node after those that it hands gradients to."""
+    """All nodes in an order in which each follows those that it gives gradients to."""
     seen: set[int] = set()
     waiting = [(node, False) for node, _ in roots]
     while waiting:
@@ -181,7 +181,7 @@ def split_block(forward: Callable[..., Any], kept: WeightGradients, device: torc
             leaves[:], made[:] = found, [shape]
             return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-        anchor = torch.empty(0, device=device, requires_grad=True)  # else a first block would have no history
+        anchor = torch.empty(0, device=device, requires_grad=True)  # otherwise the first block would have no history
         tensors = iter(_SplitBlock.apply(run, kept, anchor, *(given[place] for place in places)))
         return tree_unflatten([next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves], made[0])
 

@@ -1,4 +1,4 @@
-"""Where a row of parts of known costs is best cut into stages: by the simulated step time."""
+"""The best cut of a row of parts into stages, by the simulated time of a step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SHARES = {"F": 0.4, "B": 0.6, "I": 0.4, "W": 0.35}
 
 
 def fastest_partition(costs: Sequence[float], num_stages: int, num_micro_batches: int, schedule: str) -> list[int]:
-    """The stage of every part such that a simulated step is shortest.
+    """The stage of every part, for the shortest simulated step.
 
-    Filling and emptying the pipeline goes through all stages whatever the cut, so with few micro-batches it is not the
-    slowest stage alone that counts: early ones, which wait for their first backward anyway, may be slower than late
-    ones.
-    Of up to 300 cuts all are tried; of more, those along a descent from the one whose slowest stage is fastest.
+    With few micro-batches, filling and emptying the pipeline counts as much as the slowest stage. Early stages wait for
+    their first backward, so they may be slower than late ones.
+
+    It tries all cuts if there are at most 300. Otherwise it descends from the cut whose slowest stage is fastest.
 
     Args:
-        costs: of forward and backward of one micro-batch, part by part.
+        costs: seconds, or other units, of forward and backward of one micro-batch, for each part.
         num_stages: at most as many as parts.
-        num_micro_batches: of a step.
+        num_micro_batches: micro-batches of a step.
         schedule: see ``make_table``.
 
     >>> balanced_cuts([2, 8, 8, 8, 8, 8, 8, 8, 8, 14], 4)
@@ -38,7 +38,7 @@ def fastest_partition(costs: Sequence[float], num_stages: int, num_micro_batches
     total = sum(costs) or 1.0
 
     def price(ends: Sequence[int]) -> tuple[float, float]:
-        """Of a step, to a millionth of the work, and of its slowest stage."""
+        """The time of a step, rounded to a millionth of the work, and that of its slowest stage."""
         stages = [sum(costs[start:end]) for start, end in itertools.pairwise((0, *ends, len(costs)))]
         return round(step_s(stages, num_micro_batches, schedule) / total, 6), max(stages)
 

@@ -1,9 +1,8 @@
-"""Several stages on one rank: each runs as a rank of its own, in a world whose ranks are those of all stages.
+"""Several stages on one rank. Each runs as a *stage rank*, in a world of the stage ranks of all stages.
 
-So a rank with two stages runs the program of a micro-batch twice, each time with the other stage's layers as
-placeholders,
-and everything that holds for one stage per rank holds here: any forward code, skip edges, tied weights. While a stage
-runs, the module holds its view of the parameters: the rank's own shards with another spec, and placeholders.
+A rank with two stages runs the program of a micro-batch twice, each time with the other stage's layers as placeholders.
+So all that holds for one stage per rank holds here: any forward code, skip edges, tied weights. While a stage runs, the
+module holds its view of the parameters: the rank's own shards with another spec, and placeholders.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Numbering:
 
 
 class StageTransport:
-    """A stage rank's end of the transport of the rank that it lives on."""
+    """The transport of a stage rank, over that of its rank."""
 
     def __init__(self, rank_world: World, own: int, rank_of: Sequence[int], queues: MessageQueues) -> None:
         self.rank_world, self.own, self.rank_of, self.queues = rank_world, own, rank_of, queues
@@ -174,7 +173,7 @@ class StageRank:
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
-        self.world.context.checks_agreement = False  # compares over all ranks
+        self.world.context.checks_agreement = False  # it compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
@@ -196,10 +195,10 @@ class StageRank:
     def _view_parameter(self, own: GlobalTensor, stage: int) -> GlobalTensor:
         view = self._view(own, self._renumbered_layout(own._spec, stage))
         view._is_param = True
-        shard: Shard | None = own.__dict__.get("_shard")
+        shard: Shard | None = own._optimizer_shard
         if shard is not None and shard.spec is own._spec:  # zero=3: its values are a shard, which units gather
             of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
-            view.__dict__["_shard"] = shard.renumbered(of, view._spec, partial(self._numbering.of, stage))
+            view._optimizer_shard = shard.renumbered(of, view._spec, partial(self._numbering.of, stage))
         return view
 
     def _renumbered_layout(self, spec: Spec, stage: int) -> Layout:
@@ -224,9 +223,9 @@ class StageRank:
             return wrap(local.requires_grad_(own.requires_grad), spec)
 
     def refresh(self) -> bool:
-        """Before a step: take over the gradients that parameters have.
+        """Take over the gradients that parameters have; called before a step.
 
-        False if the module holds other tensors now, or the world was rebuilt: messages of a failed step are void.
+        False if the module holds other tensors now, or the world was rebuilt and messages of a failed step are void.
         """
         recorder = self.rank_world.context.recorder
         if self.world.num_rebuilds != self.rank_world.num_rebuilds:
@@ -250,7 +249,7 @@ class StageRank:
         return True
 
     def _refuse_hooks(self, parameter: GlobalTensor) -> None:
-        """A stage's backward sees its view of a parameter, and would leave out what the parameter's hooks do."""
+        """Refuse hooks of parameters: a stage's backward sees its view of the parameter and would skip them."""
         if not (num_hooks := len(hooks_of(parameter))):
             return
         raise StrategyError(
@@ -260,12 +259,12 @@ class StageRank:
         )
 
     def step_context(self) -> AbstractContextManager[None]:
-        """The module has the stage's views, and its forward caches, during an action only."""
+        """Context of a step. The module has the stage's views and forward caches during an action only."""
         return nullcontext()
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
+        """Context in which the module holds the stage's views, and this thread is the stage rank."""
         around = self.rank_world.context
         observed = self.world.context.temporarily(
             tracer=around.tracer, recorder=around.recorder, implicit_boxing_allowed=around.implicit_boxing_allowed
@@ -278,7 +277,7 @@ class StageRank:
                 yield
         finally:
             for position, (holder, name, own, view) in enumerate(self._views):
-                if holder[name] is not view and not own._is_param:  # a forward has put another buffer in its place
+                if holder[name] is not view and not own._is_param:  # a forward has replaced the buffer
                     own, view = self._replaced(own, holder[name])
                     self._views[position] = (holder, name, own, view)
                 holder[name] = own
@@ -288,7 +287,7 @@ class StageRank:
         return left, found
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
-        """A result of the stage with its spec on this rank; another stage's placeholder may stay one."""
+        """A result of the stage with its spec on this rank; a placeholder of another stage may stay one."""
         if not isinstance(result, GlobalTensor):
             return result
         spec = result._spec
@@ -310,7 +309,7 @@ class StageRank:
             )
 
     def write_gradients(self) -> None:
-        """Parameters get the gradients that their views have, and scatter them where that is their way (ZeRO 2)."""
+        """Give parameters the gradients of their views; under ZeRO 2, scatter them."""
         reducers = (GradientReducer.of(own) for _, _, own, _ in self._views)
         scattering = {id(reducer): reducer for reducer in reducers if reducer is not None and reducer.scatters}
         with local_torch():
@@ -344,7 +343,7 @@ def _renumbered_layouts(layouts: StageLayouts, world: World, numbering: Numberin
 
 
 def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: Sequence[int]) -> dict[int, StageRank]:
-    """The stages of this rank, kept from step to step for as long as the module holds the same tensors."""
+    """The stages of this rank, kept from step to step while the module holds the same tensors."""
     kept: dict[int, StageRank] = state.stage_ranks or {}
     still_right = [stage.refresh() for stage in kept.values()]
     if not still_right or not all(still_right):

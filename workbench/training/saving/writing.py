@@ -197,7 +197,7 @@ def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any,
     return taken
 
 
-class _Checked:
+class _ChecksummedFile:
     """A file that computes the checksum of the bytes written to it."""
 
     def __init__(self, file: Any) -> None:
@@ -215,7 +215,7 @@ def _write_slices(path: Path, items: Iterable[tuple[Any, torch.Tensor | bytes]])
     written = []
     with open(path, "wb") as file:
         for item, value in items:
-            checked, start = _Checked(file), file.tell()
+            checked, start = _ChecksummedFile(file), file.tell()
             if isinstance(value, bytes):
                 checked.write(value)
             else:

@@ -1,7 +1,7 @@
 """Whole parameters out of shards, and shards of gradients out of whole ones, as one differentiable function.
 
-A ``GatherWork`` brings the shards of many parameters together. It sends when it is made and receives when it ends, so
-one that is made early finds the data there.
+A ``GatherWork`` gathers the shards of many parameters. It sends when it is made and receives in ``finish``. Made early,
+it has its data by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Finish = Callable[[], list[torch.Tensor]]
 
 
 class GatherWork:
-    """The gathering of some shards: under way when it is made, whole when it has ended.
+    """An exchange in progress that gathers shards; ``finish`` returns the whole tensors.
 
     Args:
         shards: what to gather; this rank holds a part of each.
@@ -45,7 +45,7 @@ class GatherWork:
         world.traffic.time_s += time.perf_counter() - started
 
     def finish(self) -> list[torch.Tensor]:
-        """The whole local tensors. Nobody may write to them: ranks of one host may have them in common."""
+        """Wait for the whole local tensors. They are read-only, because ranks of one host may share their memory."""
         started = time.perf_counter()
         wholes: dict[int, torch.Tensor] = {}
         for numbers, finish in self._starts:
@@ -56,7 +56,8 @@ class GatherWork:
 
 
 def _start(world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> tuple[int, Finish]:
-    """Begin to gather what can travel together: the bytes that go to other ranks, and what waits for the wholes."""
+    """Send the parts that travel in one exchange. Returns the bytes sent to other ranks, and a function that waits for
+    the whole tensors."""
     group = shards[0].group
     finish_shared: Finish = list
     start_shared = _shared_all_gather_of(world, group)
@@ -82,7 +83,7 @@ def _start(world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor],
 def _shared_all_gather_of(world: World, group: tuple[int, ...]) -> Any:
     """See ``base.SharedBufferTransport``; None for ranks that have no memory in common.
 
-    None while a step is recorded, too: whether there is room is found anew each time, and a replay asks nothing.
+    None also while a step is recorded: each gathering looks for free memory, and a replay cannot.
     """
     if len(group) == 1 or world.context.recorder is not None:
         return None
@@ -97,7 +98,7 @@ def allocate_whole(shard: Shard, dtype: torch.dtype, device: torch.device) -> to
 
 
 def _same_group_and_dtype(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Numbers of what can travel together: of one group and dtype, in the same order on all ranks."""
+    """Positions of the shards that travel in one exchange: of one group and dtype, in the same order on all ranks."""
     kinds: dict[Any, list[int]] = {}
     for i, (shard, tensor) in enumerate(zip(shards, tensors, strict=True)):
         kinds.setdefault((shard.group, tensor.dtype), []).append(i)
@@ -131,14 +132,14 @@ def _trace(world: World, shards: list[Shard], dtype: torch.dtype, change: str, k
 def gather(
     parameters: Sequence[GlobalTensor], shards: Sequence[Shard], work: GatherWork | None, tag: int, done: Any
 ) -> list[GlobalTensor]:
-    """Whole tensors, labelled and linked to the parameters that learn.
+    """Whole global tensors, linked to the parameters that take gradients.
 
     Args:
         parameters: shards, some of them of other stages: these become placeholders of whole ones.
-        shards: what each of them is.
-        work: of the parameters that this rank holds, in their order; None if it holds none.
-        tag: of the messages that bring gradients back, which has its lowest bit clear.
-        done: called in backward when the gradients of all whole tensors are there.
+        shards: the ``Shard`` of each parameter.
+        work: gathers the parameters that this rank holds, in their order; None if it holds none.
+        tag: of the messages that bring gradients back; its lowest bit is clear.
+        done: backward calls it once it has the gradients of all whole tensors.
     """
     with local_torch():
         wholes = iter(work.finish() if work is not None else ())
@@ -164,16 +165,16 @@ def gather(
 
 
 class _GatherContext:
-    """Where whole tensors come from, for the way back."""
+    """What the backward of a gathering needs."""
 
     def __init__(self, world: World, shards: Sequence[Shard], tag: int, done: Any) -> None:
         self.world, self.shards, self.tag, self.done = world, shards, tag, done
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole tensors; the gradients of those that were used come back as shards, in one exchange.
+    """Shards to whole tensors. Backward returns the gradients of the used ones as shards, in one exchange.
 
-    All ranks that hold a parameter use it alike, so they agree on which gradients there are.
+    All ranks that hold a parameter use it in the same calls, so they have the same gradients.
     """
 
     @staticmethod
@@ -197,7 +198,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The other direction; its gradient is gathered, for gradients of gradients."""
+    """Whole gradients to shards. Its gradient is gathered, for gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, context: _GatherContext, *terms: torch.Tensor) -> Any:

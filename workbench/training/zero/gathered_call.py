@@ -1,8 +1,8 @@
-"""What one call of a unit has gathered, and what autograd keeps of it: references instead of values.
+"""The parameters that one call of a unit has gathered. Autograd saves references to them instead of values.
 
-A reference names the parameter of which a saved tensor was a view. Backward gathers again before the unit's last node
-runs, so that all ranks do it at the same point; the dtype follows from the layers' kinds, not from what autograd
-saves, which may differ between ranks.
+A reference names the parameter that a saved tensor is a view of. Backward gathers again before the unit's last node
+runs, at the same point on all ranks. The dtype follows from the kinds of the layers: saved tensors may differ between
+ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from workbench.training.zero.gather_scatter import GatherWork
 
 
 class ShardedParameter(NamedTuple):
-    """A place in a module where a sharded parameter stands."""
+    """An attribute of a module that is a sharded parameter."""
 
     owner: nn.Module
     name: str
     shard: Shard
 
     def current(self) -> tuple[GlobalTensor, Shard] | None:
-        """What stands there, and which shard it is; None where a unit around this one has gathered it.
+        """The parameter there and its shard; None where a unit around this one has gathered it.
 
-        One of several stages of a rank sees the shard in terms of its own world.
+        A rank with several stages has a world for each, with a shard in it.
         """
         found: Any = self.owner._parameters.get(self.name)
         if not isinstance(found, GlobalTensor) or not found._is_param:
@@ -46,14 +46,14 @@ class GatheredCall:
 
     Attributes:
         tag: of the messages for backward.
-        parameters, shards: what this rank holds a part of, and has gathered.
-        kept: what stood in the modules, to be put back.
-        put: what stands there meanwhile, and its versions at first.
-        dtypes: in which each parameter comes again for backward; None for one that backward does not need.
+        parameters, shards: the gathered parameters that this rank holds a part of.
+        kept: the sharded parameters of the modules, for ``put_back``.
+        put: the whole parameters in their places, and their versions at that time.
+        dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
         versions: of the parameters, when they were gathered.
-        places: while the call lasts, by address: the number of a gathered parameter, or of its 16-bit copy.
+        places: during the call, by address: the number of a gathered parameter, or of its 16-bit copy.
         before: the call that ran before this one in the same call of the model.
-        saving: the context in which references are saved; None where none are.
+        saving: the context in which autograd saves references; None without such a context.
         under_way: what calls of this model gather for backward and have not used yet; how often the world had been
             rebuilt when each began.
     """
@@ -78,7 +78,7 @@ class GatheredCall:
     def save_references(
         self, members: Sequence[tuple[ShardedParameter, GlobalTensor]], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """From here to ``put_back`` autograd saves references to ``wholes``, the gathered parameters."""
+        """Let autograd save references to ``wholes``, the gathered parameters, until ``put_back``."""
         self.versions = versions_of(self.parameters)
         self.dtypes = _regather_dtypes(members, self.parameters)
         self._first_node = torch._C._autograd._get_sequence_nr()
@@ -88,7 +88,7 @@ class GatheredCall:
         self.saving.__enter__()
 
     def insert(self, places: Sequence[tuple[ShardedParameter, GlobalTensor]]) -> None:
-        """Let whole parameters stand in the modules until ``put_back``."""
+        """Put whole parameters into the modules until ``put_back``."""
         for member, whole in places:
             self.kept.append((member.owner, member.name, member.owner._parameters[member.name]))
             member.owner._parameters[member.name] = whole  # type: ignore[assignment]
@@ -96,13 +96,13 @@ class GatheredCall:
         self.put = wholes, versions_of(wholes)
 
     def written(self) -> list[str]:
-        """Parameters to which forward has written meanwhile."""
+        """Whole parameters that forward has written."""
         wholes, versions = self.put
-        pairs = zip(self.kept, versions, versions_of(wholes), strict=False)  # none are left where all were put back
+        pairs = zip(self.kept, versions, versions_of(wholes), strict=False)  # empty after put_back
         return [f"{name} of {type(owner).__name__}" for (owner, name, _), before, now in pairs if now != before]
 
     def put_back(self) -> None:
-        """The call has ended: shards stand in their places again."""
+        """Put the shards back into the modules; the call has ended."""
         if self.saving is not None:
             self.saving.__exit__(None, None, None)
             self.saving = None
@@ -113,7 +113,7 @@ class GatheredCall:
         self.places.clear()
 
     def regather(self) -> dict[int, torch.Tensor]:
-        """The values for backward, by number."""
+        """Gather the values for backward, by number."""
         if self._pending is not None and self._pending[1] not in self.under_way:
             self._pending = None  # a later forward has ended it
         if self._regathered is None:
@@ -127,20 +127,22 @@ class GatheredCall:
         return self._regathered
 
     def release(self) -> None:
-        """The gradients are there."""
+        """Drop the values; backward has the gradients."""
         self.cancel()
         self._regathered = None
         self._ended_in = torch._C._current_graph_task_id()
 
     def cancel(self) -> None:
-        """End what is under way, if it has not been used."""
+        """End a gathering that nothing has used."""
         if self._pending is not None:
             (_, work), self._pending = self._pending, None
             if self.under_way.pop(work, None) is not None:  # else a later forward has ended it
                 work.finish()
 
     def begin_backward(self, grads: Any = None) -> None:
-        """Gather before the first node of the unit's results runs; and send what the unit before will need."""
+        """Gather before the first node of the unit's results runs, and send the shards that the unit before it will
+        need.
+        """
         self.regather()
         before = self.before()
         if before is not None and before._ended_in != torch._C._current_graph_task_id():
@@ -169,13 +171,15 @@ class GatheredCall:
     def hook_results(self, inputs: Any, output: Any, learns: bool) -> None:
         """Hook the results, so that all ranks gather at the same point of the backward.
 
-        Parameters that learn let go of the values as their gradients leave. Where none does, the values are let go as
-        backward comes to what was before the unit.
+        The values are dropped when the gradients of the parameters leave. If no parameter takes a gradient, they are
+        dropped when backward reaches the input of the unit.
         """
         with local_torch():
             nodes = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for node in nodes:
-                if node is not None and node._sequence_nr() >= self._first_node:  # else an input that is handed on
+                if (
+                    node is not None and node._sequence_nr() >= self._first_node
+                ):  # otherwise an input that the unit returns
                     node.register_prehook(self.begin_backward)
             if learns:
                 return
@@ -186,7 +190,7 @@ class GatheredCall:
 
 
 class _SavedReference(NamedTuple):
-    """A view of a gathered parameter, instead of the view."""
+    """Stands for a saved view of a gathered parameter."""
 
     call: GatheredCall
     number: int
@@ -196,7 +200,7 @@ class _SavedReference(NamedTuple):
 
 
 def _saving(call: GatheredCall) -> Any:
-    """Context in which references are saved instead of gathered values; other tensors go to the outer hooks."""
+    """Context in which autograd saves references in place of gathered values. Other tensors go to the outer hooks."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     places, dtypes = call.places, call.dtypes
 
@@ -217,13 +221,13 @@ def _saving(call: GatheredCall) -> Any:
 
 
 def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
-    """How often each was written; nobody counts under inference mode."""
+    """The number of writes to each; 0 for tensors of inference mode, which have no count."""
     with local_torch():
         return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 def autocast_dtype(world: World) -> torch.dtype | None:
-    """What autocast casts to now; None where it is off."""
+    """The dtype that autocast casts to; None where it is off."""
     kind = world.autocast_type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -234,7 +238,7 @@ _ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight
 
 
 def casts_of(layer: nn.Module) -> tuple[str, ...]:
-    """Parameters that a layer of torch's (or of ``transformers``) casts to 16 bits under autocast, and no more.
+    """Names of the parameters that a layer of torch or ``transformers`` uses under autocast in 16 bits only.
 
     >>> casts_of(nn.Linear(2, 2)), casts_of(nn.LayerNorm(2))
     (('weight',), ())

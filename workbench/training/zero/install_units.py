@@ -1,11 +1,11 @@
 """ZeRO as a choice of sbp: which of a parameter's state, gradient and values are split over the ranks that share it.
 
     zero=1   the optimizer's state: gradients are summed to shards, the step works on these, parameters are gathered
-    zero=2   gradients too: after every backward P -> S, and only the shard is kept (so accumulation communicates per
-             micro-batch, and takes a shard's memory)
+    zero=2   gradients too: every backward ends with P -> S, and only the shard is kept (so accumulation communicates
+             per micro-batch, and takes a shard's memory)
     zero=3   parameters too: a block gathers them before its forward and again for its backward
 
-The ranks that share a parameter are those of the axes on which it is B; layouts of shards are in ``shard``.
+The axes on which a parameter is B give the ranks that share it. ``shard`` has the layouts of shards.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020).
 """
 
@@ -34,7 +34,7 @@ _LARGEST_SHARE = 4
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
-    """Shard what ``zero=`` of the strategy says, and follow the module's gradients."""
+    """Shard as ``zero=`` of the strategy says, and observe the module's gradients."""
     stage = state.strategy.options.zero
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
@@ -51,7 +51,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
 
 
 def _split_values(module: nn.Module) -> dict[int, Shard]:
-    """Leave every rank its shard of the parameters; gives the shards by the ids of the parameters."""
+    """Reduce every rank's parameters to its shards. Returns the shards by the ids of the parameters."""
     shards: dict[int, Shard] = {}
     for parameter in module.parameters():
         shard = shard_of(parameter) if isinstance(parameter, GlobalTensor) else None
@@ -65,15 +65,16 @@ def _split_values(module: nn.Module) -> dict[int, Shard]:
 def _units(
     module: nn.Module, state: ParallelState, shards: dict[int, Shard], execution_order: ExecutionOrder
 ) -> Iterator[ShardedUnit]:
-    """Blocks whose parameters are gathered together, and layers: those outside of blocks, and any that is called alone.
+    """The blocks whose parameters are gathered together, the layers outside of blocks, and layers that are called
+    alone.
 
-    Attention of torch uses the parameters of its parts itself.
+    torch's attention reads the parameters of its parts without calling them.
     """
     stages = parameter_stages(module, state.resolved)
     members: dict[nn.Module, list[ShardedParameter]] = {}
     for choice, (_, layer) in zip(state.resolved.layers, layers_of(module), strict=True):
         own = [(name, p) for name, p in layer.named_parameters(recurse=False) if id(p) in shards]
-        # What lives on another stage is brought here whole, around each use.
+        # Parameters of another stage are boxed here whole, around each use.
         here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
         members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
 

@@ -1,11 +1,11 @@
-"""Parameters that are whole only while a part of the model runs: gathered before its forward, again for its backward.
+"""Parameters that are whole only while a part of the model runs: gathered before its forward, and for its backward.
 
-The part is a unit: a repeated block, or a layer outside of blocks. All parameters of a unit come in one exchange, and
-their gradients go back in one. The next unit's shards are sent while this one runs, in the order of the last call of
-the model; in backward, those of the unit before. So at most two units' parameters are here at a time.
+The part is a unit: a repeated block, or a layer outside of blocks. One exchange gathers all parameters of a unit, and
+one returns their gradients. While a unit runs, the shards of the next one are sent, in the order of the model's last
+call; in backward, those of the unit before. So a rank holds at most two units' parameters at a time.
 
-``gathered_call`` says what autograd keeps meanwhile. Under autocast layers' 16-bit weights are not kept either, and
-only 16 bits per element come for backward.
+``gathered_call`` says what autograd saves. Under autocast it saves no 16-bit weights either, and backward gathers 16
+bits per element.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExecutionOrder:
 
     Attributes:
         active: the calls of units that have not ended, the innermost last.
-        last: the last call of a unit that keeps notes for backward, in the model's call that is in progress.
+        last: in the present call of the model, the last call of a unit that backward will need.
         under_way: see ``Call``.
     """
 
@@ -48,7 +48,7 @@ class ExecutionOrder:
         self._recorded: weakref.WeakKeyDictionary[World, tuple[int, list[ShardedUnit]]] = weakref.WeakKeyDictionary()
 
     def install(self, module: nn.Module) -> ExecutionOrder:
-        """Hook the model itself; comes after its units, so as to run before them."""
+        """Hook the model itself. It is installed after its units, so that its hook runs before theirs."""
         self._handles = [
             module.register_forward_pre_hook(self._begin, prepend=True),
             module.register_forward_hook(self._end, always_call=True),
@@ -61,21 +61,23 @@ class ExecutionOrder:
             handle.remove()
 
     def reset(self) -> None:
-        """A call of the model has ended without its hooks: shards stand in their places again."""
+        """Put shards back after a call of the model that ended without its hooks."""
         while self.active:
             self.active.pop().put_back()
         self._depth, self._pending, self._now, self.last = 0, None, [], lambda: None
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
-            self.reset()  # what a recomputation in backward has left
+            self.reset()  # left by a recomputation in backward
             self._finish_failed_backward()
             self._order = self._agreed_order(current())
         self._depth += 1
 
     def _finish_failed_backward(self) -> None:
-        """Take what it had gathered ahead: this forward may have the same tags, and would take that for its own."""
-        if torch._C._current_graph_task_id() != -1:  # a forward inside of a backward, which may need it
+        """Receive what a failed backward had gathered ahead: this forward may use the same tags, and
+        would take the messages for its own.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a forward inside a backward, which may need it
             return
         left = list(self.under_way.items())
         self.under_way.clear()
@@ -85,10 +87,10 @@ class ExecutionOrder:
                     work.finish()
 
     def _agreed_order(self, world: World) -> list[ShardedUnit]:
-        """What all ranks know of the order, if they know it at all.
+        """The order that all ranks know; empty if one knows none.
 
-        Each of several stages on a rank learns for itself, as its first call may be this rank's tenth. And a call that
-        was broken off before the world was rebuilt has taught some ranks the order and others not.
+        Each of several stages on a rank learns its own, because its first call may be this rank's tenth. After an
+        interrupted call and a rebuild of the world, some ranks know the order and others do not.
         """
         num_rebuilds, order = self._recorded.get(world, (0, []))
         return order if num_rebuilds == world.num_rebuilds else []
@@ -96,7 +98,7 @@ class ExecutionOrder:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
-            with contextlib.suppress(CollectiveAborted), unseen_by_modes():  # the call has told so already
+            with contextlib.suppress(CollectiveAborted), unseen_by_modes():  # the call has reported it
                 self._cancel_prefetch()
             world = current()
             self._recorded[world] = world.num_rebuilds, self._now
@@ -105,7 +107,7 @@ class ExecutionOrder:
     def take_prefetched(
         self, unit: ShardedUnit, parameters: list[GlobalTensor], shards: list[Shard], tag: int
     ) -> GatherWork | None:
-        """The work of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
+        """The gathering that a unit needs now. A gathering in progress for another unit was a wrong guess, and ends."""
         if self._depth:
             self._now.append(unit)
         if self._pending is not None:
@@ -117,7 +119,7 @@ class ExecutionOrder:
         return _start_gather(parameters, shards, tag)
 
     def prefetch(self, world: World) -> None:
-        """Begin to gather what the next unit needs, if the last call of the model says which that is."""
+        """Begin to gather for the next unit, if the last call of the model says which that is."""
         position = len(self._now)
         if not self._depth or position >= len(self._order) or self._order[position - 1] is not self._now[-1]:
             return
@@ -142,13 +144,13 @@ def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int)
 
 
 class ShardedUnit:
-    """Hooks of one module, around whose call the parameters of its members are whole.
+    """Hooks of one module that make the parameters of its members whole during its call.
 
-    A unit inside of another one finds them whole and has nothing to gather; it is there for those who call it alone.
+    A unit inside another one finds them whole and gathers nothing. It works where somebody calls its module alone.
 
     Args:
         module: the module that is called.
-        members: of it and of its parts.
+        members: its parameters and those of its parts.
         owners: the modules whose own forward runs in this call, which may cast parameters under autocast.
     """
 
@@ -232,7 +234,7 @@ class ShardedUnit:
             call.hook_results(args, output, learns)
 
     def _cast(self) -> list[tuple[nn.Module, str, Any, int]]:
-        """Put 16-bit weights where a layer would cast them itself, so that it is known what they are."""
+        """Cast weights to 16 bits before a layer does, so that autograd's saved tensors can be recognized."""
         call = self.execution_order.active[-1] if self.execution_order.active else None
         if call is None or call.saving is None or (dtype := autocast_dtype(call.world)) is None:
             return []
@@ -260,6 +262,6 @@ def _release(reference: Callable[[], GatheredCall | None]) -> None:
 
 
 def _is_recomputed() -> bool:
-    """Inside a checkpoint, which saves nothing and gathers as it runs the layer again."""
+    """Whether this is inside a checkpoint, which saves nothing and gathers when it runs the layer again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

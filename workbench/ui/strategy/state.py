@@ -27,7 +27,7 @@ PLANNED = "planner's choice"
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _UndoEntry:
     """What undo brings back. ``origin`` is what the strategy was before it was edited, None where that has no name."""
 
     strategy: Strategy
@@ -64,8 +64,8 @@ class PanelState:
         self._now = self._opening(strategy if strategy is not None else "data", num_ranks)
         self.presets: dict[str, str] = {}
         self._presets_for = 0
-        self._before: list[_Moment] = []
-        self._after: list[_Moment] = []
+        self._before: list[_UndoEntry] = []
+        self._after: list[_UndoEntry] = []
         self.mistakes: list[Mistake] = []
         self.resolved = Strategy("*: data").resolve(self.layers, num_ranks)
         self.choices: list[Choice] = []
@@ -204,7 +204,7 @@ class PanelState:
 
     def set_planned(self, strategy: Strategy) -> None:
         """Start again from what a planner has chosen."""
-        self._become(_Moment(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
+        self._become(_UndoEntry(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
         """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
@@ -262,13 +262,13 @@ class PanelState:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _opening(self, strategy: StrategyLike, num_ranks: int) -> _Moment:
+    def _opening(self, strategy: StrategyLike, num_ranks: int) -> _UndoEntry:
         value = strategy_of(strategy, self.layers, num_ranks)
         if isinstance(strategy, str) and preset_name(strategy):
             name, _, options = map(str.strip, strategy.partition("|"))
             base = f"{name} | {options}" if options else name
-            return _Moment(value, num_ranks, base, value, own_degrees=bool(parse_options(options, []).degrees))
-        return _Moment(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
+            return _UndoEntry(value, num_ranks, base, value, own_degrees=bool(parse_options(options, []).degrees))
+        return _UndoEntry(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
         targets = {name: self._layers_of(name) for name in names}
@@ -293,7 +293,7 @@ class PanelState:
         rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
-    def _become(self, moment: _Moment) -> None:
+    def _become(self, moment: _UndoEntry) -> None:
         """Go to a new moment. The one before can be undone to; what was undone is forgotten."""
         self.text_problem = self.draft = ""
         if (moment.strategy, moment.num_ranks) != (self._now.strategy, self.num_ranks):
@@ -302,7 +302,7 @@ class PanelState:
         self._now = moment
         self._check()
 
-    def _travel(self, source: list[_Moment], target: list[_Moment]) -> None:
+    def _travel(self, source: list[_UndoEntry], target: list[_UndoEntry]) -> None:
         self.text_problem = self.draft = ""
         if source:
             target.append(self._now)

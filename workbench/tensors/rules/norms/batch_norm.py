@@ -51,15 +51,15 @@ def batch_norm(
     if 0 in shape:
         return NotImplemented
     x = sum_terms(input)
-    way = _way_of(x)
-    mean, variance, unbiased = _statistics(x, way)
+    layouts = _layouts_of(x)
+    mean, variance, unbiased = _statistics(x, layouts)
     move_running(running_mean, mean, momentum)
     move_running(running_var, unbiased, momentum)
-    return _normalized(x, mean, variance, weight, bias, eps, way)
+    return _normalized(x, mean, variance, weight, bias, eps, layouts)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Layouts:
     """The layouts in which a batch norm of one spec is computed.
 
     Attributes:
@@ -87,16 +87,16 @@ class _Way:
     count: int
 
 
-def _way_of(x: GlobalTensor) -> _Way:
+def _layouts_of(x: GlobalTensor) -> _Layouts:
     spec, dtype = x._spec, accumulation_dtype(x.dtype)
     key = ("batch_norm", spec, dtype)
-    found: _Way | None = spec.plans.get(key)
+    found: _Layouts | None = spec.plans.get(key)
     if found is None:
-        found = spec.plans[key] = _make_way(x, dtype)
+        found = spec.plans[key] = _make_layouts(x, dtype)
     return found
 
 
-def _make_way(x: GlobalTensor, dtype: torch.dtype) -> _Way:
+def _make_layouts(x: GlobalTensor, dtype: torch.dtype) -> _Layouts:
     spec, shape, layout = x._spec, x._spec.shape, x._spec.layout
     dims = [dim for dim in range(len(shape)) if dim != 1]
     stages = stages_of(x, dims)
@@ -108,7 +108,7 @@ def _make_way(x: GlobalTensor, dtype: torch.dtype) -> _Way:
         return spec_of(spec.world, layout.with_sbp(tuple(entries)), size)
 
     pairs = (2, shape[1])
-    return _Way(
+    return _Layouts(
         dtype,
         dims,
         rows=spec_of(spec.world, behind_new_dim(stages.layout), (2, *stages.rows_shape)),
@@ -122,56 +122,56 @@ def _make_way(x: GlobalTensor, dtype: torch.dtype) -> _Way:
     )
 
 
-def _statistics(x: GlobalTensor, way: _Way) -> list[GlobalTensor]:
+def _statistics(x: GlobalTensor, layouts: _Layouts) -> list[GlobalTensor]:
     """Mean, variance and unbiased variance of each channel of the logical batch, without history."""
     world = x._spec.world
     with torch.no_grad():
         with local_torch():
-            if way.rows.is_placeholder:
-                rows = new_placeholder(way.rows.shape, way.dtype, world.device)
+            if layouts.rows.is_placeholder:
+                rows = new_placeholder(layouts.rows.shape, layouts.dtype, world.device)
             else:
-                rows = shard_statistics(x).reshape(way.rows.local_shape)
-        gathered = box_implicitly(wrap(rows, way.rows), way.all_rows.layout, "batch_norm")
+                rows = shard_statistics(x).reshape(layouts.rows.local_shape)
+        gathered = box_implicitly(wrap(rows, layouts.rows), layouts.all_rows.layout, "batch_norm")
         with local_torch():
-            if way.rows.is_placeholder:
-                found = [new_placeholder(way.channel.shape, way.dtype, world.device) for _ in range(3)]
+            if layouts.rows.is_placeholder:
+                found = [new_placeholder(layouts.channel.shape, layouts.dtype, world.device) for _ in range(3)]
             else:
-                found = _combined(gathered, way)
-    return [wrap(each, way.channel) for each in found]
+                found = _combined(gathered, layouts)
+    return [wrap(each, layouts.channel) for each in found]
 
 
-def _combined(rows: torch.Tensor, way: _Way) -> list[torch.Tensor]:
+def _combined(rows: torch.Tensor, layouts: _Layouts) -> list[torch.Tensor]:
     """The result of ``_statistics``, from means and variances of the shards."""
     means, variances = rows
-    mean = (means * way.shares).sum(way.dims)
+    mean = (means * layouts.shares).sum(layouts.dims)
     off = means - per_channel(mean, means.dim())
-    variance = off.square_().add_(variances).mul_(way.shares).sum(way.dims)
-    return [t.to(way.dtype) for t in (mean, variance, variance * (way.count / (way.count - 1)))]
+    variance = off.square_().add_(variances).mul_(layouts.shares).sum(layouts.dims)
+    return [t.to(layouts.dtype) for t in (mean, variance, variance * (layouts.count / (layouts.count - 1)))]
 
 
 def _normalized(
-    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, way: _Way
+    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, layouts: _Layouts
 ) -> GlobalTensor:
     spec = x._spec
-    weight, bias = _on_channels(weight, x, way), _on_channels(bias, x, way)
+    weight, bias = _on_channels(weight, x, layouts), _on_channels(bias, x, layouts)
     tag = spec.world.context.next_tag()
     site = None if spec.world.context.tracer is None else spec.world.context.tracer.site("batch_norm")
     with local_torch():
         if not spec.is_placeholder:
-            return wrap(_apply(x, weight, bias, mean, variance, eps, way, tag, site), spec)
+            return wrap(_apply(x, weight, bias, mean, variance, eps, layouts, tag, site), spec)
         operands = [each for each in (x, weight, bias) if each is not None]
         info = (spec.shape, x.dtype, needs_grad(*operands))
         recipe = recipe_of(F.batch_norm, (x, None, None, weight, bias, True, 0.0, eps), {})
         return wrap(placeholder_outputs([info], operands, [spec], spec.world.device, recipe)[0], spec)
 
 
-def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None:
+def _on_channels(weight: Any, x: GlobalTensor, layouts: _Layouts) -> GlobalTensor | None:
     """The part of a weight for a rank's channels."""
     if weight is None:
         return None
     if type(weight) is not GlobalTensor:
         weight = from_local(weight, x._spec.world, x._spec.layout)
-    return box_implicitly(weight, way.channel.layout, "batch_norm")
+    return box_implicitly(weight, layouts.channel.layout, "batch_norm")
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -180,28 +180,28 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float,
-        way: _Way, tag: int, site: Any,
+        layouts: _Layouts, tag: int, site: Any,
     ) -> torch.Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, mean, variance, torch.rsqrt(variance + eps))
-        ctx.call, ctx.dtypes = (eps, way, tag | 1, site), [t if t is None else t.dtype for t in (weight, bias)]
+        ctx.call, ctx.dtypes = (eps, layouts, tag | 1, site), [t if t is None else t.dtype for t in (weight, bias)]
         return normalize(x, mean, variance, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x, weight, *statistics), (eps, way, tag, site) = ctx.saved_tensors, ctx.call
+        (x, weight, *statistics), (eps, layouts, tag, site) = ctx.saved_tensors, ctx.call
         with local_torch():
             # Without a gradient this rank adds nothing, but the others wait for its sums.
             dy = spread_zero(x.shape, x.dtype, x.device) if grads[0] is None else grads[0]
             if torch.is_grad_enabled():
-                dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, way, tag, site)
+                dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, layouts, tag, site)
             else:
                 mean, variance, invstd = statistics
                 of_bias, of_weight = sums = gradient_sums(dy, x, mean, invstd)
                 dx = None
                 if ctx.needs_input_grad[0]:
-                    totals = box_gradient(sums, way.grad_terms, way.grad_sums, tag, site)
-                    dx = input_gradient(dy, x, mean, variance, invstd, weight, eps, totals, way.count)
+                    totals = box_gradient(sums, layouts.grad_terms, layouts.grad_sums, tag, site)
+                    dx = input_gradient(dy, x, mean, variance, invstd, weight, eps, totals, layouts.count)
             of_weight, of_bias = (
                 None if dtype is None else found.to(dtype)
                 for dtype, found in zip(ctx.dtypes, (of_weight, of_bias), strict=True)
@@ -219,21 +219,21 @@ def _apply(*args: Any) -> torch.Tensor:
 
 
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, way: _Way, tag: int, site: Any
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, layouts: _Layouts, tag: int, site: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the shard, bias and weight, as functions that can be differentiated again."""
-    dims, ndim, dtype = way.dims, x.dim(), x.dtype
-    x, dy = x.to(way.dtype), dy.to(way.dtype)
+    dims, ndim, dtype = layouts.dims, x.dim(), x.dtype
+    x, dy = x.to(layouts.dtype), dy.to(layouts.dtype)
 
     def mean_of(t: torch.Tensor) -> torch.Tensor:
-        total = box_gradient(t.sum(dims), way.channel_terms, way.channel, tag, site)
-        return per_channel(total / way.count, ndim)
+        total = box_gradient(t.sum(dims), layouts.channel_terms, layouts.channel, tag, site)
+        return per_channel(total / layouts.count, ndim)
 
     off = x - mean_of(x)
     invstd = torch.rsqrt(mean_of(off.square()) + eps)
     normal = off * invstd
     sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-    totals = box_gradient(sums, way.grad_terms, way.grad_sums, tag, site) / way.count
+    totals = box_gradient(sums, layouts.grad_terms, layouts.grad_sums, tag, site) / layouts.count
     off = dy - per_channel(totals[0], ndim) - normal * per_channel(totals[1], ndim)
     scale = invstd if weight is None else invstd * per_channel(weight, ndim)
     return (off * scale).to(dtype), sums

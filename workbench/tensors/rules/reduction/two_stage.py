@@ -189,7 +189,7 @@ def complete(tensor: GlobalTensor, name: str) -> GlobalTensor:
     return box_implicitly(tensor, layout.with_sbp(sbp), name)
 
 
-class _Known(torch.autograd.Function):
+class _BoxWithKnownSum(torch.autograd.Function):
     """Boxing of terms with a known sum: forward moves nothing, and the gradient moves as in the boxing."""
 
     @staticmethod
@@ -214,7 +214,9 @@ def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTens
     """``value`` with the gradient of the sum of ``sum_terms``."""
     world = value._spec.world
     with local_torch():
-        result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.context.next_tag(), value.detach())
+        result = _BoxWithKnownSum.apply(
+            sum_terms, sum_terms._spec, value._spec, world.context.next_tag(), value.detach()
+        )
     return wrap(result, value._spec)
 
 
