@@ -7,7 +7,7 @@ does not use.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from workbench.core.layout import Layout
 from workbench.tensors.annotations import Annotated
 from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, forget_sum
 from workbench.tensors.spec import Spec
-
-if TYPE_CHECKING:
-    from workbench.tensors.global_tensor import GlobalTensor
 
 
 class TensorState(Annotated):
@@ -32,14 +29,14 @@ class TensorState(Annotated):
     """What it keeps of its gradient beside ``.grad``."""
     _is_grad: bool = False
     """Whether it is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
-    _owner: weakref.ref[GlobalTensor] | None = None
+    _owner: weakref.ref[Any] | None = None
     """Of a gradient: the tensor that it is the gradient of."""
     _reducer: Any = None
     """Of a parameter: the ``GradientReducer`` that sums its gradient over ranks."""
 
     _has_data_alias: bool = False
     """Whether somebody has taken its ``.data``, or it is that: writes to one of the two do not count for the other."""
-    _boxings: dict[tuple[Layout, Any], GlobalTensor] | None = None
+    _boxings: dict[tuple[Layout, Any], Any] | None = None
     """Results of implicit boxings, by target layout and by the state of the tensor that they are valid for."""
 
     _optimizer_shard: Any = None
@@ -49,14 +46,14 @@ class TensorState(Annotated):
 
     _origin: Any = None
     """Of a ``BoxedView``: the ``Origin`` that it was boxed from."""
-    _root: GlobalTensor | None = None
+    _root: Any = None
     """Of a ``BoxedView``: the boxed tensor whose storage it shares; None where it has its own."""
     _doubt: str = ""
     """Of an ``AmbiguousTensor``: what was written in place."""
 
-    _history_base: GlobalTensor | None = None
+    _history_base: Any = None
     """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
-    _memory_owner: GlobalTensor | None = None
+    _memory_owner: TensorState | None = None
     """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes."""
 
 
@@ -83,7 +80,7 @@ def share_memory(made: TensorState, tensor: TensorState) -> None:
     """Let ``made``, which has the memory of ``tensor``, be a view of the same base."""
     made.__class__ = tensor.__class__
     made._memory_owner, made._origin, made._doubt = tensor._memory_owner, tensor._origin, tensor._doubt
-    made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root  # type: ignore[assignment]
+    made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
 
 
 def forget_sum_of(grad: TensorState) -> None:
