@@ -197,9 +197,7 @@ class WorkCounter(TorchDispatchMode):
         return found.sizes, taken.element_size()
 
     def _input_extent(self, name: str) -> Extent | None:
-        """A layer's input; unknown for a container, whose forward runs others first, and for a layer that was not
-        called.
-        """
+        """A layer's input; unknown for a container, whose forward runs others first, and without a call."""
         if name in self._containers or name not in self._inputs:
             return None
         taken = self._inputs[name]
@@ -302,9 +300,7 @@ class WorkCounter(TorchDispatchMode):
             self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
 
     def _note_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
-        """Record an output: a layer whose parameters others read, or a container, gives the first result made from
-        them.
-        """
+        """Record an output. A container, or a layer whose parameters others read, gives the first result of them."""
         if name not in self._outputs and (name not in self._active or name in self._containers):
             self._outputs[name] = next(iter(outputs.values()))
 
