@@ -72,11 +72,11 @@ define run_tests
 endef
 
 test: $(STAMP)
-	$(call run_tests,not gpu and not slow)
+	$(call run_tests,not gpu and not types and not slow)
 
 test-full: export WORKBENCH_REQUIRE_BROWSER := 1
 test-full: $(STAMP)
-	$(call run_tests,not gpu)
+	$(call run_tests,not gpu and not types)
 
 test-gpu: $(STAMP)
 	@$(PY) -m pytest -q -rs -m gpu $(ARGS)
@@ -95,6 +95,7 @@ check-lint: $(STAMP)
 	@$(PY) -m ruff check . --extend-exclude notebooks
 check-types: $(STAMP)
 	@$(PY) -m mypy
+	@$(PY) -m pytest -q tests/test_public_types.py
 check-imports: $(STAMP)
 	@$(PY) -m pytest -q tests/test_imports.py
 check-notebooks: $(STAMP)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
-import subprocess
-import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +12,6 @@ import workbench as wb
 from workbench.renamed import RENAMED
 
 NAMESPACES = ("checkpoint", "debug", "draw", "planner")
-ROOT = Path(__file__).parent.parent
 SCRIPT = Path(__file__).parent / "public_surface_script.py"
 
 
@@ -71,32 +66,3 @@ def test_the_script_uses_every_name() -> None:
     used = {node.attr for node in ast.walk(ast.parse(SCRIPT.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     namespaces = [getattr(wb, name) for name in NAMESPACES]
     assert not {*wb.__all__, *(name for namespace in namespaces for name in namespace.__all__)} - used
-
-
-@pytest.fixture(scope="module")
-def mypy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
-    """What ``mypy --strict`` says of a file, without this project's settings."""
-    cache = tmp_path_factory.mktemp("mypy")
-
-    def check(file: Path) -> str:
-        command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary"]
-        command += ["--config-file", "", "--cache-dir", str(cache), str(file)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-
-    return check
-
-
-@pytest.mark.procs
-def test_mypy_finds_no_error_in_a_users_script(mypy: Callable[[Path], str]) -> None:
-    assert mypy(SCRIPT) == ""
-
-
-@pytest.mark.procs
-def test_every_name_has_a_type(mypy: Callable[[Path], str], tmp_path: Path) -> None:
-    names = [f"wb.{name}" for name in wb.__all__]
-    names += [f"wb.{space}.{name}" for space in NAMESPACES for name in getattr(wb, space).__all__]
-    file = tmp_path / "names.py"
-    file.write_text("import workbench as wb\n" + "".join(f"reveal_type({name})\n" for name in names))
-    types = re.findall(r'Revealed type is "(.*)"', mypy(file))
-    assert len(types) == len(names)
-    assert not [name for name, found in zip(names, types, strict=True) if found == "Any"]
