@@ -19,11 +19,23 @@ strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 *
 wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batch_size=256, hardware="v100-dgx2",
          num_ranks=64, costs=gpt(24, 768, 50304, 256))
 """
+CONVOLUTIONS = """
+def convolutions():
+    up = nn.ModuleDict({f"conv{n}": nn.Conv2d(32, 32, 3, padding=1) for n in (1, 2)})
+    return nn.ModuleDict({"down1": up, "out": nn.Conv3d(128, 128, 3)})
+
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.rows import Layer
+layers = [Layer(f"down1.conv{n}", "Conv2d", {"weight": (32, 32, 3, 3)}, 9216) for n in (1, 2)]
+layers.append(Layer("out", "Conv3d", {"weight": (128, 128, 3, 3, 3)}, 442368))
+wb.Panel(None, convolutions, (32, 3, 16, 16), cross_entropy, num_ranks=2,
+         costs=ModelCosts(tuple(map(LayerCost, layers))))
+"""
 
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Any, lab: LabServer) -> Any:
-    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, DEEP, ""])
+    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, DEEP, CONVOLUTIONS, ""])
     lab_page = open_notebook(NOTEBOOK)
     lab_page.close_sidebar()
     lab_page.run_cell(0)
@@ -181,6 +193,15 @@ def test_nothing_overlaps_or_is_cut_at_any_width(lab_page: Any, width: int) -> N
     assert lab_page.page.evaluate(OVERLAPS) == []
 
 
+@pytest.mark.parametrize("width", [1920, 1200])
+def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any, width: int) -> None:
+    notebook.show(3, ".wb-row[data-row='out']")
+    notebook.page.set_viewport_size({"width": width, "height": 1400})
+    notebook.settle()
+    assert notebook.page.evaluate(OVERLAPS) == []
+    assert row(notebook, "out", -1).locator(".weight").inner_text() == "128 \u00d7 128 \u00d7 3 \u00d7 3 \u00d7 3"
+
+
 def test_every_number_of_a_row_is_shown_at_any_width(lab_page: Any, width: int) -> None:
     """Weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
     shown = row(lab_page, "lm_head").inner_text()
@@ -267,7 +288,9 @@ OVERLAPS = """() => {
         const boxes = [];
         const parts = '.wb-row .num, .wb-row .label, .badge b, .wb-seg, .act, .wb-bar button, .wb-field';
         for (const element of panel.querySelectorAll(parts)) {
-            const box = element.getBoundingClientRect();
+            const text = new Range();
+            text.selectNodeContents(element);
+            const box = (element.matches('.num') ? text : element).getBoundingClientRect();
             if (!box.width || !box.height || getComputedStyle(element).visibility === 'hidden') continue;
             const scroller = element.closest('.wb-rows');
             const canScroll = scroller && scroller.scrollWidth > scroller.clientWidth;

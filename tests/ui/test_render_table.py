@@ -52,6 +52,11 @@ def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord]
     assert rows[4].endswith("|reference|")
 
 
+def test_a_tick_is_explained_where_there_is_one(runs: list[RunRecord]):
+    assert "tick: predicted" not in comparison_table_html([replace(runs[0], predicted={})])
+    assert "tick: predicted" in comparison_table_html([replace(runs[0], predicted={"samples_per_s": 10.0})])
+
+
 def test_names_from_users_are_escaped(runs: list[RunRecord]):
     html = comparison_table_html([replace(runs[0], name="<script>alert(1)</script>")])
     assert "<script>" not in html and "&lt;script&gt;" in html

@@ -294,3 +294,5 @@ def test_the_throughput_has_a_median_line(view: RunView):
     assert max(trace(view.figure, "throughput, newest").y) == 10_000
     assert list(trace(view.figure, "median, newest").y) == [500] * 6
     assert "500 samples/s now" in titles(view.figure)[0]
+    view.end("ended", "last report: step 6")
+    assert "500 samples/s at the end" in titles(view.figure)[0]

@@ -50,7 +50,9 @@ def empty_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame
     return figure
 
 
-def show_curves(figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT) -> None:
+def show_curves(
+    figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT, has_ended: bool = False
+) -> None:
     """Put the newest points in; ``versions`` remembers what the page has, so that old points are not sent again."""
     curves = (("throughput", history.rate), ("median", history.median_rate), ("this run", history.loss))
     for name, curve in curves:
@@ -59,7 +61,12 @@ def show_curves(figure: go.Figure, history: History, versions: dict[str, int], c
             _set(figure, name, *curve.settled)
         _set(figure, f"{name}, newest", *curve.tail)
     rate, loss = history.latest_rate, history.latest_loss
-    _entitle(figure, 0, f"{three_digits(rate)} samples/s now" if rate is not None else "", colours)
+    _entitle(
+        figure,
+        0,
+        f"{three_digits(rate)} samples/s {'at the end' if has_ended else 'now'}" if rate is not None else "",
+        colours,
+    )
     _entitle(figure, 1, f"{loss:.4g}" if loss is not None else "", colours)
 
 

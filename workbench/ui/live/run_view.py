@@ -301,7 +301,7 @@ class RunView:
         history = self.history
         with self.shown.drawing() as figure:
             if "curves" in due:
-                live_figure.show_curves(figure, history, self._versions, self._colours)
+                live_figure.show_curves(figure, history, self._versions, self._colours, bool(self._ended))
                 live_figure.show_steps(figure, history.last_step, history.num_steps)
             if "shares" in due:
                 expected = self._limit_bytes, self._peak_bytes

@@ -89,7 +89,8 @@ def rows_table_html(
     rates = [row.values[key] or 0.0 for row in rows for key in ("samples_per_s", "predicted_samples_per_s")]
     fastest = max(rates, default=0.0) or 1.0
     columns = element("colgroup", element("col"), *(element("col", style=f"width:{width}px") for width in WIDTHS))
-    head = element("thead", element("tr", *(_header(column, sort, ascending) for column in COLUMNS)))
+    is_predicted = any(row.values["predicted_samples_per_s"] for row in rows)
+    head = element("thead", element("tr", *(_header(column, sort, ascending, is_predicted) for column in COLUMNS)))
     body = element("tbody", *(_row(row, fastest, row.key == selected) for row in rows))
     return element("table", columns.replace("></col>", "/>"), head, body, css="wb-table", role="grid")
 
@@ -116,7 +117,7 @@ def _named(run: RunRecord) -> str:
     return f"{run.name:<{_NAME_CHARS}}" if len(run.name) < _NAME_CHARS else f"{run.name}\n{'':{_NAME_CHARS}}"
 
 
-def _header(column: Column, sort: str, ascending: bool) -> str:
+def _header(column: Column, sort: str, ascending: bool, is_predicted: bool) -> str:
     on = column.key == sort
     arrow = (" \u25b2" if ascending else " \u25bc") if on else ""
     css = " ".join(
@@ -126,9 +127,8 @@ def _header(column: Column, sort: str, ascending: bool) -> str:
     )
     order = {"aria-sort": "ascending" if ascending else "descending"} if on else {}
     button = element("button", text=f"{column.title}{arrow}", type="button", title=f"sort by {column.title}")
-    return element(
-        "th", button, element("small", text=column.detail), css=css, scope="col", data_sort=column.key, **order
-    )
+    detail = column.detail if is_predicted or column.key != "samples_per_s" else ""  # there is no tick to explain
+    return element("th", button, element("small", text=detail), css=css, scope="col", data_sort=column.key, **order)
 
 
 def _row(row: Row, fastest: float, selected: bool) -> str:

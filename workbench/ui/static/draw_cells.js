@@ -127,11 +127,20 @@ function nameCell(row) {
 
 // How wide the names are, with what stands before them: the column takes so much where the page has it.
 function namesWidth(rows) {
-  const canvas = (namesWidth.canvas ??= document.createElement("canvas")).getContext("2d");
-  canvas.font = `13px ${getComputedStyle(document.body).getPropertyValue("--jp-ui-font-family") || "sans-serif"}`;
   const indent = [24, 40, 56, 74];
-  const widths = rows.map((row) => indent[Math.min(row.depth, 3)] + canvas.measureText(row.label).width + 10);
+  const widths = rows.map((row) => indent[Math.min(row.depth, 3)] + textWidth(row.label, 13) + 10);
   return Math.ceil(Math.min(Math.max(130, ...widths), 420));
+}
+
+// How wide the shapes of weights are: "768 \u00d7 3072", or a convolution's "64 \u00d7 64 \u00d7 3 \u00d7 3".
+function weightsWidth(rows) {
+  return Math.ceil(Math.max(82, ...rows.map((row) => textWidth(row.weight, 12) + 14)));
+}
+
+function textWidth(text, size) {
+  const canvas = (textWidth.canvas ??= document.createElement("canvas")).getContext("2d");
+  canvas.font = `${size}px ${getComputedStyle(document.body).getPropertyValue("--jp-ui-font-family") || "sans-serif"}`;
+  return canvas.measureText(text).width;
 }
 
 // ---- who holds what --------------------------------------------------------------------------------------------
