@@ -91,6 +91,9 @@ def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:
     assert page.locator(".wb-panel .wb-comparison .wb-ring").count() == 2
     opened.page.mouse.move(5, 5)
     opened.screenshot("compare.png", comparison(page))
+    opened.dark(True)
+    opened.screenshot("compare-dark.png", comparison(page))
+    opened.dark(False)
 
 
 def comparison(page: Any) -> Any:

@@ -46,6 +46,15 @@ def test_progress_is_logged_every_ten_seconds(log: RunLog):
     assert texts(log) == [f"step {step} \u00b7 loss 1.5 \u00b7 500 samples/s" for step in (10, 110, 210)]
 
 
+def test_a_loss_that_is_no_number_is_said_once(log: RunLog):
+    log.add_block(block(0, (1.0, 1e33)), 0.0)
+    log.add_block(block(2, (2.0, float("inf"), float("nan"))), 0.5)
+    log.add_block(block(5, (float("nan"),)), 1.0)
+    assert [line.text for line in log.lines if line.warns] == [
+        "step 4 \u00b7 the loss is inf: a smaller learning rate may help"
+    ]
+
+
 def test_a_step_of_unknown_length_says_no_rate(log: RunLog):
     log.add_block(block(0, (2.0,), time_s=(0.0, 0.0)), 0.0)
     assert texts(log) == []

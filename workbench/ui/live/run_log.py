@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import isfinite
 from statistics import median
 
 from workbench.core.metrics import RunEvent, StepBlock
@@ -39,6 +40,7 @@ class RunLog:
         self._now = now
         self._recent: deque[float] = deque(maxlen=50)
         self._reported = self._warned = -1e9
+        self._is_finite = True
 
     def say(self, text: str, ranks: str = "all", warns: bool = False) -> None:
         """Append a line."""
@@ -66,12 +68,22 @@ class RunLog:
             self._watch(block, index, time_s, now_s)
             if time_s > 0:  # the first step of a loop of one's own has no beginning
                 self._recent.append(time_s)
+        if self._is_finite:
+            self._watch_loss(block)
         if now_s - self._reported >= _STEPS_EVERY_S and self._recent:
             self._reported = now_s
             losses = [loss for loss in block.losses if loss is not None]
             loss = f" \u00b7 loss {losses[-1]:.4g}" if losses else ""
             rate = three_digits(block.samples[-1] / median(self._recent))
             self.say(f"step {block.stop_step}{loss} \u00b7 {rate} samples/s")
+
+    def _watch_loss(self, block: StepBlock) -> None:
+        """Say once where a loss is no number any more."""
+        for step, loss in enumerate(block.losses, block.first_step + 1):
+            if loss is not None and not isfinite(loss):
+                self._is_finite = False
+                self.say(f"step {step} \u00b7 the loss is {loss:g}: a smaller learning rate may help", warns=True)
+                return
 
     def _watch(self, block: StepBlock, index: int, time_s: float, now_s: float) -> None:
         if len(self._recent) < 10 or now_s - self._warned < _SLOW_EVERY_S or block.num_ranks < 2:
