@@ -157,6 +157,23 @@ _COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer, in a model that calls some layers several times.
+
+    Attributes:
+        row: what this call computes, makes and takes, with the functions after it.
+        input: number of the tensor that it takes: calls that take the same tensor have the same.
+        source: number of the call whose result it takes; None if it takes a part of the batch.
+        itemsize: bytes of an element of its input.
+    """
+
+    row: LayerCost
+    input: int
+    source: int | None = None
+    itemsize: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCosts:
     """All layers in the order of the forward.
 
@@ -168,6 +185,9 @@ class ModelCosts:
         heads: how many heads attention has, and how many its keys and values have; empty if unknown.
         autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
             norms and weights are not. Empty if not counted.
+        calls: all calls of layers in the order in which they run; empty if each layer is called once. The row of a
+            layer that is called several times has the work of all its calls.
+        autocast_calls: the same under autocast.
     """
 
     rows: tuple[LayerCost, ...]
@@ -176,6 +196,8 @@ class ModelCosts:
     blocks: tuple[tuple[int, int, int], ...] = field(default=())
     heads: tuple[int, ...] = ()
     autocast: tuple[LayerCost, ...] = ()
+    calls: tuple[LayerCall, ...] = ()
+    autocast_calls: tuple[LayerCall, ...] = ()
 
     def under_autocast(self, precision: str) -> ModelCosts:
         """The model at a precision whose casts torch makes; unchanged, if they have not been counted.
@@ -187,7 +209,8 @@ class ModelCosts:
         """
         if not self.autocast or precision not in ("bf16", "fp16"):
             return self
-        return replace(self, rows=self.autocast, dtype=precision, autocast=())
+        calls = self.autocast_calls
+        return replace(self, rows=self.autocast, dtype=precision, autocast=(), calls=calls, autocast_calls=())
 
     @property
     def layers(self) -> list[Layer]:
@@ -231,4 +254,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["Extent", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks"]
+__all__ = ["Extent", "LayerCall", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks"]

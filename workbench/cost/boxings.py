@@ -49,11 +49,14 @@ def boxings(
     before: Neighbour | None,
     following: ResolvedLayer | None,
     setting: StageSettings,
+    boxed_for: ResolvedLayer | None = None,
 ) -> Boxings:
-    """The exchanges of a layer; arguments are those of ``layers.layer_price``."""
+    """The exchanges of a layer; arguments are those of ``layers.layer_price``. ``boxed_for``: the layer for which the
+    output of the one ``before`` was boxed, where that is another one than this.
+    """
     if setting.model == 1:
         return Boxings()
-    changes = _changes(row, choice, before, following, setting)
+    changes = _changes(row, choice, before, following, setting, boxed_for or choice)
     back = [(DUAL.get(target, target), DUAL.get(source, source), size) for source, target, size in reversed(changes)]
     if setting.sequence and not setting.software.keeps_gathered:
         back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
@@ -77,12 +80,13 @@ def _changes(
     before: Neighbour | None,
     following: ResolvedLayer | None,
     setting: StageSettings,
+    boxed_for: ResolvedLayer,
 ) -> list[tuple[str, str, float]]:
     """(layout, layout, bytes of the whole activation) of the boxings of input and output, in order."""
     dims = num_dims(row)
     changes = []
     if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
-        source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
+        source = boxed_output_sbp(before[1], boxed_for, num_dims(before[0]), setting.sequence)
         changes.append((source, input_sbp(choice, dims, setting.sequence), passed_bytes(before[0], setting)))
     left = _left_on_stage(choice, following, dims, setting)
     changes.append((output_sbp(choice, dims, setting.sequence), left, output_bytes(row, setting)))

@@ -10,6 +10,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
 from workbench.cost.boxings import num_dims, passed_bytes
+from workbench.cost.calls import prices_with_calls
 from workbench.cost.collectives import exchange_s
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
@@ -95,6 +96,7 @@ def estimate(
     model = counted_at(model, strategy.options.precision, software)
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
+    prices = prices_with_calls(model, strategy.layers, prices, settings)
     stages = stage_prices(model, strategy.layers, prices, settings)
     return combine(model, strategy, stages, settings, batch_size, with_timeline)
 

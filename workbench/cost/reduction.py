@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import ITEMSIZE_16_BIT
 from workbench.cost.stage_settings import StageSettings
@@ -102,12 +103,13 @@ def statistics_of(
         is_split = choice.parallel == "data"
         size, stride = (setting.data * setting.model, 1) if is_split else (setting.data, setting.model)
         own = _STATISTICS_BYTES * row.output_shape[0]
-        times = 2 if setting.recompute else 1
+        calls = num_calls(model, row)
+        times = 2 * calls if setting.recompute else calls
         forward, backward = own * (size - 1), summed_bytes(setting.hardware, own, size)
         seconds = times * exchange_s(setting.hardware, forward, size, stride, "all-gather")
-        seconds += exchange_s(setting.hardware, backward, size, stride, "all-reduce")
+        seconds += calls * exchange_s(setting.hardware, backward, size, stride, "all-reduce")
         before = found[choice.stage]
-        found[choice.stage] = before[0] + seconds, before[1] + times * forward + backward
+        found[choice.stage] = before[0] + seconds, before[1] + times * forward + calls * backward
     return found
 
 

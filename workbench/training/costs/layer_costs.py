@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 
-from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
+from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, count_samples, own_loss
 from workbench.training.costs.attention_heads import heads_of
@@ -64,11 +65,12 @@ def layer_costs(
     layers = sorted(layers, key=lambda layer: order.index(layer.name))
     rows = tuple(counter.row(layer) for layer in layers)
     heads = tuple(sorted(counter.heads | heads_of(module)))
-    autocast: tuple[LayerCost, ...] = ()
-    if name == "fp32":
-        counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
-        autocast = tuple(counter.row(layer) for layer in layers)
-    return ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, autocast)
+    costs = ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers))
+    if name != "fp32":
+        return costs
+    counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+    autocast = tuple(counter.row(layer) for layer in layers)
+    return replace(costs, autocast=autocast, autocast_calls=counter.calls(layers))
 
 
 def _count(

@@ -16,25 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from workbench.core.model_costs import Extent, LayerCost, OpCost
+from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 from workbench.training.costs.activation_reads import ActivationReads
+from workbench.training.costs.aten_functions import ATTENTION, TO_COPY, matmul_work, name_of
+from workbench.training.costs.layer_calls import LayerCalls
 from workbench.training.strategies.state import ROOT
-
-NAMES = {
-    "mm": "linear", "addmm": "linear", "bmm": "matmul", "baddbmm": "matmul", "native_layer_norm": "layer_norm",
-    "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
-    "_native_batch_norm_legit": "batch_norm", "_softmax": "softmax", "_safe_softmax": "softmax",
-    "_log_softmax": "cross_entropy", "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy",
-    "native_dropout": "dropout",
-    "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
-}  # fmt: skip
-"""aten's names as people write them; others only lose their underscores."""
-ATTENTION = "scaled_dot_product_attention"
-TO_COPY = torch.ops.aten._to_copy.default
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass
@@ -102,6 +91,7 @@ class WorkCounter(TorchDispatchMode):
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # tensors that depend on the batch, by address
         self._order: list[str] = []
         self._reads = ActivationReads()
+        self._calls = LayerCalls()
         self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
@@ -168,6 +158,10 @@ class WorkCounter(TorchDispatchMode):
             self._reads.of(layer.name, self._order, self._num_samples),
         )  # fmt: skip
 
+    def calls(self, layers: Sequence[Layer]) -> tuple[LayerCall, ...]:
+        """All calls of layers in order; none if each was called once."""
+        return self._calls.of({layer.name: layer for layer in layers}, self._pieces, self._num_samples, self._extent)
+
     def works(self) -> list[OpCost]:
         """All counted functions, in order, for one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
@@ -220,6 +214,7 @@ class WorkCounter(TorchDispatchMode):
         first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         self._inputs.setdefault(name, first)
         self._reads.note_input(name, first)
+        self._calls.begin(name, first)
 
     def _end_layer(self, name: str, output: Any) -> None:
         self._active.pop()
@@ -227,6 +222,7 @@ class WorkCounter(TorchDispatchMode):
             return
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
+        self._calls.end(name, self._outputs[name])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -244,10 +240,11 @@ class WorkCounter(TorchDispatchMode):
         self._note_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
         self._reads.note(entry.layer, entry.is_own, inputs, outputs)
-        entry.name = _name(func, inputs)
+        self._calls.note(entry, inputs, outputs)
+        entry.name = name_of(func, inputs)
         if entry.name == ATTENTION:
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
-        entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
+        entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
         if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):
             self._note_output(entry.layer, outputs)
@@ -263,7 +260,7 @@ class WorkCounter(TorchDispatchMode):
         of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
         passing = [one for at, one in {**inputs, **outputs}.items() if not (at in of_weights or self._is_held(at))]
         entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
-        if func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
+        if func._overloadpacket in flop_registry or name_of(func, inputs) == ATTENTION:
             return
         entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
 
@@ -328,7 +325,7 @@ class WorkCounter(TorchDispatchMode):
             return 0.0
         read = sum(_bytes(tensor) for storage, tensor in inputs.items() if storage not in self._owners)
         written = sum(map(_bytes, outputs.values()))
-        return float(read + written * (2 if _name(func, inputs) == "embedding" else 1))
+        return float(read + written * (2 if name_of(func, inputs) == "embedding" else 1))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a saved tensor as ``ActivationMeter`` does: distinct storages, no parameters, expanded tensors too."""
@@ -368,31 +365,6 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _name(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
-    base = func._schema.name.rpartition("::")[2]
-    if "scaled_dot_product" in base:
-        return ATTENTION
-    if base == "convolution":
-        return f"conv{max(tensor.ndim for tensor in inputs.values()) - 2}d"
-    return NAMES.get(base) or NAMES.get(base.strip("_")) or base.strip("_")
-
-
-def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int]:
-    """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
-    packet = func._overloadpacket
-    if packet is CPU_ATTENTION:
-        return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
-    if packet not in flop_registry:
-        return 0.0, 0
-    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-    base = func._schema.name.rpartition("::")[2]
-    if base in ("addmm", "baddbmm"):
-        return flops, args[1].shape[-1]
-    if base == "convolution":
-        return flops, args[1].numel() // args[1].shape[0]
-    return flops, args[0].shape[-1]
 
 
 __all__ = ["WorkCounter"]

@@ -1,0 +1,51 @@
+"""Functions below autograd: their names as people write them, and the work of those that are matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+NAMES = {
+    "mm": "linear", "addmm": "linear", "bmm": "matmul", "baddbmm": "matmul", "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm", "_softmax": "softmax", "_safe_softmax": "softmax",
+    "_log_softmax": "cross_entropy", "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy",
+    "native_dropout": "dropout",
+    "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
+}  # fmt: skip
+"""aten's names as people write them; others only lose their underscores."""
+ATTENTION = "scaled_dot_product_attention"
+TO_COPY = torch.ops.aten._to_copy.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def name_of(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
+    """The name of a function that reads these tensors."""
+    base = func._schema.name.rpartition("::")[2]
+    if "scaled_dot_product" in base:
+        return ATTENTION
+    if base == "convolution":
+        return f"conv{max(tensor.ndim for tensor in inputs.values()) - 2}d"
+    return NAMES.get(base) or NAMES.get(base.strip("_")) or base.strip("_")
+
+
+def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int]:
+    """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
+    packet = func._overloadpacket
+    if packet is CPU_ATTENTION:
+        return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
+    if packet not in flop_registry:
+        return 0.0, 0
+    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    base = func._schema.name.rpartition("::")[2]
+    if base in ("addmm", "baddbmm"):
+        return flops, args[1].shape[-1]
+    if base == "convolution":
+        return flops, args[1].numel() // args[1].shape[0]
+    return flops, args[0].shape[-1]
+
+
+__all__ = ["ATTENTION", "TO_COPY", "matmul_work", "name_of"]

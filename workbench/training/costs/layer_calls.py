@@ -1,0 +1,113 @@
+"""The calls of layers in the order in which they run, for models that call some layers several times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
+from workbench.core.rows import Layer
+
+
+class Entry(Protocol):
+    """A function that was counted, see ``work_counter``."""
+
+    layer: str | None
+    is_own: bool
+
+    @property
+    def is_work(self) -> bool: ...
+
+    def work(self, num_samples: int) -> OpCost: ...
+
+
+@dataclass(eq=False)
+class _Call:
+    layer: str
+    input: torch.Tensor | None = None
+    source: int | None = None
+    output: torch.Tensor | None = None
+    first_made: torch.Tensor | None = None
+    entries: list[Entry] = field(default_factory=list)
+    number: int | None = None
+
+
+class LayerCalls:
+    """Records calls of layers, and for each the call whose result it takes.
+
+    A function between layers hands on the result of the latest call of which one of its operands comes.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, _Call] = {}  # the latest call of each layer
+        self._calls: list[_Call] = []  # that have run a function of their own, in the order of these
+        self._made: dict[int, tuple[int, torch.Tensor]] = {}  # by address: the call of which it comes; held
+        self._latest: _Call | None = None
+
+    def begin(self, layer: str, taken: torch.Tensor | None) -> None:
+        """A layer is called with ``taken``."""
+        source = None if taken is None else self._made.get(taken.untyped_storage()._cdata, (None,))[0]
+        self._begun[layer] = _Call(layer, taken, source)
+
+    def end(self, layer: str, output: torch.Tensor | None) -> None:
+        """It returns; ``output`` is None if that is not one tensor."""
+        self._begun[layer].output = output
+
+    def note(self, entry: Entry, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
+        """A function reads and makes tensors (by address)."""
+        maker: int | None = None
+        made = {address: tensor for address, tensor in outputs.items() if address not in inputs}
+        if entry.layer is not None and entry.is_own:
+            self._latest = call = self._begun.setdefault(entry.layer, _Call(entry.layer))
+            if call.number is None:
+                call.number = len(self._calls)
+                self._calls.append(call)
+            call.first_made = call.first_made if call.first_made is not None else next(iter(made.values()), None)
+            maker = call.number
+        else:
+            maker = max((self._made[address][0] for address in inputs if address in self._made), default=None)
+        if self._latest is not None:
+            self._latest.entries.append(entry)
+        for address, tensor in made.items():
+            self._made.pop(address, None)
+            if maker is not None:
+                self._made[address] = maker, tensor
+
+    def of(
+        self,
+        layers: Mapping[str, Layer],
+        pieces: Mapping[str, tuple[int, ...]],
+        num_samples: int,
+        extent: Callable[[torch.Tensor | None], Extent | None],
+    ) -> tuple[LayerCall, ...]:
+        """All calls; none if no layer was called twice."""
+        if len({call.layer for call in self._calls}) == len(self._calls):
+            return ()
+        numbers: dict[int, int] = {}
+        found = []
+        for call in self._calls:
+            output = call.output if call.output is not None else call.first_made
+            given = extent(output)
+            is_batchless = given is not None and given.is_batchless
+            work = [(entry.is_own, entry.work(num_samples)) for entry in call.entries if entry.is_work]
+            row = LayerCost(
+                layers[call.layer],
+                tuple(cost for is_own, cost in work if is_own),
+                tuple(cost for is_own, cost in work if not is_own),
+                None if given is None or is_batchless else given.sizes,
+                4 if output is None else output.element_size(),
+                batchless_shape=given.sizes if given is not None and is_batchless else None,
+                pieces=pieces.get(call.layer, ()),
+                batch_dim=(given.batch_dim or 0) if given is not None else 0,
+                input_extent=extent(call.input),
+            )
+            number = numbers.setdefault(id(call.input), len(numbers))
+            itemsize = 4 if call.input is None else call.input.element_size()
+            found.append(LayerCall(row, number, call.source, itemsize))
+        return tuple(found)
+
+
+__all__ = ["LayerCalls"]
