@@ -134,7 +134,7 @@ function namesWidth(rows) {
 
 // How wide the shapes of weights are: "768 \u00d7 3072", or a convolution's "64 \u00d7 64 \u00d7 3 \u00d7 3".
 function weightsWidth(rows) {
-  return Math.ceil(Math.max(82, ...rows.map((row) => textWidth(row.weight, 12) + 14)));
+  return Math.ceil(Math.max(82, ...rows.map((row) => textWidth(row.weight, 12) + 12)));
 }
 
 function textWidth(text, size) {
