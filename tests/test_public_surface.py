@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from importlib import import_module
 from pathlib import Path
 
@@ -66,3 +67,16 @@ def test_the_script_uses_every_name() -> None:
     used = {node.attr for node in ast.walk(ast.parse(SCRIPT.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     namespaces = [getattr(wb, name) for name in NAMESPACES]
     assert not {*wb.__all__, *(name for namespace in namespaces for name in namespace.__all__)} - used
+
+
+def test_compare_and_the_panel_take_the_same_arguments() -> None:
+    """What both take has one name, one type, one default and one place; the first three may be given by position."""
+    both = [inspect.signature(each).parameters for each in (wb.compare, wb.Panel)]
+    shared = [name for name in both[0] if name in both[1]]
+    job = [name for name in shared if name != "session"]  # the first argument of the panel
+    assert job == [name for name in both[1] if name in job]
+    assert job[:3] == ["model_fn", "dataset", "loss_fn"] and len(job) >= 13
+    for name in job:
+        one, other = (parameters[name] for parameters in both)
+        assert (one.annotation, one.kind) == (other.annotation, other.kind), name
+        assert one.default == other.default or name in ("batch_size", "steps"), name  # a panel has its own

@@ -1,4 +1,4 @@
-"""The front of the programs that this project began with: job functions, views, placements by string, ``nn.Graph``.
+"""The front of OneFlow programs: job functions, views, placements by string, ``nn.Graph``.
 
     from workbench import flow
     import workbench.flow.typing as tp
@@ -7,7 +7,7 @@
     def job(x: tp.Numpy.Placeholder((100, 1, 28, 28))) -> tp.Numpy: ...
 
 Two kinds of programs: *job functions*, driven from one process (a notebook, a script), which run on the engines of the
-session; and *eager* ones, of which every rank runs the whole (under ``python -m workbench.flow.launch``, or in a cell
+session; and *eager* programs, which every rank runs as a whole (under ``python -m workbench.flow.launch``, or in a cell
 under ``%%global``). Names are loaded when they are first used; an engine never loads the notebook's side.
 """
 
@@ -58,7 +58,7 @@ _MODULES = [
 
 
 def _from_torch(name: str) -> Any:
-    """A function or type of torch's, which takes local and global tensors as it is."""
+    """A function or type of torch, unchanged; it takes local and global tensors."""
     return getattr(import_module("torch"), name)
 
 

@@ -1,4 +1,4 @@
-"""How many devices jobs run on: ``flow.config.gpu_device_num(2)``."""
+"""The number of devices that jobs run on: ``flow.config.gpu_device_num(2)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cpu_device_num", "gpu_device_num", "machine_num"]
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """How many devices jobs use; None for all that are there."""
+    """The number of devices that jobs use; None for all."""
 
     num_devices: int | None = None
     num_hosts: int | None = None
@@ -21,33 +21,33 @@ _chosen = DeviceLimits()
 
 
 def gpu_device_num(value: int) -> None:
-    """Jobs run on this many devices of each host: GPUs, or engines on the CPU where there are none.
+    """Let jobs run on this many devices of each host: GPUs, or engines on the CPU without GPUs.
 
-    Where no session runs, the first job call starts one with so many engines.
+    If no session runs, the first job call starts one with this number of engines.
     """
     global _chosen
     _chosen = DeviceLimits(_positive("gpu_device_num", value), _chosen.num_hosts)
 
 
 def cpu_device_num(value: int) -> None:
-    """The same: engines work on GPUs where there are some."""
+    """The same as ``gpu_device_num``: engines work on GPUs if there are some."""
     global _chosen
     _chosen = DeviceLimits(_positive("cpu_device_num", value), _chosen.num_hosts)
 
 
 def machine_num(value: int) -> None:
-    """Jobs run on this many hosts."""
+    """Let jobs run on this many hosts."""
     global _chosen
     _chosen = DeviceLimits(_chosen.num_devices, _positive("machine_num", value))
 
 
 def chosen() -> DeviceLimits:
-    """What has been set."""
+    """The present limits."""
     return _chosen
 
 
 def reset() -> None:
-    """Forget what has been set: jobs run on all devices that are there."""
+    """Drop the limits: jobs run on all devices."""
     global _chosen
     _chosen = DeviceLimits()
 

@@ -1,4 +1,4 @@
-"""Device names of programs: ``gpu`` and ``cuda`` are whatever the ranks work on, the CPU where there is no GPU."""
+"""Device names of programs: ``gpu`` and ``cuda`` mean the device of the ranks, the CPU without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TYPES = ("cuda", "gpu", "cpu")
 
 
 def device_type(name: str) -> str:
-    """``"cpu"`` or ``"cuda"``: a rank works on one device, and all names of ranks mean that one.
+    """``"cpu"`` or ``"cuda"``. A rank works on one device, and every device name means it.
 
     Raises:
         PlacementError: another word.
@@ -28,9 +28,9 @@ def device_type(name: str) -> str:
 
 
 def torch_device(device: Any) -> Any:
-    """The device of local tensors and modules: this rank's own where a GPU is asked for, e.g. as "cuda:1".
+    """The device of local tensors and modules: this rank's own for any name of a GPU, such as "cuda:1".
 
-    "cpu", and what is no name of a device, such as a dtype, stays as it is.
+    Returns "cpu", and values that name no device, such as a dtype, unchanged.
     """
     name = device.type if isinstance(device, torch.device) else device
     asks_gpu = isinstance(name, str) and name.partition(":")[0] in ("cuda", "gpu")

@@ -11,7 +11,8 @@ __all__ = ["auto", "broadcast", "split"]
 def split(axis: int) -> Split:
     """Every device holds a slice of dim ``axis``.
 
-    A dense layer keeps its weight as (out, in), so ``split(0)`` cuts by columns of the matrix that inputs meet.
+    A dense layer keeps its weight as (out, in), so ``split(0)`` cuts the columns of the matrix that inputs are
+    multiplied by.
 
     >>> split(axis=0)
     S(0)
@@ -27,4 +28,4 @@ def broadcast() -> Broadcast:
 
 
 def auto() -> None:
-    """What the layer chooses by itself: the whole variable on every device."""
+    """The layer's own choice: the whole variable on every device."""

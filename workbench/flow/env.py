@@ -1,4 +1,4 @@
-"""``flow.env``: which of how many processes this is."""
+"""``flow.env``: this process's number, and the number of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """How many processes the world has."""
+    """The number of processes in the world."""
     return join().world_size
 
 
@@ -28,7 +28,7 @@ def get_local_rank() -> int:
 
 
 def get_node_size() -> int:
-    """How many machines the world has, if each has as many processes as this one."""
+    """The number of machines in the world, if each has as many processes as this one."""
     size = get_world_size()
     return max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 

@@ -16,7 +16,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 
 
 class LocalTensor(torch.Tensor):
-    """A tensor of this process alone, as ``flow.randn(4, 5)`` makes it; what torch computes with it is one too.
+    """A tensor of this process alone, as ``flow.randn(4, 5)`` makes it; torch's results from it are local tensors too.
 
     >>> flow.ones(2, 3).to_global(flow.placement("cpu", ranks=[0]), flow.sbp.broadcast).shape
     torch.Size([2, 3])
@@ -69,7 +69,7 @@ class LocalTensor(torch.Tensor):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as a local one of eager programs; what is one already, or global, stays as it is."""
+    """A plain tensor as a local one of eager programs; local and global tensors are returned unchanged."""
     return tensor.as_subclass(LocalTensor) if type(tensor) is torch.Tensor else tensor
 
 

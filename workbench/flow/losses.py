@@ -1,4 +1,4 @@
-"""What a training job minimizes."""
+"""The losses of a training job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_loss(loss: Any) -> None:
     Several losses are added up.
 
     Raises:
-        JobError: outside of a job function, in one of type ``"predict"``, or for what is no tensor.
+        JobError: outside of a job function, in one of type ``"predict"``, or the loss is no tensor.
 
     ``flow.losses.add_loss(flow.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))``
     """
@@ -27,7 +27,7 @@ def add_loss(loss: Any) -> None:
 
 
 def name_loss(loss: Any, rule: Any, what: str) -> None:
-    """Note a loss, and the rule by which it is trained on; None for that of the config."""
+    """Record a loss and the rule that trains on it; None for the rule of the config."""
     job = running_job(what)
     if not job.trains:
         raise JobError(

@@ -1,4 +1,4 @@
-"""Older old_spellings: they work, and say how one writes it now. Importing this gives global tensors theirs."""
+"""Older spellings: they work, and warn with the present spelling. Importing this module gives global tensors theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def warn_old_spelling(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def missing_layout(function: str, shape: Sequence[int], missing: Sequence[str]) -> LayoutError:
-    """The error of a call that makes a global tensor and does not say where, or how, it lies."""
+    """The error of a call that makes a global tensor without a placement or sbp."""
     return LayoutError(
         f"{function} of shape {tuple(shape)}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
         "A global tensor needs both: placement= names the ranks, sbp= says how it lies on them. Write e.g. "

@@ -1,7 +1,7 @@
 """The only file that touches ipyparallel's private parts; tests/session/test_adapter.py pins each of them.
 
-`Engines` sends requests through ipyparallel's own views and turns everything that comes back (output,
-wire values, replies) into `Event`s in one queue per request, in the order in which it arrived.
+`Engines` sends requests through ipyparallel's own views and turns all that comes back (output,
+values, replies) into `Event`s in one queue per request, in the order of arrival.
 
 Private parts used, and why:
     Client._io_loop          callbacks are attached where messages are handled, so none is lost or seen twice
@@ -26,7 +26,7 @@ from workbench.session import protocol
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that came from a rank.
+    """One message from a rank.
 
     kind and content: ``stream`` (name, text); ``display`` and ``result`` (a MIME bundle with metadata);
     ``data`` (a value of the protocol); ``reply`` (the exception, or the returned value); ``idle`` (None: output is
@@ -40,7 +40,7 @@ class Event:
 
 
 class Request:
-    """One request to some ranks, and the queue of what comes back."""
+    """One request to some ranks, with the queue of their events."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -59,7 +59,7 @@ class Request:
             child.output.add_done_callback(lambda _future, rank=rank: self.put("idle", rank, None))
 
     def _drain(self, rank: int, metadata: dict[str, Any]) -> None:
-        """Take what arrived before we listened."""
+        """Take messages that arrived before the callbacks were set."""
         for name in ("stdout", "stderr"):
             if metadata[name]:
                 self.put("stream", rank, (name, metadata[name]))
@@ -106,7 +106,7 @@ class Engines:
         self._views: dict[tuple[int, ...], ipp.DirectView] = {}
 
     def ids(self) -> list[int]:
-        """Ranks that are registered now."""
+        """The ranks that are registered now."""
         return self.client.ids
 
     def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
@@ -180,13 +180,13 @@ class Engines:
 
 
 class ControlCall:
-    """The answer of one control thread, when it comes."""
+    """The answer of one control thread, once it is there."""
 
     def __init__(self, future: Any) -> None:
         self._future = future
 
     def answer(self, timeout_s: float) -> Any:
-        """What the operation returned, or None when no answer came in time or it failed."""
+        """The result of the operation; None if it failed or no answer came in time."""
         if not self._future.wait(timeout_s):
             return None
         message = self._future.result()

@@ -55,12 +55,12 @@ def calibrate(
 
 
 def spans_of(session: Session) -> list[int]:
-    """Sizes of groups whose boxings are timed; the ranks of a host are one of them."""
+    """Sizes of the groups whose boxings are timed; one of them is the ranks of a host."""
     return default_spans(session.num_engines)
 
 
 def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardware:
-    """Constants from what the ranks have measured. Exchanges are as slow as the slowest rank; rates are means."""
+    """Constants from the measurements of the ranks: exchanges from the slowest rank, rates as means."""
     first = times[0]
     rates, half_sizes, weight_rates = {}, {}, {}
     for dtype in sorted({product.dtype for product in first.products}):
@@ -102,7 +102,7 @@ def _is_cpu(rank: RankTimes) -> bool:
 
 
 def _links(exchanges: Sequence[ExchangeTime], copied: float) -> tuple[Link, ...]:
-    """One per span, over all kinds; ``copied`` bytes per second is what memory does."""
+    """One link per span, for all kinds of exchange; ``copied`` is the memory's rate in bytes per second."""
     spans = sorted({exchange.span for exchange in exchanges})
     if not spans:  # a rank by itself
         return (Link(1, 0.0, copied),)
@@ -110,7 +110,7 @@ def _links(exchanges: Sequence[ExchangeTime], copied: float) -> tuple[Link, ...]
 
 
 def _exchanges(exchanges: Sequence[ExchangeTime], copied: float) -> dict[str, tuple[float, float]]:
-    """By kind, among all ranks."""
+    """Exchanges by kind, among all ranks."""
     widest = max((exchange.span for exchange in exchanges), default=0)
     among_all = [exchange for exchange in exchanges if exchange.span == widest]
     kinds = dict.fromkeys(exchange.kind for exchange in among_all)
@@ -126,7 +126,7 @@ def _fit(exchanges: Iterable[ExchangeTime], copied: float) -> tuple[float, float
 
 
 def _function_rates(times: Sequence[RankTimes], amount_of: Callable[[FunctionTime], float]) -> dict[str, float]:
-    """What every function does in a second, by name; those that have an amount."""
+    """The rate of each function that has an amount, by name, per second."""
     found: dict[str, list[float]] = defaultdict(list)
     for rank in times:
         for function in rank.functions:
@@ -136,12 +136,12 @@ def _function_rates(times: Sequence[RankTimes], amount_of: Callable[[FunctionTim
 
 
 def _flops(function: FunctionTime) -> float:
-    """Of forward and backward: a product has two products in its backward."""
+    """Operations of forward and backward; the backward of a product has two products."""
     return 3 * function.flops
 
 
 def _moved_bytes(function: FunctionTime) -> float:
-    """Of what is no product."""
+    """Bytes moved by functions other than products."""
     return 0.0 if function.flops else function.moved_bytes
 
 

@@ -129,7 +129,7 @@ class Session:
 
         Args:
             code: Python, as in a cell.
-            ranks: the ranks that run it; default: all. Code on some ranks must not use collectives of all.
+            ranks: the ranks that run it; default: all. Code on some of the ranks must not call collectives of all.
             timeout: seconds after which ranks that still run are stopped.
 
         Raises:
@@ -224,8 +224,8 @@ class Session:
         return pulled
 
     def subscribe(self, hear: OnPublished) -> Callable[[], None]:
-        """Call ``hear(rank, object)`` with everything that cells publish while they run; with rank -1, a ``RunEvent``
-        when a cell or the session has ended. Returns a function that ends the subscription.
+        """Call ``hear(rank, object)`` with each object that cells publish, and with rank -1 and a ``RunEvent`` when a
+        cell or the session has ended. Returns a function that ends the subscription.
         """
         self._subscribers.append(hear)
         return lambda: self._subscribers.remove(hear)
@@ -290,7 +290,7 @@ class Session:
             self._notify_subscribers(-1, RunEvent("closed", 0))
 
     def _end(self) -> None:
-        """What happens when the notebook ends, or the context."""
+        """End the session when the notebook or the context ends."""
         if self.keep:
             self.detach()
         else:
@@ -300,7 +300,7 @@ class Session:
         _open.append(self)
 
     def _forget(self) -> bool:
-        """Make this session one that is over; False where it is already, or belongs to another process (a fork)."""
+        """Mark this session as ended; False if it has ended before, or belongs to another process (a fork)."""
         if self._closed or os.getpid() != self._owner_pid:
             return False
         self._closed = True
@@ -309,7 +309,7 @@ class Session:
         atexit.unregister(self._end)
         return True
 
-    # What follows is used by the methods above.
+    # Used by the methods above.
 
     def _perform(
         self,

@@ -1,7 +1,7 @@
 """Completion and help of a notebook: the engines' names in a ``%%global`` cell, the options of a magic on its line.
 
-For names both ask the control thread of one engine, which answers while a cell runs; an engine that does not answer in
-time costs no more than that time, and the notebook's own proposals remain.
+For names both ask the control thread of one engine, which answers while a cell runs. If no answer comes in time, the
+notebook's own proposals remain.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ propose.matcher_identifier = "workbench.engine_names"  # type: ignore[attr-defin
 
 
 def _fitting(token: str, words: Iterable[str]) -> dict[str, Any]:
-    """Of a magic's words those that begin so; nothing else fits on its line."""
+    """The words of a magic that begin with the text; nothing else fits on its line."""
     from IPython.core.completer import SimpleCompletion
 
     return {

@@ -1,4 +1,5 @@
-"""What the notebook calls on an engine: joining and leaving the world, functions of `Session.submit`, push and pull.
+"""The functions that the notebook calls on an engine: join and leave the world, run functions of `Session.submit`,
+push, pull.
 
 `publish` and `stop_requested` are found here, too: a training loop needs no more. Importing this loads neither torch
 nor plotly, pandas, ipywidgets or ipyparallel's client.
@@ -28,8 +29,8 @@ __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 def join(rank: int, world_size: int, init_method: str, device: str | None, search_path: list[str]) -> dict[str, Any]:
     """Become ``rank`` of a new world and answer to the notebook; returns facts about this engine.
 
-    Leaves the world it was in before, whose ranks may no longer agree; variables stay.
-    ``search_path``: where the notebook finds its modules, so that functions it sends are found here too.
+    It first leaves its earlier world, whose ranks may have diverged; variables stay.
+    ``search_path``: the notebook's search path of modules, so that the engine can import what sent functions need.
     """
     import socket
 
@@ -95,7 +96,7 @@ def _install() -> None:
         return
     engine_imports.install(here.kernel)
     here.events.register("post_run_cell", _report_remaining_steps)
-    engine_modes.install(here)  # before what lets go of errors
+    engine_modes.install(here)  # before the hook that frees errors
     engine_values.install(here)
     engine_failures.install(here)
     engine_control.install(here)
@@ -111,7 +112,7 @@ def _install() -> None:
 
 
 def _report_remaining_steps(_result: Any) -> None:
-    """Loops of a cell that has ended report their last steps."""
+    """Let loops of a finished cell report their last steps."""
     user_loops = sys.modules.get("workbench.training.runs.user_loops")
     if user_loops is not None:
         user_loops.report_remaining_steps()

@@ -87,7 +87,7 @@ class EnginePool:
         return statuses
 
     def ask(self, rank: int, operation: str, timeout_s: float = _STATUS_TIMEOUT_S, **arguments: Any) -> Any:
-        """What a rank's control thread answers; None when no answer comes in time."""
+        """The answer of a rank's control thread; None if no answer comes in time."""
         calls = self.live.control([rank], operation, **arguments)
         return calls[rank].answer(timeout_s) if rank in calls else None
 
@@ -120,7 +120,7 @@ class EnginePool:
     def prepare(self, targets: Sequence[int]) -> None:
         """Replace engines that have died, and join a new world if the old one has failed.
 
-        Where engines cannot be replaced, the others still run what is sent to them alone.
+        If engines cannot be replaced, the others still run requests for them alone.
         """
         missing = sorted(set(self.ranks) - set(self.live.ids()))
         if missing and not self._processes.replaces_engines and not set(missing) & set(targets):
@@ -144,7 +144,7 @@ class EnginePool:
         progress.finish(f"{describe_ranks(ranks)} ready")
 
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
-        """What engines must know of the next request to these ranks."""
+        """The tag of the next request to these ranks."""
         num_targets = len(tuple(targets))
         return protocol.CellTag(next(_run_numbers), num_targets == self.num_engines, wants_values, label)
 
@@ -198,7 +198,7 @@ class EnginePool:
         return rendezvous_store([outcome.replies[rank] for rank in self.ranks], self._folder)
 
     def _describe_loss(self, ranks: Sequence[int]) -> str:
-        """Which engines are replaced and why, and the variables that go with them, as a rank that lives knows them."""
+        """The engines that are replaced, why, and their lost variables, of which a living rank has the names."""
         how = self._processes.how_ended(ranks[0])
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
         left = next((rank for rank in self.live.ids() if rank not in ranks), None)
@@ -209,7 +209,7 @@ class EnginePool:
         return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}"
 
     def _try_to_leave_world(self) -> None:
-        """Let idle engines of other hosts leave their world in order; those that are busy or broken are just ended."""
+        """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""
         if self._engines is None or self.active or len(self._engines.ids()) < self.num_engines:
             return
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
@@ -218,7 +218,7 @@ class EnginePool:
 
 
 class _IgnoredProcesses:
-    """Processes of a session that is being closed: they end right after."""
+    """Processes of a session that is being closed, which end anyway."""
 
     def kill(self, ranks: Sequence[int]) -> None:
         pass
@@ -231,7 +231,7 @@ class _IgnoredProcesses:
 
 
 def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None) -> None:
-    """Raise what the caller of a run that did not end well should see.
+    """Raise the error of a run that failed.
 
     Raises:
         CellError: the run failed on a rank, or ran out of time.

@@ -1,10 +1,10 @@
-"""What engines of this host would exchange tensors through, without starting any."""
+"""The transport that engines of this host would use, found without starting any."""
 
 from __future__ import annotations
 
 
 def host_transport() -> tuple[str, str]:
-    """What engines of this host would use, and why CPU engines would not share memory (empty if they would).
+    """The name of the transport, and the reason why CPU engines would not share memory (empty if they would).
 
     Raises:
         WorldError: the environment names a transport that does not exist.

@@ -231,7 +231,7 @@ def _parse(magic: Any, line: str) -> Namespace:
 
 
 def _help(text: str) -> str:
-    """What IPython makes of a magic's options, without the marks that it puts there for Sphinx."""
+    """IPython's help of a magic's options, without its markup for Sphinx."""
     return text.removeprefix("::\n\n  ").rstrip()
 
 

@@ -1,4 +1,4 @@
-"""The commands of ``%workbench``: each makes one call on the session and shows what it answers."""
+"""The commands of ``%workbench``: each makes one call on the session and shows the answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(options: Namespace) -> None:
 
 
 def attach(options: Namespace) -> None:
-    """Go on with the engines that an earlier notebook has left, or look at those that serve another one."""
+    """Take over the engines that an earlier notebook has left, or observe those that serve another one."""
     if cluster.find_current() is not None:
         raise UsageError(
             "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
@@ -100,7 +100,7 @@ def stop(options: Namespace) -> None:
 
 
 def restart(options: Namespace) -> None:
-    """Replace engines; all of them, or those named."""
+    """Replace all engines, or those of ``--ranks``."""
     here = cluster.current()
     here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
 
@@ -121,7 +121,7 @@ def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
 
 
 def log(options: Namespace) -> None:
-    """The end of what each rank printed in the last cell that printed, and the files that have all of it."""
+    """The last lines that each rank printed in the last cell with output, and the files with all lines."""
     here = cluster.current()
     _print(text_reports.log_lines(here, text_reports.ranks_of(here, options.ranks), options.lines))
 
@@ -133,12 +133,12 @@ def dump(options: Namespace) -> None:
 
 
 def interrupt(options: Namespace) -> None:
-    """Stop what the engines run, here or in the notebook that they serve."""
+    """Stop the engines' cell, of this notebook or of the one that they serve."""
     _print(text_reports.interrupt_lines(cluster.current()))
 
 
 def debug(options: Namespace) -> None:
-    """Have debugpy listen on loopback on the ranks named."""
+    """Let debugpy listen on loopback on the ranks of ``--ranks``."""
     here = cluster.current()
     ranks = text_reports.ranks_of(here, options.ranks)
     if options.ranks is None:

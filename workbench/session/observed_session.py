@@ -1,4 +1,4 @@
-"""Engines that serve another notebook, looked at from here: status, dump, log and interrupt. Nothing runs on them."""
+"""Engines that serve another notebook, observed from here: status, dump, log and interrupt. Nothing runs on them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _POLL_S = 0.05
 
 
 def observe(name: str | None = None, asked: str = "observe()", option: str = "name=") -> ObservedSession:
-    """Look at the engines of another notebook or script of yours, also while a cell runs there or is stuck.
+    """Observe the engines of another notebook or script of the same user, also while a cell runs there or is stuck.
 
         from workbench.session.observed_session import observe
         observe().status()
 
     Args:
-        name: which session; may be left out where there is one (see
-            `workbench.session.processes.discovery.running_sessions`).
-        asked, option: what to call this, and how a session is named, in an error.
+        name: the session's name; not needed if there is one (`workbench.session.processes.discovery.running_sessions`
+            lists them).
+        asked, option: for errors, the name of the command and the option that names a session.
 
     Raises:
         SessionError: there is none, none of that name, or several to choose from.
@@ -38,7 +38,7 @@ def observe(name: str | None = None, asked: str = "observe()", option: str = "na
 
 
 class ObservedSession(Session):
-    """A session of another process: it tells of its engines and interrupts them, and refuses to run anything."""
+    """A session of another process. It reports on its engines and interrupts them, and refuses to run code."""
 
     def __init__(self, folder: SessionFolder, facts: EngineFacts) -> None:
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
@@ -54,12 +54,12 @@ class ObservedSession(Session):
 
     @property
     def title(self) -> str:
-        """One line about the engines: name, number, age and whom they serve."""
+        """One line about the engines: name, number, age and user."""
         return str(discovery.describe(self._folder, self._facts))
 
     @property
     def user(self) -> str:
-        """Whom the engines serve: ``process 4711 (digits.ipynb)``."""
+        """The process that the engines serve: ``process 4711 (digits.ipynb)``."""
         return discovery.describe(self._folder, self._facts).user
 
     def status(self) -> list[protocol.RankStatus]:
@@ -72,7 +72,7 @@ class ObservedSession(Session):
         return super().status()
 
     def interrupt(self) -> Outcome:
-        """Stop what the engines run, as an interrupt of their own notebook does; ranks that are idle are left alone."""
+        """Stop the engines' cell, as an interrupt of their own notebook does. Idle ranks are not interrupted."""
         self._processes.find_engines(self._folder.engines() or self._facts)  # some may have been replaced
         found = [each for each in self.status() if each.busy or not each.alive]
         before = {each.rank: each for each in found if each.rank in self._processes.engines}
@@ -83,7 +83,7 @@ class ObservedSession(Session):
         return run.wait()
 
     def close(self) -> None:
-        """Look no longer; the engines go on."""
+        """Stop observing; the engines go on."""
         self.detach()
 
     def detach(self) -> None:
@@ -92,7 +92,7 @@ class ObservedSession(Session):
             self._pool.leave()
 
     def _report_finished_ranks(self, request: Request, before: dict[int, protocol.RankStatus]) -> None:
-        """Stand in for the replies, which go to the engines' own notebook."""
+        """Report ranks that are done. The replies themselves go to the engines' own notebook."""
         pending = dict(before)
         while pending and not self._closed:
             found = {each.rank: each for each in self._pool.status()}
@@ -104,7 +104,7 @@ class ObservedSession(Session):
             time.sleep(_POLL_S)
 
     def _is_done(self, was: protocol.RankStatus, now: protocol.RankStatus) -> bool:
-        """Whether a rank no longer runs what it ran: its process has ended, it is idle, or runs something else."""
+        """Whether a rank no longer runs its cell: its process has ended, it is idle, or it runs another cell."""
         if not now.alive:
             return bool(self._processes.dead([was.rank]))
         return not now.busy or (was.alive and now.num_requests != was.num_requests)

@@ -26,7 +26,7 @@ MAX_VALUE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class CellTag:
-    """What an engine must know about the request it runs, besides the code.
+    """The facts about a request that an engine needs besides the code.
 
     ``all_ranks``: every rank of the session runs this request, so collectives are allowed.
     ``wants_values``: send the value of the last expression, not only its picture.
@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A pickled value of a cell's last expression, or what is shown in its place."""
+    """A pickled value of a cell's last expression, or its picture."""
 
     payload: bytes
 
@@ -129,7 +129,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one rank says about itself; ``alive=False`` and the rest empty when it does not answer."""
+    """The report of one rank on itself. ``alive=False``, and the rest empty, if it does not answer."""
 
     rank: int
     alive: bool
@@ -147,11 +147,11 @@ class RankStatus:
 
 
 class TooLarge(ValueError):
-    """A pickle outgrew the size it may have."""
+    """A pickle is larger than its limit."""
 
 
 class _LimitedBuffer(io.BytesIO):
-    """Stops a pickle as soon as it outgrows the limit, instead of after it is complete."""
+    """Stops a pickle as soon as it is larger than the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def dump(value: object, limit_bytes: int | None = None) -> bytes:
 
 
 def dump_or_omit(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
-    """Pickle a value, or the placeholder that says why it stays where it is."""
+    """Pickle a value, or an ``OmittedValue`` with the reason why it stays."""
     from workbench.units import format_bytes
 
     kind = type(value).__name__
@@ -195,12 +195,12 @@ def dump_or_omit(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
 
 
 def load_strictly(payload: bytes) -> Any:
-    """Unpickle what `dump` made; raises what unpickling raises."""
+    """Unpickle the bytes of `dump`; errors of unpickling pass through."""
     return pickle.loads(payload)
 
 
 def load(payload: bytes) -> Any:
-    """Unpickle what `dump` made; a placeholder where this side lacks what is needed to."""
+    """Unpickle the bytes of `dump`; an ``OmittedValue`` if this side lacks what the value needs."""
     try:
         return pickle.loads(payload)
     except Exception as error:  # noqa: BLE001 - pickling runs anybody's code

@@ -1,4 +1,4 @@
-"""A function running on the engines while the notebook goes on."""
+"""A function that runs on the engines while the notebook goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.session.run import Outcome, Run
 class RemoteCall:
     """What `Session.submit` returns: the call's progress and, in the end, its results.
 
-    When one rank fails the others are stopped, whether or not anybody waits for the result.
+    When one rank fails, the others are stopped, also if no code waits for the result.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RemoteCall:
         return [protocol.load(self._outcome.replies[rank]) for rank in self._outcome.ranks]
 
     def exception(self) -> BaseException | None:
-        """What `result` raises, once the call is done; None before, and when all is well."""
+        """The exception that `result` raises; None before the call is done, and if it succeeded."""
         if self._error is not None:
             return self._error
         if self._outcome is None or self._outcome.ok:
@@ -72,7 +72,7 @@ class RemoteCall:
 
     @property
     def text(self) -> str:
-        """What the ranks printed so far, alike lines once."""
+        """The output of the ranks so far; a line that several ranks printed appears once."""
         return self._listener.text
 
     def request_stop(self) -> None:
@@ -86,19 +86,19 @@ class RemoteCall:
         self._control("command", kind=kind, text=text)
 
     def describe(self, what: str) -> None:
-        """Say in other words what the call is doing; a cell that has to wait for it says these."""
+        """Set the text that a waiting cell shows for this call."""
         if self._run is not None:
             self._run.label = what
 
     def cancel(self) -> None:
-        """Interrupt the ranks (SIGINT, and what the session does to ranks that do not react)."""
+        """Interrupt the ranks, and escalate for ranks that do not react."""
         with self._lock:
             self._cancelled = True
             if self._run is not None:
                 self._run.stop()
 
     def follow(self, run: Run) -> Outcome:
-        """Used by the session: the request has been sent, see it to its end."""
+        """Follow the sent request to its end; the session calls it."""
         with self._lock:
             self._run = run
             if self._cancelled:

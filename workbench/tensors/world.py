@@ -26,20 +26,20 @@ DEFAULT_TIMEOUT_S = 300.0
 class World:
     """The ranks that run one SPMD program, seen from one of them.
 
-    Of what a world is, only the transport changes: when the world is rebuilt, closed, or recorded. What a program does
-    in it, and what a context manager sets for a while, is in ``context``.
+    Only its transport changes: when the world is rebuilt, closed, or recorded. ``context`` holds the state of the
+    program that runs in it, and settings of context managers.
 
     Attributes:
         rank: this rank's number.
-        world_size: how many ranks there are.
-        device: where this rank's shards live.
-        transport: how tensors get to other ranks.
-        traffic: what this rank has sent.
-        generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
-        num_rebuilds: how often this world went on after it broke; what was under way before then is void.
+        world_size: the number of ranks.
+        device: the device of this rank's shards.
+        transport: sends tensors to other ranks.
+        traffic: the count of exchanges and bytes that this rank has sent.
+        generation: the number of worlds before this one at the same rendezvous; ``rebuild`` counts it.
+        num_rebuilds: how often this world was rebuilt; exchanges begun before a rebuild are void.
         context: the state of the program that runs in this world.
         specs: the interned layouts with shapes (see ``spec``).
-        plans: what to do for a function and its arguments (see ``dispatch.planning``).
+        plans: the cached plan for a function and its arguments (see ``dispatch.planning``).
         on_plan: called with (function, args, kwargs) for every call that needs a new plan.
         casts: in a dry run, adds autocast's casts to a local function, given the function's name; else None.
         splits_backward: whether plans for functions of parameters compute weight gradients apart (split backward).
@@ -58,7 +58,7 @@ class World:
 
     @property
     def autocast_type(self) -> str:
-        """The device type whose autocast holds here; on metadata, the CPU's."""
+        """The device type whose autocast applies; on metadata, the CPU's."""
         return "cpu" if self.device.type == "meta" else self.device.type
 
     @property
@@ -68,11 +68,11 @@ class World:
 
     @property
     def transport_groups(self) -> tuple[str, ...]:
-        """Which ranks use what, and why: ``ranks [0, 1]: shared (one host, alpha)``, by host."""
+        """The transport of each group of ranks, with the reason: ``ranks [0, 1]: shared (one host, alpha)``."""
         return tuple(map(str, getattr(self.transport, "groups", ())))
 
     def forget_decisions(self) -> None:
-        """Drop plans that depend on the cost of a transport: ranks that have joined since would plan otherwise."""
+        """Drop plans that depend on the cost of a transport: ranks that have joined since then would plan otherwise."""
         self.plans.clear()
         for spec in self.specs.values():
             spec.exchanges.clear()
@@ -132,10 +132,10 @@ def init(
 
     Args:
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
-        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default what the launcher says (``env://``).
-        backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host; default what suits best.
-        device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
-        timeout_s: how long a rank waits for the others before it gives up.
+        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
+        backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
+        device: the device of shards. Default: this rank's GPU if it has one to itself, else the CPU.
+        timeout_s: seconds that a rank waits for the others.
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
             many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
 
@@ -148,9 +148,9 @@ def init(
         The world; calling again returns the same one.
 
     Raises:
-        WorldError: the process already belongs to another world, or some ranks did not come in time.
+        WorldError: the process already belongs to another world, or some ranks did not join in time.
 
-    ``wb.init()`` at the head of a script is all that ``torchrun --nproc-per-node 2 script.py`` needs.
+    A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``.
     """
     global _process_world, _joined_by
     rank = launcher_value("rank", 0) if rank is None else rank
@@ -193,13 +193,13 @@ def rebuild(
 ) -> World:
     """Replace a broken world by a new one in place: tensors and modules of this process stay usable. All ranks call it.
 
-    After an exchange has failed (a rank died, was interrupted, or ran another program), nobody can go on in this
-    world. Every rank that is left calls ``rebuild``; a process that takes the place of a dead one calls it too, with
-    its rank, the size of the world and the generation, and starts without tensors.
+    After an exchange has failed (a rank died, was interrupted, or ran another program), the world cannot be used. Every
+    remaining rank calls ``rebuild``. A process that takes the place of a dead one calls it too, with its rank, the size
+    of the world and the generation, and starts without tensors.
 
     Args:
-        rank, world_size, device: default those of the world that this process is or was in.
-        init_method: where the ranks meet; default the same place as before. It must be another one if the process that
+        rank, world_size, device: default: those of this process's present or last world.
+        init_method: the rendezvous. Default: the same as before. It must be another one if the process that
             served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
         generation: default one more than this process's last one at that place.
         reason: the text of the error on ranks that still wait for this one.
@@ -208,7 +208,7 @@ def rebuild(
     the others call ``wb.rebuild()``.
 
     Raises:
-        WorldError: no rank is given and this process was in no world; some ranks did not come in time.
+        WorldError: no rank is given and this process was in no world, or some ranks did not join in time.
     """
     known = _process_world or _left_world
     if known is None and (rank is None or world_size is None):
@@ -230,7 +230,7 @@ def rebuild(
 def _join(
     rendezvous: Rendezvous, rank: int, world_size: int, backend: str | None, device: torch.device, timeout_s: float
 ) -> Transport:
-    """Connect to the other ranks that have come to the rendezvous."""
+    """Connect to the other ranks at the rendezvous."""
     transport, why_not = selection.select_for_devices(rendezvous, rank, device, timeout_s)
     backend = backend or ("gloo" if transport is not None else selection.select_backend(device, rendezvous.members))
     try:
@@ -255,7 +255,7 @@ def _join(
 
 
 def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:
-    """The world this process has left, on its new transport: tensors and modules that were in it stay usable."""
+    """Give the former world the new transport, so that its tensors and modules stay usable."""
     left = _left_world
     if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
         return None
@@ -275,8 +275,8 @@ def at_rebuild(forget: Callable[[], None]) -> None:
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks' models and
-    the keys of their random tensors must agree.
+    """Give all ranks rank 0's random state. torch seeds every process differently, but the ranks' models and the keys
+    of their random tensors must agree.
     """
     states = transport.all_gather(torch.get_rng_state().to(device), "init()")
     torch.set_rng_state(states[0].cpu())
@@ -296,8 +296,8 @@ def shutdown() -> None:
 
 
 def run_backward_in_calling_thread(device: torch.device) -> None:
-    """Let the thread that calls a backward run it, for GPUs too: autograd has a thread for each, for which the caller
-    waits in C++, where no SIGINT reaches it; and errors there know no line of the user's.
+    """Let the thread that calls a backward run it, also for GPUs. Autograd would use a thread per GPU, and the caller
+    would wait in C++, where no SIGINT reaches it and errors have no line of the user's code.
     """
     if device.type != "cpu":
         torch.autograd.set_multithreading_enabled(False)
@@ -313,7 +313,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks the world has.
+    """The number of ranks in the world.
 
     >>> wb.world_size()
     2
@@ -325,7 +325,7 @@ def barrier() -> None:
     """Return when all ranks of the world have called it; the wait can be interrupted.
 
     Raises:
-        CollectiveAborted: a rank has died, has given up, or runs another program.
+        CollectiveAborted: a rank has died, timed out, or runs another program.
 
     >>> wb.testing.run_ranks(lambda rank: wb.barrier(), num_ranks=2)
     [None, None]
@@ -335,7 +335,7 @@ def barrier() -> None:
 
 
 def _default_device(world_size: int) -> torch.device:
-    """This rank's own GPU where every rank of the host has one; else the CPU."""
+    """This rank's own GPU if every rank of the host has one; else the CPU."""
     local_world = launcher_value("local_world_size", world_size)
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
         return torch.device("cpu")

@@ -51,7 +51,7 @@ def on_value(control: widgets.Widget, handler: Callable[[Any], None]) -> None:
 
 
 def html(text: str = "", *css: str) -> widgets.HTML:
-    """A piece of HTML with classes."""
+    """A widget of HTML with CSS classes."""
     made = widgets.HTML(text)
     for name in css:
         made.add_class(name)
@@ -69,7 +69,7 @@ def bar(*children: widgets.Widget, css: tuple[str, ...] = ("wb-bar",)) -> widget
 def display_widget(widget: widgets.Widget) -> None:
     """Display a widget that a static copy follows.
 
-    Without a kernel only the copy has words: those of the widget would be of the moment at which it was first shown.
+    Without a kernel only the copy has text: that of the widget would be from the time when it was first shown.
     """
     display(widget._repr_mimebundle_() | {"text/plain": ""}, raw=True)  # without any, nbconvert warns
 
@@ -86,12 +86,12 @@ def field(text: str, control: widgets.Widget) -> widgets.HBox:
 
 
 class Controls:
-    """All bars above the grid. ``run`` and ``problems`` are in none of them: they belong where they stay in sight.
+    """All bars above the grid. ``run`` and ``problems`` are in none of them, so that they can stay in sight.
 
     Args:
-        edit: is called with a function of the state for everything that the user does here.
+        edit: called with a function of the state for each edit of the user.
         run: starts a run.
-        plan: puts the planner's choice into the panel.
+        plan: loads the planner's choice into the panel.
         facts: model, parameters, batch.
     """
 
@@ -162,7 +162,7 @@ class Controls:
         )
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
         memory = (field("ZeRO", self.zero), self.recompute, self.sequence, field("precision", self.precision))
-        groups = (degrees, parts, bar(*memory, css=("wb-field",)))  # what belongs together wraps together
+        groups = (degrees, parts, bar(*memory, css=("wb-field",)))  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
             bar(presets, history, html("", "wb-space"), label(facts, "wb-facts")),
@@ -172,7 +172,7 @@ class Controls:
         ]
 
     def _on_user(self, action: Callable[[PanelState], None]) -> None:
-        """Edit, unless the change is only the state being shown."""
+        """Edit, unless the change comes from ``refresh``."""
         if not self._refreshing:
             self._edit(action)
 
@@ -187,9 +187,9 @@ class Controls:
         """Show ``state``.
 
         Args:
-            busy: a run holds the engines, and nothing can be started.
-            no_plan: why there is no planner's choice; empty where there is one.
-            no_run: why nothing can be run at all; empty where it can.
+            busy: whether a run holds the engines, so that none can be started.
+            no_plan: the reason why the planner has no choice; empty if it has.
+            no_run: the reason why the panel cannot run at all; empty if it can.
         """
         self._refreshing = True
         try:
@@ -266,7 +266,7 @@ def _fix_button(fix: str) -> str:
 
 
 def _mistake_line(mistake: Mistake) -> str:
-    """A mistake that stands at no row, with its fixes; those that only the user can do are words."""
+    """A mistake that belongs to no row, with its fixes: buttons, or text for those that only the user can do."""
     fixes = []
     for fix in mistake.fixes[:2]:
         can = fix.startswith(FIXES)

@@ -1,4 +1,4 @@
-"""Fewer points for a curve of any length, with its spikes kept."""
+"""Fewer points for a long curve, which keep its spikes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_POINTS = 1000
 def decimate(x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """At most ``max_points`` of the points (x, y), in order of x: the smallest and the largest y of every stretch of x.
 
-    Stretches are equally wide, so a curve that is thinned out again and again stays equally dense. Curves that are
-    short enough come back as they are. Points without a value (nan) are left out.
+    Stretches are equally wide, so a curve that is decimated repeatedly stays equally dense. Short curves are returned
+    unchanged. Points without a value (nan) are left out.
 
     >>> x, y = decimate(np.arange(5000), np.arange(5000) % 7)
     >>> len(x), int(y.min()), int(y.max())

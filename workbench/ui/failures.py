@@ -23,9 +23,9 @@ _LONGEST_WORDS = 12
 
 
 class Failures:
-    """The newest failure, in words, with its traceback behind a fold; ``box`` is what is shown, nothing before one.
+    """The newest failure as text, with its traceback behind a fold. ``box`` is the widget, empty without a failure.
 
-    It goes when what failed has worked, or when the user has read it.
+    The failure disappears when its source works again, or when the user closes it.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class Failures:
         self.clear()
 
     def show(self, error: BaseException, source: object = None) -> None:
-        """Show an error until ``source`` works, or until the user has read it."""
+        """Show an error until ``source`` works, or until the user closes it."""
         self._text.value = failure_html(error)
         self.box.layout.display = ""
         self.error, self._source = error, source
 
     def clear(self) -> None:
-        """Show none."""
+        """Remove the failure."""
         self.error = self._source = None
         self._text.value = ""
         self.box.layout.display = "none"
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose exceptions are shown here and go no further: it returns None then."""
+        """The function with its exceptions shown here: it then returns None."""
 
         @functools.wraps(action)
         def guarded_action(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class Failures:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Handlers that are guarded inside show their failures here."""
+        """Context in which guarded handlers show their failures here."""
         token = _collecting.set(self)
         try:
             yield
@@ -81,13 +81,13 @@ _collecting: ContextVar[Failures | None] = ContextVar("workbench_failures", defa
 
 
 def guarded(action: Callable[..., Any]) -> Callable[..., Any]:
-    """``action`` as a handler of the panel that is being made; outside of one it stays as it is, and raises."""
+    """``action`` as a handler of the panel under construction. Without a panel it is returned unchanged."""
     failures = _collecting.get()
     return action if failures is None else failures.guard(action)
 
 
 def failure_html(error: BaseException) -> str:
-    """An error for people: its words, and behind a fold the rest of them and the traceback.
+    """An error as HTML: its first line, and behind a fold the rest and the traceback.
 
     >>> print(failure_html(ValueError("a < b")).partition("<details")[0])
     <div class="wb-failure"><div>ValueError: a &lt; b</div>

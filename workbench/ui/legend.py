@@ -1,4 +1,4 @@
-"""What the panel's words mean, in plain sentences: shown by its "?" button, and as tips where the words stand."""
+"""Definitions of the panel's words, shown by its "?" button and as tips at the words."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ TERMS = {
 
 
 def legend_html() -> str:
-    """All of them as a list of definitions."""
+    """All words as an HTML list of definitions."""
     pairs = (element("dt", text=word) + element("dd", text=meaning) for word, meaning in TERMS.items())
     return element("dl", *pairs)

@@ -1,4 +1,4 @@
-"""How the pages write numbers that are neither bytes nor seconds."""
+"""Texts of numbers that are neither bytes nor seconds."""
 
 from __future__ import annotations
 

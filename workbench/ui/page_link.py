@@ -14,12 +14,12 @@ from workbench.ui.failures import guarded
 
 
 class PageLink(anywidget.AnyWidget):
-    """An empty element that tells the page's theme, its panel's width and whether it is seen, and hands over files.
+    """An empty element that reports the page's theme, the panel's width and its visibility, and downloads files.
 
     Args:
         on_theme: gets the palette when a page shows the view, and whenever its theme changes.
         on_width: gets the panel's width in pixels, whenever that changes.
-        on_visible: gets whether anybody can see the view, whenever that changes, and when a page shows it anew.
+        on_visible: gets whether the view can be seen, whenever that changes, and when a page shows it anew.
     """
 
     _esm = asset("controls.js") + asset("download.js") + asset("page_link.js")
@@ -41,18 +41,18 @@ class PageLink(anywidget.AnyWidget):
         self.on_msg(guarded(self._receive))
 
     def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
-        """Have the browser save a file of that name."""
+        """Let the browser save a file of that name."""
         self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
 
     def ask(self, now_s: float) -> None:
-        """Ask the page to say when it has drawn what was sent so far."""
+        """Ask the page to answer when it has drawn the messages so far."""
         if self._has_page:
             self._asked += 1
             self._asked_s = now_s
             self.send({"event": "ping", "number": self._asked})
 
     def is_behind(self, now_s: float, patience_s: float) -> bool:
-        """Is the page still drawing what it was sent? After ``patience_s`` without an answer nobody waits for it."""
+        """Whether the page still draws earlier messages. After ``patience_s`` seconds without an answer: False."""
         return self._answered < self._asked and now_s - self._asked_s < patience_s
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:

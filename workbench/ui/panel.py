@@ -179,7 +179,7 @@ class Panel(widgets.VBox):
             self._editor.forbid_runs(_CLOSED)
 
     def _bar(self) -> widgets.VBox:
-        """What stays in sight, whatever is shown below it."""
+        """The bar that stays in sight above the tabs."""
         controls, runs = self._editor.controls, self._runs_section
         legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="explain the words of the panel")
         checks = () if self._is_offline else (runs.check,)
@@ -195,7 +195,7 @@ class Panel(widgets.VBox):
         return stays
 
     def _count(self, *job: Any) -> None:
-        """Learn what the layers cost, beside the notebook."""
+        """Count the costs of the layers, in a thread."""
         try:
             self._editor.learn(offline_trainer.costs_of(*job))
         except Exception as error:  # noqa: BLE001 - any model may fail in any way; the panel says why and works without
@@ -303,7 +303,7 @@ class Panel(widgets.VBox):
             self.tabs.heard += 1
 
     def changed(self) -> None:
-        """Show the state in every part of the panel, and the part where something has begun."""
+        """Show the state in every part of the panel, and open the tab of a run that has begun."""
         self._editor.refresh()
         now = (self.running, self._runs_section.changing)
         if now != self._was and self.running:
@@ -320,13 +320,13 @@ class Panel(widgets.VBox):
     # ---- display ------------------------------------------------------------------------------------------------
 
     def _ipython_display_(self) -> None:
-        """The widget, and after it what remains of it without a kernel (hidden by the panel's style where it lives)."""
+        """Display the widget and its static copy, which the panel's style hides while the widget works."""
         display_widget(self)
         page = display(self._static_bundle(), raw=True, display_id=True)
         self._handle = page
 
     def _on_page(self, colours: Palette) -> None:
-        """A page shows the panel, or has another theme."""
+        """Handle a page that shows the panel, or that has another theme."""
         self._runs_section.use(colours)
         if not self._no_run:
             self._runs_section.live.prepare()
@@ -339,7 +339,7 @@ class Panel(widgets.VBox):
         return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline, check)}
 
     def _keep_static(self) -> None:
-        """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""
+        """Update the static copy soon, between runs only. A saved notebook shows it."""
         if self._handle is None or self._timer is not None or self.running:
             return
         self._timer = threading.Timer(_STATIC_DELAY_S, self._write_soon)
@@ -354,7 +354,7 @@ class Panel(widgets.VBox):
 
 
 def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
-    """What a tab shows."""
+    """The contents of a tab."""
     made = widgets.VBox(children)
     for name in ("wb-tab", tab_class(tab)):
         made.add_class(name)

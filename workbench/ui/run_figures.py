@@ -57,7 +57,7 @@ def loss_difference_figure(
 ) -> go.Figure:
     """Difference of each run's loss to one device's, by step, on a logarithmic axis, with the tolerance.
 
-    A difference of exactly zero, or one that is not finite, cannot be drawn there and is left out of its curve.
+    Differences that are zero or not finite have no place on a logarithmic axis and are left out.
     """
     figure = go.Figure()
     drawn = finished(runs)
@@ -83,7 +83,7 @@ def _difference(run: RunRecord, baseline: RunRecord) -> tuple[np.ndarray, np.nda
 
 
 def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:
-    """The limit's number above its line, on the left: on the right are the buttons of a figure that is pointed at.
+    """The limit's number above its line, on the left, because plotly's buttons appear on the right.
 
     Annotations on a logarithmic axis are placed by exponent.
     """

@@ -1,4 +1,4 @@
-"""Names beside plots: a strategy written as text is its own name, and longer than a plot has room for."""
+"""Names beside plots. The name of a strategy is its text, which is too long for a plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def short_name(name: str, head: int = 16, tail: int = 12) -> str:
-    """A name without its middle, where it is longer than so many letters.
+    """A name without its middle, if it is longer than ``head`` and ``tail`` together.
 
     >>> short_name("fc1: data; fc2: data@1; fc3: data@1 | 2x1x1 mb=4 1f1b")
     'fc1: data; fc2: \u2026x1 mb=4 1f1b'
@@ -15,7 +15,7 @@ def short_name(name: str, head: int = 16, tail: int = 12) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Short names that stay apart: what is alike is numbered.
+    """Short names that differ: equal ones are numbered.
 
     >>> short_names(["data", "model", "data"])
     ['data (1)', 'model', 'data (2)']

@@ -29,20 +29,20 @@ from workbench.ui.tensor_view import no_tensor_html, tensors_html
 
 
 class StrategyEditor:
-    """Ties the state to the bars, the grid and the predictions. ``children`` are the widgets, from the top.
+    """Connects the state with the bars, the grid and the predictions. ``children`` are the widgets, from the top.
 
     Args:
-        layers: of the model.
-        num_ranks: that the strategy is for.
-        strategy: where to start.
+        layers: the layers of the model.
+        num_ranks: the number of ranks of the strategy.
+        strategy: the first strategy.
         facts: batch, shapes, loss.
-        predictor: what predicts.
-        title: model, parameters, batch, in words.
-        on_run: somebody wants to train.
-        on_theme: the page has another theme.
+        predictor: predicts step time and memory.
+        title: model, parameters and batch as text.
+        on_run: called for the button Run.
+        on_theme: called when the page has another theme.
         search: finds the planner's choice.
-        no_run: why nothing can be run at all; empty where it can.
-        calibrate: measures the machine of the engines, for a panel that knows none; None where there are no engines.
+        no_run: the reason why the panel cannot run at all; empty if it can.
+        calibrate: measures the machine of the engines, for a panel without ``hardware``; None without engines.
     """
 
     def __init__(

@@ -20,12 +20,12 @@ _HINTS = frozenset(
 
 
 class GraphConfig:
-    """What ``graph.config`` holds.
+    """The settings in ``graph.config``.
 
     Attributes:
-        num_micro_batches: into how many parts a training batch is cut.
+        num_micro_batches: the number of parts into which a training batch is cut.
         autocast: the dtype under which ``build`` runs; None for none.
-        schedule: in which order stages run micro-batches, e.g. ``"1f1b"`` or ``"gpipe"`` (ours; OneFlow has none).
+        schedule: the order in which stages run micro-batches, e.g. ``"1f1b"`` or ``"gpipe"`` (an extension of OneFlow).
     """
 
     def __init__(self) -> None:

@@ -108,7 +108,7 @@ def _to_global_weight(
 
 
 def from_torch(name: str) -> Any:
-    """What ``flow.nn`` has under a name of ``torch.nn``: modules with ``to_global``, the rest as it is.
+    """The member of ``flow.nn`` for a name of ``torch.nn``: modules with ``to_global``, other members unchanged.
 
     Raises:
         AttributeError: torch has no such name.

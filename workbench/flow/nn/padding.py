@@ -21,7 +21,7 @@ class WindowPadding:
 
     @property
     def is_even(self) -> bool:
-        """Whether both sides get as much."""
+        """Whether both sides get the same number."""
         return self.before == self.after
 
     @property
@@ -42,7 +42,7 @@ def edges(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> WindowPadding:
-    """What ``padding`` adds to an image.
+    """The rows and columns that ``padding`` adds to an image.
 
     >>> edges("SAME", (28, 28), (5, 5), (1, 1), (1, 1))
     WindowPadding(before=(2, 2), after=(2, 2))

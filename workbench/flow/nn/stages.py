@@ -1,4 +1,4 @@
-"""The pipeline stages of a graph's modules: numbers from ``config.stage_id``, ranks from where the weights lie."""
+"""The pipeline stages of a graph's modules: numbers from ``config.stage_id``, ranks from the placements of weights."""
 
 from __future__ import annotations
 

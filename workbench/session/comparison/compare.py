@@ -30,7 +30,7 @@ class CompareResult:
     """Finished runs of one comparison.
 
     Attributes:
-        baseline: the one-device run; None where nothing was to be compared with it.
+        baseline: the one-device run; None with ``check_steps=0``.
         runs: one record per strategy, in the order in which they ran; failed ones carry their reason.
         settings: what was compared: batch size, steps, engines, optimizer, versions.
     """
@@ -61,7 +61,7 @@ class CompareResult:
 
     @classmethod
     def from_json(cls, text: str) -> CompareResult:
-        """The result that ``to_json`` wrote."""
+        """The result from the text of ``to_json``."""
         data = json.loads(text)
         runs = [RunRecord.from_dict(run) for run in data["runs"]]
         baseline = RunRecord.from_dict(data["baseline"]) if data["baseline"] else None
@@ -188,7 +188,7 @@ def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Pro
     started = time.perf_counter()
     try:
         record = comparison.start(strategy, name).result()
-    except (SessionError, RunError) as error:  # one strategy that fails must not take the others' results with it
+    except (SessionError, RunError) as error:  # a strategy that fails must not lose the results of the others
         record = comparison.planned(name, strategy, error=str(error))
     if say is not None:
         say(record, time.perf_counter() - started)

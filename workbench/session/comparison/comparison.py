@@ -1,7 +1,7 @@
-"""A job on the engines of a session: its one-device runs, and the strategies that are tried on it.
+"""A job on the engines of a session, with its one-device runs and the runs of strategies.
 
-The job (model, data, loss, optimizer) travels to the engines once. One engine first trains on one device in plain
-torch: that run is the reference, for losses and weights, and the measure of speed-up.
+The job (model, data, loss, optimizer) is sent to the engines once. One engine first trains on one device in plain
+torch. This run is the reference for losses, weights and speed-up.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _keys = itertools.count()
 class Comparison:
     """A job on the engines of a session, its one-device runs, and the strategies tried on it so far.
 
-    ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
+    ``wb.compare`` and the panel use it. Close it (or use it as a context) to free the engines' copies.
 
     Args:
-        check_steps: steps that one device trains, and that runs begun from now on are compared with; 0 for none.
+        check_steps: number of first steps that one device trains and that later runs are compared with; 0 for none.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Comparison:
         self.close()
 
     def prepare(self) -> None:
-        """Send the job to engines that do not have it: to all of them at first, later to those that are new because the
-        world was restarted or a lost engine replaced. One device trains again where its engine is new.
+        """Send the job to engines that do not have it: first to all, later to new ones after a restart or a loss. If
+        the engine of the one-device run is new, the run is trained again.
 
         Raises:
             NotStartedError: the session is closed.
@@ -95,7 +95,7 @@ class Comparison:
 
         Raises:
             StrategyError: it does not fit, see `Subject.strategy`.
-            RunError: it has micro-batches, whose losses do not make that of the batch.
+            RunError: it has micro-batches, and the mean of their losses is not the loss of the batch.
         """
         strategy = self.subject.strategy(wanted, self.session.num_engines)
         number = strategy.options.num_micro_batches
@@ -106,9 +106,9 @@ class Comparison:
     def reference(
         self, strategy: Strategy | None = None, observer: RunObserver | None = None, num_steps: int | None = None
     ) -> RankReport | None:
-        """The first steps of one device, with a strategy's micro-batches and precision; made when first asked for.
+        """The first steps of one device, with a strategy's micro-batches and precision; the first call trains them.
 
-        None where nothing is to be compared.
+        None with ``check_steps=0``.
 
         Raises:
             RunStopped: ``observer`` stopped it; the next call trains it again.
@@ -119,7 +119,7 @@ class Comparison:
         return self._checker.one_device(which, steps, observer) if steps else None
 
     def baseline(self, observer: RunObserver | None = None, num_steps: int | None = None) -> RunRecord | None:
-        """The one-device run as a record; kept on disk like the others. None where nothing is to be compared.
+        """The one-device run as a record; kept on disk like the others. None with ``check_steps=0``.
 
         Raises:
             RunStopped: as ``reference``.
@@ -139,10 +139,10 @@ class Comparison:
         predicted: Mapping[str, float] | None = None,
         num_steps: int | None = None,
     ) -> TrainingRun:
-        """Start a run and return at once; the reference it is checked against is trained first, if it is not there yet.
+        """Start a run and return at once. Its reference is trained first, if it is missing.
 
-        ``predicted`` is kept with the record: what was expected of the run, see ``RunRecord``. ``num_steps`` is
-        another number of steps than the job's.
+        ``predicted`` is the prediction of the run, kept with its record (see ``RunRecord``). ``num_steps`` replaces the
+        job's number of steps.
         """
         strategy = self.strategy(wanted)
         steps = num_steps or self.job.num_steps
@@ -166,7 +166,7 @@ class Comparison:
     def planned(
         self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
     ) -> RunRecord:
-        """The record of a run before it begins; with ``error``, of one that never began."""
+        """The record of a run before it begins; with ``error``, of a run that cannot begin."""
         return RunRecord(
             name,
             str(strategy),
@@ -179,7 +179,7 @@ class Comparison:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What is trained, and with what."""
+        """Batch size, steps, engines, optimizer and versions of the comparison."""
         return {
             **self.subject.settings(),
             "engines": self.session.num_engines,
@@ -220,7 +220,7 @@ class Comparison:
 
 
 class TrainingRun:
-    """One strategy being trained; the notebook goes on meanwhile."""
+    """The training of one strategy, while the notebook goes on."""
 
     def __init__(
         self, comparison: Comparison, planned: RunRecord, strategy: Strategy, call: RemoteCall, file: RunFile | None
@@ -235,7 +235,7 @@ class TrainingRun:
 
     @property
     def name(self) -> str:
-        """What the run is called in tables."""
+        """The name of the run in tables."""
         return self.planned.name
 
     @property
@@ -244,7 +244,7 @@ class TrainingRun:
         return self._file.run_id if self._file is not None else ""
 
     def poll(self) -> list[Message]:
-        """What was reported since the last call: blocks of steps of all ranks, spans, events."""
+        """Reports since the last call: blocks of steps of all ranks, spans, events."""
         found = [message for _, message in self.call.messages() if isinstance(message, Message)]
         if self._file is not None:
             self._file.add(found)
@@ -259,15 +259,15 @@ class TrainingRun:
         return found
 
     def done(self) -> bool:
-        """Whether the run has ended, well or not."""
+        """Whether the run has ended, also by an error."""
         return self.call.done()
 
     def stop(self) -> None:
-        """Ask the run to end at the next step; its figures so far are kept."""
+        """Ask the run to end at the next step; it keeps its measurements."""
         self.call.send_command("stop")
 
     def interrupt(self) -> None:
-        """End the run now, in the middle of whatever the engines do: a step, or the check of a run that has ended."""
+        """End the run at once, in the middle of a step or of the check."""
         self._interrupted.set()
         self.call.cancel()
 
@@ -283,8 +283,8 @@ class TrainingRun:
         """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.
 
         Args:
-            name: what its part of the run is called in tables; default the strategy's text.
-            predicted: what is expected of it, see ``RunRecord``.
+            name: the name of this part of the run in tables. Default: the strategy's text.
+            predicted: its prediction, see ``RunRecord``.
 
         Raises:
             StrategyError: it does not fit the model or the number of engines.
@@ -294,7 +294,7 @@ class TrainingRun:
         self.call.send_command("strategy", text)
 
     def result(self, timeout: float | None = None) -> RunRecord:
-        """The finished run, compared with one device; waits for it.
+        """Wait for the run, and return it compared with one device.
 
         Raises:
             CellError: a rank failed.

@@ -1,8 +1,8 @@
-"""Runs on disk: one file of JSON lines per run, written while it goes on, read again on another day.
+"""Runs on disk: one file of JSON lines per run, written while the run goes on.
 
-The first line says what is trained under which strategy, with which seed, versions and machine. Then come the steps,
-spans and events as they were reported, every one of them, and at the end the record. Lines are only ever appended, each
-in one write, so a notebook that dies leaves all but its last third of a second, and nobody ever reads half a file.
+The first line has the strategy, seed, versions and machine. All reported steps, spans and events follow, and at the end
+the record. Lines are only appended, each in one write. So a notebook that dies loses at most its last third of a
+second, and a reader never sees half a line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SavedRuns:
     """The runs in a folder, oldest first.
 
     Args:
-        folder: where they are; default ``$WORKBENCH_RUNS``, else ``~/.local/share/workbench/runs``.
+        folder: the folder of the files. Default: ``$WORKBENCH_RUNS``, else ``~/.local/share/workbench/runs``.
 
     Raises (its methods):
         SessionError: no run has that id.
@@ -62,7 +62,7 @@ class SavedRuns:
         return (self[run_id] for run_id in self.ids())
 
     def __getitem__(self, run_id: str) -> RunRecord:
-        """The record of a run. One that was not finished says so in ``error`` and has the steps that it took."""
+        """The record of a run. An unfinished run says so in ``error``, and has the steps until then."""
         lines = list(self._lines(run_id))
         head = next((line["record"] for line in lines if line["line"] == "run"), None)
         if head is None:
@@ -82,11 +82,11 @@ class SavedRuns:
         return sorted(path.stem for path in self.folder.glob("*.jsonl"))
 
     def messages(self, run_id: str) -> list[StepBlock | StepSpans | RunEvent]:
-        """Everything that a run has reported, in order."""
+        """All reports of a run, in order."""
         return [_KINDS[line["line"]].from_dict(line) for line in self._lines(run_id) if line["line"] in _KINDS]  # type: ignore[attr-defined]
 
     def begin(self, record: RunRecord) -> RunFile:
-        """Make the file of a run that begins now."""
+        """Create the file of a new run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         started = datetime.now().astimezone()
         stem = f"{started:%Y%m%d-%H%M%S}-{_slug(record.name)}"
@@ -103,7 +103,7 @@ class SavedRuns:
         raise SessionError(f"SavedRuns: 1000 runs called {record.name!r} began in one second in {self.folder}.")
 
     def rename(self, run_id: str, name: str) -> None:
-        """Give a run another name, in its file too."""
+        """Rename a run, also in its file."""
         with self._append(run_id) as file:
             file.write({"line": "name", "name": name})
 
@@ -129,7 +129,7 @@ class SavedRuns:
         with self._checked(run_id).open(encoding="utf-8") as file:
             for line in file:
                 if not line.endswith("\n"):
-                    return  # its writer died within this line
+                    return  # the writer died while it wrote this line
                 try:
                     yield json.loads(line)
                 except ValueError:
@@ -149,25 +149,25 @@ class RunFile:
         self.close()
 
     def add(self, messages: Iterable[object]) -> None:
-        """Append what a run has reported; what is no report of a run is left out."""
+        """Append reports of a run; other objects are ignored."""
         for message in messages:
             kind = _KIND_OF.get(type(message))
             if kind is not None:
                 self.write({"line": kind, **_rounded(message.to_dict())})  # type: ignore[attr-defined]
 
     def finish(self, record: RunRecord) -> RunRecord:
-        """Append the record and close the file; the record with its id."""
+        """Append the record and close the file. Returns the record with its id."""
         complete = replace(record, run_id=self.run_id)
         self.write({"line": "record", "record": complete.to_dict()})
         self.close()
         return complete
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line, whole or not at all."""
+        """Append one line in one write."""
         os.write(self._handle, (json.dumps(line, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:
-        """No more lines; safe to call twice."""
+        """Close the file; safe to call twice."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -178,7 +178,7 @@ def _slug(name: str) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Seconds to a tenth of a microsecond: files are half as long. Losses stay exact."""
+    """Round seconds to a tenth of a microsecond, which halves the files. Losses stay exact."""
     for key in ("time_s", "boxing_s"):
         if isinstance(value.get(key), tuple):
             value[key] = [[round(time, 7) for time in row] for row in value[key]]

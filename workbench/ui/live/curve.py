@@ -1,4 +1,4 @@
-"""A curve that grows for ever and stays small: old points are thinned out, the newest come as they are."""
+"""A curve of any length in bounded memory: old points are decimated, the newest are kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TAIL_POINTS = 100
 class Curve:
     """Points (x, y) in order of x: at most ``MAX_POINTS`` settled ones, and a tail of at most ``TAIL_POINTS``.
 
-    Only the tail changes with every update, so only it has to be sent again; when it is full it becomes part of what is
-    settled, and ``version`` rises. Where settled points become too many, the smallest and the largest of every stretch
-    of x remain, so spikes survive.
+    An update changes the tail only, so only the tail is sent again. A full tail joins the settled points, and
+    ``version`` rises. Of too many settled points, the smallest and the largest of every stretch of x remain, so spikes
+    survive.
 
     >>> curve = Curve()
     >>> curve.add(range(5000), [0.0] * 2500 + [9.0] + [0.0] * 2499)
@@ -26,7 +26,7 @@ class Curve:
 
     def __init__(self) -> None:
         self.version = 0
-        self._width = 0.0  # of the stretches of x in which two points remain; zero while all do
+        self._width = 0.0  # width of the stretches of x in which two points remain; zero while all points remain
         self.settled: tuple[np.ndarray, np.ndarray] = (np.zeros(0), np.zeros(0))
         self._tail_x: list[float] = []
         self._tail_y: list[float] = []
@@ -42,13 +42,13 @@ class Curve:
 
     @property
     def tail(self) -> tuple[np.ndarray, np.ndarray]:
-        """The newest points, from the last settled one on, so that the two parts meet."""
+        """The newest points, beginning with the last settled one, so that the two parts meet."""
         joint_x, joint_y = (part[-1:] for part in self.settled)
         return np.concatenate([joint_x, self._tail_x]), np.concatenate([joint_y, self._tail_y])
 
     @property
     def points(self) -> tuple[np.ndarray, np.ndarray]:
-        """All that is left of the curve."""
+        """All points that are kept."""
         x, y = self.settled
         return np.concatenate([x, self._tail_x]), np.concatenate([y, self._tail_y])
 

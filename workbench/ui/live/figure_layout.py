@@ -1,4 +1,4 @@
-"""Where the parts of the live figure are, in pixels: four panes in one row or two, and the timeline below them."""
+"""The places of the live figure's parts, in pixels: four panes in one row or two, and the timeline below them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A figure of ``width`` pixels, and where its parts are: a narrow one has no room for all panes in one row.
+    """The places in a figure of ``width`` pixels. A narrow one has two rows of panes.
 
     >>> Frame(1176).pane(1), Frame(840).pane(1)
     ((342, 572, 42), (468, 824, 42))
@@ -40,27 +40,27 @@ class Frame:
 
     @classmethod
     def within(cls, width_px: float) -> Frame:
-        """The widest that fits, in steps of 24 pixels."""
+        """The widest frame that fits, in steps of 24 pixels."""
         return cls(int(min(max(width_px, NARROWEST), WIDEST)) // 24 * 24)
 
     @property
     def num_columns(self) -> int:
-        """Panes in a row."""
+        """Number of panes in a row."""
         return 4 if self.width >= ONE_ROW else 2
 
     @property
     def panes_bottom(self) -> int:
-        """Where the last row of panes ends."""
+        """The end of the last row of panes."""
         return PANES_HEIGHT * 4 // self.num_columns
 
     @property
     def timeline_top(self) -> int:
-        """Where the timeline's first row begins."""
+        """The top of the timeline's first row."""
         return self.panes_bottom + 40
 
     @property
     def timeline_right(self) -> int:
-        """Where its longest bars end."""
+        """The right end of the timeline's longest bars."""
         return self.width - 26
 
     def corner(self, index: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class Frame:
         return left + before, left + self.width // self.num_columns - after, top + TOP
 
     def height(self, num_rows: int) -> int:
-        """Of the whole figure, whose timeline has so many rows; a narrow one has its legend below it."""
+        """The height of the figure with a timeline of ``num_rows`` rows. A narrow timeline has its legend below it."""
         return self.timeline_top + ROW * num_rows + (28 if self.num_columns == 4 else 52)
 
 
@@ -83,14 +83,14 @@ WIDE = Frame()
 
 
 def shown_ranks(num_ranks: int) -> list[int]:
-    """All ranks, or as many as there are rows for, evenly over all of them: neighbours do alike."""
+    """All ranks, or an even choice of as many as there are rows for; neighbours have similar times."""
     if num_ranks <= MAX_ROWS:
         return list(range(num_ranks))
     return [rank * num_ranks // MAX_ROWS for rank in range(MAX_ROWS)]
 
 
 def steps_shown(last_step: int, num_steps: int) -> int:
-    """Up to which step the curves' axes go: a round number that the run has not reached, or all of its steps.
+    """The last step on the curves' axes: a round number that the run has not reached, or all its steps.
 
     >>> [steps_shown(step, 1000) for step in (0, 30, 222, 640, 990)]
     [20, 30, 300, 700, 1000]
@@ -101,7 +101,7 @@ def steps_shown(last_step: int, num_steps: int) -> int:
 
 
 def layout(num_ranks: int, num_steps: int, colours: Palette, frame: Frame = WIDE) -> dict[str, Any]:
-    """The figure's layout: every part at a fixed place, so that a number that grows never moves its neighbour."""
+    """The figure's layout. Every part has a fixed place, so that a growing number moves no neighbour."""
     num_rows = len(shown_ranks(num_ranks))
     full = frame.height(num_rows)
     flat: dict[str, Any] = {"barmode": "overlay", "margin": dict.fromkeys("lrtb", 0)}
@@ -150,12 +150,12 @@ def _timeline_axes(num_ranks: int, frame: Frame, full: int, colours: Palette) ->
 
 
 def measured_y(row: int) -> float:
-    """Where the middle of a row's measured bars is, in rows."""
+    """The middle of a row's measured bars, in rows."""
     return row + (2 + MEASURED / 2) / ROW
 
 
 def simulated_y(row: int) -> float:
-    """Where the middle of a row's simulated bars is, in rows."""
+    """The middle of a row's simulated bars, in rows."""
     return row + (2 + MEASURED + 4 + SIMULATED / 2) / ROW
 
 
@@ -191,20 +191,20 @@ def title(name: str, detail: str, colours: Palette) -> str:
 
 
 def rate_legend(colours: Palette, has_prediction: bool) -> str:
-    """What the lines of the throughput are."""
+    """The legend of the throughput's lines."""
     keys = _key("\u2501", colours.ink, "median of 1 s") + _key("\u2501", colours.idle, "each step")
     return keys + (_key("\u2504", colours.muted, "predicted") if has_prediction else "")
 
 
 def loss_legend(colours: Palette, has_one_device: bool) -> str:
-    """What the lines of the loss are."""
+    """The legend of the loss's lines."""
     return _key("\u2501", colours.ink, "this run") + (
         _key("\u2501", colours.idle, "1 device") if has_one_device else ""
     )
 
 
 def loss_axis(is_log: bool) -> dict[str, Any]:
-    """What makes the loss's axis linear, from 0, or logarithmic."""
+    """The settings of the loss's axis: linear from 0, or logarithmic."""
     return {"type": "log" if is_log else "linear", "rangemode": "normal" if is_log else "tozero"}
 
 

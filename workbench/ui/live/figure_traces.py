@@ -1,4 +1,4 @@
-"""The traces of the live figure before a run has reported anything: empty, in their colours, on their axes."""
+"""The traces of the live figure before the first report of a run: empty, in their colours, on their axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER = "other"
 
 
 def curve_traces(colours: Palette) -> list[go.Scatter]:
-    """Throughput, its running median, loss: each as a settled part and its newest points; and what is behind them."""
+    """Throughput, its running median and loss, each as settled points and newest points, and the traces behind them."""
     line, pale = {"color": colours.ink, "width": 1.5}, {"color": colours.idle, "width": 6}
     dashed = {"color": colours.muted, "width": 1, "dash": "dash"}
     nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines"}
@@ -50,7 +50,7 @@ def _bar_width(num_rows: int) -> float:
 
 
 def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
-    """A stacked bar per rank, a tick at its peak, a paler one where it was predicted."""
+    """A stacked bar per rank, a tick at its peak, a paler one at the predicted peak."""
     labels = _labels(num_ranks)
     zeros, empty = np.zeros(len(labels)), np.full(len(labels), np.nan)
     place = {"xaxis": "x3", "yaxis": "y3", "y": labels}
@@ -94,7 +94,7 @@ def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
         **place,
     )
     words = go.Scatter(
-        name="peak in words",  # right of both ticks
+        name="peak in words",  # to the right of both ticks
         x=empty,
         mode="text",
         text=[""] * len(labels),

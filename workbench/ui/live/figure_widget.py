@@ -20,14 +20,14 @@ from workbench.ui.assets import asset
 
 
 class LiveFigureWidget(anywidget.AnyWidget):
-    """Shows ``figure`` as it stood at the end of the last ``drawing()``, in every page and whenever a page comes.
+    """Shows ``figure`` as of the end of the last ``drawing()``, in every page, also in one that opens later.
 
-    Every trace is a trait, and so is the layout: what is sent is what has changed, and what a page lacks it asks for.
+    Every trace is a trait, and so is the layout: only changes are sent, and a page asks for what it lacks.
     (Plotly's own widget sends each change as a message instead, and lets pages change the figure: a page that missed a
     message, as they do while 5 MB of script load, stays wrong.)
 
     Args:
-        figure: to be changed inside ``drawing()`` only, and to keep its number of traces.
+        figure: changed inside ``drawing()`` only; its number of traces stays.
 
     >>> import plotly.graph_objects as go
     >>> widget = LiveFigureWidget(go.Figure(go.Scatter(y=[1.0])))
@@ -76,12 +76,12 @@ def _script() -> str:
 
 
 def _traces_of(figure: go.Figure) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As plotly keeps them; ``to_plotly_json`` would copy all of it once more: 40% of a drawing."""
+    """The traces in plotly's own form. ``to_plotly_json`` would copy them once more, 40% of a drawing."""
     return ((f"trace_{index}", _plain(trace)) for index, trace in enumerate(figure._data))
 
 
 def _plain(value: Any) -> Any:
-    """Made of what JSON knows: it has neither arrays nor numbers that are not finite, which plotly takes as gaps."""
+    """The value in JSON's types. JSON has no arrays; numbers that are not finite become None, a gap for plotly."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):

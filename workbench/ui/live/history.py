@@ -1,4 +1,4 @@
-"""What a run has reported so far, kept small: two curves, and for each rank its latest memory and time split."""
+"""The reports of a run in bounded memory: two curves, and for each rank its latest memory and time split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = StepBlock | StepSpans | RunEvent
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shares of one rank's time, from 0 to 1: computing, moving numbers, waiting for other ranks."""
+    """Shares of one rank's time, from 0 to 1: compute, boxing, waiting for other ranks."""
 
     compute: float
     boxing: float
@@ -29,7 +29,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another strategy from ``step`` on, counted from 1 like the curves."""
+    """A change of the strategy at ``step``, counted from 1 like the curves."""
 
     step: int
     before: str
@@ -37,18 +37,18 @@ class Change:
 
 
 class History:
-    """Collects what a run reports, of any length, in bounded memory. Steps are counted from 1 here, as people do.
+    """Collects the reports of a run of any length in bounded memory. Steps are counted from 1.
 
     Attributes:
-        num_steps: how many are planned; 0 where nobody knows.
-        last_step: how many there have been.
+        num_steps: the number of planned steps; 0 if unknown.
+        last_step: the number of steps so far.
         rate: samples/s by step; a step takes as long as its slowest rank.
         median_rate: its median over the last second.
-        loss: of the steps that have one.
-        memory_by_kind: by rank, the latest.
+        loss: the loss by step, for steps that have one.
+        memory_by_kind: the latest memory by rank.
         latest_rate: samples/s, the median of the last second; None before the first step.
-        changes: of the strategy, in order.
-        timeline: all ranks' spans of the latest step of which all are known, by rank; empty before.
+        changes: changes of the strategy, in order.
+        timeline: by rank, the spans of the latest step that all ranks have reported; empty before.
     """
 
     def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
@@ -66,7 +66,7 @@ class History:
         self._spans: dict[int, dict[int, StepSpans]] = {}
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Take in what was reported, in any order of ranks."""
+        """Add reports, in any order of ranks."""
         for message in messages:
             if isinstance(message, StepBlock):
                 self._add_block(message)
@@ -78,7 +78,7 @@ class History:
                 self.latest_rate = None
 
     def change(self, step: int, label: str) -> None:
-        """Another strategy, called ``label``, is in force from ``step`` on."""
+        """Record that the strategy called ``label`` applies from ``step`` on."""
         self.changes.append(Change(step + 1, self._label, label))
         self._label = label
 
@@ -111,27 +111,27 @@ class History:
 
     @property
     def boxed_bytes(self) -> int:
-        """Bytes that all ranks together send in a step, the median of the last ones."""
+        """Bytes that all ranks together send in a step; the median of the last steps."""
         return int(median([sent for _, _, sent in self._recent])) if self._recent else 0
 
     @property
     def peak_bytes(self) -> list[int]:
-        """By rank: the process's peak where it was measured, and at least what is alive: a process that was larger
-        before, while a machine was measured, say, has grown by nothing.
+        """By rank: the measured peak of the process, and at least the live bytes. A process that was larger before the
+        run has not grown in it.
         """
         return [max(memory.get("peak", 0), live_bytes(memory)) for memory in self.memory_by_kind]
 
     @property
     def split(self) -> list[Split]:
-        """By rank, over the last steps. See ``time_split``."""
+        """The time split by rank over the last steps, see ``time_split``."""
         return time_split([time for time, *_ in self._recent], [boxing for _, boxing, _ in self._recent])
 
 
 def time_split(time_s: Sequence[Sequence[float]], boxing_s: Sequence[Sequence[float]]) -> list[Split]:
-    """How the ranks spent some steps; both arguments are by step, then by rank.
+    """The ranks' shares of some steps' time; both arguments are by step, then by rank.
 
-    The rank that is in exchanges for the shortest time came last and waited for nobody: its time is what moving takes.
-    What others spend there beyond it, they spend waiting.
+    The rank with the shortest time in exchanges came last and did not wait: its time is that of boxing. The other ranks
+    have waited for the rest of their time in exchanges.
 
     >>> time_split([(1.0, 1.0)], [(0.5, 0.25)])
     [Split(compute=0.5, boxing=0.25, waiting=0.25), Split(compute=0.75, boxing=0.25, waiting=0.0)]

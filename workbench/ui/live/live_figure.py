@@ -53,7 +53,7 @@ def empty_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame
 def show_curves(
     figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT, has_ended: bool = False
 ) -> None:
-    """Put the newest points in; ``versions`` remembers what the page has, so that old points are not sent again."""
+    """Add the newest points. ``versions`` records the points of the page, so that old ones are not sent again."""
     curves = (("throughput", history.rate), ("median", history.median_rate), ("this run", history.loss))
     for name, curve in curves:
         if versions.get(name) != curve.version:
@@ -71,7 +71,7 @@ def show_curves(
 
 
 def show_steps(figure: go.Figure, last_step: int, num_steps: int) -> bool:
-    """Let the curves' axes reach the last step; whether they had to grow (or shrink) for it."""
+    """Let the curves' axes reach the last step. Returns whether they grew or shrank."""
     end = figure_layout.steps_shown(last_step, num_steps)
     if figure.layout.xaxis.range[1] == end:
         return False
@@ -86,8 +86,8 @@ def show_memory(
     limit_bytes: float | None = None,
     expected_bytes: Sequence[float] = (),
 ) -> float | None:
-    """Memory by kind, its peak and where that was expected, on every rank. Returns where the limit is on the axis, None
-    where it is far away.
+    """Show every rank's memory by kind, its peak and its predicted peak. Returns the place of the limit on the axis,
+    None if it is far away.
     """
     ranks = shown_ranks(history.num_ranks)
     peaks = [history.peak_bytes[rank] for rank in ranks]
@@ -116,7 +116,7 @@ def show_memory(
 
 
 def show_split(figure: go.Figure, split: Sequence[Split], boxed_bytes: int, colours: Palette = LIGHT) -> None:
-    """Shares of the ranks' time, each with its number where there is room."""
+    """Show the shares of the ranks' time, with numbers if there is room."""
     if not split:
         return
     chosen = [split[rank] for rank in shown_ranks(len(split))]
@@ -131,7 +131,7 @@ def show_split(figure: go.Figure, split: Sequence[Split], boxed_bytes: int, colo
 
 
 def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGHT) -> None:
-    """One whole step, measured and, thin below, simulated."""
+    """Show one whole step, measured and, thin below, simulated."""
     longest = max(bars.measured_s, bars.simulated_s or 0.0)
     divisor, unit = _time_scale(longest)
     length = Frame(figure.layout.width).timeline_right - figure_layout.TIMELINE_LEFT
@@ -156,7 +156,7 @@ def show_one_device(figure: go.Figure, losses: Sequence[float], colours: Palette
 def show_expected(
     figure: go.Figure, num_steps: int, samples_per_s: float | None, from_step: int = 0, colours: Palette = LIGHT
 ) -> None:
-    """What was predicted: a dashed line of throughput from ``from_step`` on, and its name in the legend."""
+    """Show the prediction: a dashed line of throughput from ``from_step`` on, with its name in the legend."""
     trace = _trace(figure, "predicted")
     x, y = (list(values) if values is not None else [] for values in (trace.x, trace.y))
     if samples_per_s is not None:
@@ -170,7 +170,7 @@ def show_expected(
 
 
 def show_legends(figure: go.Figure, colours: Palette = LIGHT) -> None:
-    """Name the lines of throughput and loss that there are."""
+    """Name the drawn lines of throughput and loss in the legend."""
     predicted, one_device = (_trace(figure, name).x for name in ("predicted", "1 device"))
     notes = figure.layout.annotations
     notes[RATE_LEGEND].text = figure_layout.rate_legend(colours, predicted is not None and len(predicted) > 0)
@@ -183,7 +183,7 @@ def show_loss_scale(figure: go.Figure, is_log: bool) -> None:
 
 
 def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) -> None:
-    """Put a finished run's curves in, from its record."""
+    """Draw the curves of a finished run from its record."""
     steps = np.arange(1, len(record.losses) + 1)
     times_s = np.array(record.step_times_s, dtype=float)
     rates = record.batch_size / np.where(times_s > 0, times_s, np.nan)

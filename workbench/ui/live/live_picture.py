@@ -1,4 +1,4 @@
-"""The live view as it was last, as one SVG picture: what a saved notebook shows without a kernel and without scripts.
+"""The last state of the live view as one SVG picture, which a saved notebook shows without kernel and scripts.
 
 Colours are style-sheet variables (``theme.style_sheet``), so it reads in both themes.
 """
@@ -85,7 +85,7 @@ Points = tuple[np.ndarray, np.ndarray]
 def _curve(
     pane: int, history: History, points: Points, behind: tuple[Points, int], legend: str, is_log: bool = False
 ) -> list[str]:
-    """A curve, and behind it a pale one with its width."""
+    """A curve with a pale, wider curve behind it."""
     steps = steps_shown(history.last_step, history.num_steps)
     drawn, pale = (decimate(x[x <= steps], y[x <= steps], _MOST_POINTS) for x, y in (points, behind[0]))
     low, top = _ends([*drawn[1].tolist(), *pale[1].tolist()], is_log)
@@ -121,14 +121,14 @@ def _curve(
 
 
 def _ends(values: Sequence[float], is_log: bool) -> tuple[float, float]:
-    """From where to where an axis goes: from 0, or from the smallest that has a logarithm."""
+    """The ends of an axis: from 0, or from the smallest value that has a logarithm."""
     known = [value for value in values if value > 0]
     low, top = (min(known, default=0.1), max(known, default=1.0)) if is_log else (0.0, max(values, default=1.0) or 1.0)
     return (low, top) if low < top else (low / 2, top * 2)
 
 
 def _share(value: float, low: float, top: float, is_log: bool) -> float:
-    """How far up an axis a value is, 0 to 1."""
+    """The place of a value on an axis, 0 to 1."""
     return math.log(value / low) / math.log(top / low) if is_log else value / top
 
 

@@ -29,7 +29,7 @@ class LiveView(widgets.VBox):
     above the loops.
 
     Args:
-        session: the session whose cells report; default: the current one.
+        session: the session whose cells report. Default: the current one.
 
     Raises:
         NotStartedError: no session is open.
@@ -41,11 +41,13 @@ class LiveView(widgets.VBox):
 
     def __init__(self, session: Any = None) -> None:
         session = session or current()
-        # While a cell runs, messages of the page are not handled: waiting for it is useless.
+        # While a cell runs, the kernel handles no messages of the page, so do not wait for any.
         self.failures = Failures()
         with self.failures.collecting():
             self.live = run_view.RunView(session.num_engines, patience_s=0.5)
-            page = PageLink(on_width=self.live.fit)  # before a loop begins: the kernel hears no page while a cell runs
+            page = PageLink(
+                on_width=self.live.fit
+            )  # now: the kernel handles no message of a page while a cell runs
         self._number = 0
         self._is_going = False
         self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended
@@ -89,7 +91,7 @@ class LiveView(widgets.VBox):
             self._copy.update(self._static_bundle(), raw=True)
 
     def _ipython_display_(self) -> None:
-        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        """Display the widget and its static copy, which the style hides while the widget works."""
         self.live.prepare()
         display_widget(self)
         self._copy = display(self._static_bundle(), raw=True, display_id=True)

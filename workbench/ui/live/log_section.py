@@ -1,4 +1,4 @@
-"""The log below the live figure: which ranks' lines are shown, and whether new ones are followed."""
+"""The log below the live figure, with a choice of ranks and a switch to follow new lines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workbench.ui.live.run_log import RunLog
 
 
 class LogSection:
-    """A bar of controls and the lines of one run's log, which ``show`` brings up to date.
+    """A bar of controls and the lines of one run's log; ``show`` updates them.
 
     Args:
-        num_ranks: whose lines can be shown alone.
+        num_ranks: the number of ranks to choose from.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -30,11 +30,11 @@ class LogSection:
         self.bar = bar(*controls, css=("wb-bar", "wb-log-bar"))
 
     def clear(self) -> None:
-        """Another run begins."""
+        """Empty the log for another run."""
         self.log, self._shown = RunLog(self._num_ranks), None
 
     def show(self) -> None:
-        """Show the newest lines, or how many there are where nobody follows them."""
+        """Show the newest lines, or only their number if they are not followed."""
         chosen = self.ranks.value
         lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
         if (self.log.count, chosen) == self._shown:

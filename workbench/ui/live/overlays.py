@@ -1,6 +1,6 @@
 """Overlays of the live figure: changes of the strategy, a pause, the memory limit, the ranks' colours.
 
-Each ``show`` function replaces what it drew before, and leaves the others' alone.
+Each ``show`` function replaces its own earlier drawing only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def show_changes(figure: go.Figure, changes: Sequence[Change], colours: Palette 
 
 
 def _names_of(change: Change, end: float, colours: Palette) -> list[dict[str, Any]]:
-    """The names of both strategies on both sides of the line, or both on one side where the other has no room."""
+    """The names of both strategies beside the line; both on one side if the other has no room."""
     before, after = (short_name(name, 8, 7) for name in (change.before, change.after))
     both, share = f"{before} \u2192 {after}", change.step / max(end, 1)
     if share < 0.3:
@@ -64,11 +64,11 @@ def show_pause(figure: go.Figure, is_paused: bool, colours: Palette = LIGHT) -> 
 
 
 def show_limit(figure: go.Figure, limit: float | None, limit_bytes: float | None, colours: Palette = LIGHT) -> None:
-    """What a rank's memory is: a line in the memory pane, or its number at the edge where that is too far away.
+    """The memory of a rank: a line in the memory pane, or its number at the edge if it is too far away.
 
     Args:
-        limit: where it is, in the axis's unit; None: too far away.
-        limit_bytes: None where nobody knows it.
+        limit: its place in the axis's unit; None: too far away.
+        limit_bytes: the limit; None if unknown.
     """
     lines, words = [], f"limit {format_bytes(limit_bytes or 0)}"
     note = {"y": 1, "yref": "y3 domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
@@ -105,7 +105,7 @@ def _on_ground(colours: Palette) -> dict[str, Any]:
 
 
 def _replace(figure: go.Figure, name: str, shapes: list[dict[str, Any]], notes: list[dict[str, Any]]) -> None:
-    """Put these shapes and annotations in the place of those of that name; nothing is touched where nothing changes."""
+    """Replace the shapes and annotations of a name; equal ones are not sent again."""
     layout = figure.layout
     for kind, new in (("shapes", shapes), ("annotations", notes)):
         old = [each for each in layout[kind] if each.name == name]

@@ -18,13 +18,13 @@ class Run(Protocol):
         """The messages since the last call."""
 
     def done(self) -> bool:
-        """Has the run ended, well or not?"""
+        """Whether the run has ended, also by an error."""
 
     def stop(self) -> None:
         """Ask the run to end after its current step."""
 
     def interrupt(self) -> None:
-        """End the run now, in the middle of whatever it does."""
+        """End the run at once, in the middle of a step or of the check."""
 
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
@@ -33,8 +33,8 @@ class Run(Protocol):
         """Ask a paused run to go on."""
 
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
-        """Ask the run to go on under another strategy, with the same weights; its part of the run is called ``name``,
-        and ``predicted`` is kept with it.
+        """Ask the run to go on under another strategy, with the same weights. ``name`` names this part of the run, and
+        ``predicted`` is kept with it.
         """
 
     def result(self) -> RunRecord:
@@ -89,7 +89,7 @@ class Poller:
             self._on_trained()
             self._finish(self.run.result(), None)
         except BaseException as error:  # noqa: BLE001 - whatever ended the run is handed on, never lost in a thread
-            with suppress(Exception):  # it may be the run itself that cannot be asked any more
+            with suppress(Exception):  # perhaps the run itself does not answer any more
                 if not self.run.done():
                     self.run.stop()
             self._finish(None, error)

@@ -1,4 +1,4 @@
-"""What a run did, line by line: changes, steps now and then, who kept the others waiting, what ranks printed."""
+"""The log of a run: changes, some of the steps, ranks that kept the others waiting, output of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Line:
 
 
 class RunLog:
-    """The last ``MAX_LINES`` lines of a run; ``count`` says how many there have been."""
+    """The last ``MAX_LINES`` lines of a run; ``count`` is the number of all lines."""
 
     def __init__(self, num_ranks: int, now: Callable[[], datetime] = datetime.now) -> None:
         self.num_ranks = num_ranks
@@ -48,7 +48,7 @@ class RunLog:
         self.lines.append(Line(f"{self._now():%H:%M:%S}", ranks, text, warns))
 
     def add_event(self, event: RunEvent, before: str = "", after: str = "") -> None:
-        """A change, a pause. ``before`` and ``after`` name the strategies."""
+        """Append a change or a pause. ``before`` and ``after`` name the strategies."""
         step = f"step {event.step}"
         if event.kind == "strategy":
             moved = format_bytes(event.boxed_bytes) if event.boxed_bytes else "0 B moved (every slice was local)"
@@ -63,10 +63,10 @@ class RunLog:
             self.say(f"{step} \u00b7 {'paused' if event.kind == 'paused' else 'goes on'}")
 
     def add_block(self, block: StepBlock, now_s: float) -> None:
-        """Tell now and then how far the run is, and at once when a rank keeps the others waiting."""
+        """Append the step from time to time, and at once a rank that keeps the others waiting."""
         for index, time_s in enumerate(block.step_times_s):
             self._watch(block, index, time_s, now_s)
-            if time_s > 0:  # the first step of a loop of one's own has no beginning
+            if time_s > 0:  # the first step of a user's loop has no known beginning
                 self._recent.append(time_s)
         if self._is_finite:
             self._watch_loss(block)

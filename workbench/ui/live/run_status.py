@@ -1,4 +1,4 @@
-"""Where a run is, in words and as a bar: three small widgets, to be placed where they stay in sight."""
+"""The state of a run as text and as a bar: three small widgets that stay in sight."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workbench.units import format_seconds
 
 
 class RunStatus:
-    """The state of a run and how far it is. ``parts`` are the widgets, from left to right.
+    """The state of a run and its progress. ``parts`` are the widgets, from left to right.
 
     Attributes:
-        state: a dot, a word, and where the run is.
-        progress: how many of all steps.
-        elapsed: percent, how long it has taken, and how long it will.
-        is_stopping: a stop is asked for; until the run has ended, that is its state, whatever step it reports.
+        state: a dot, a word and the step.
+        progress: the share of all steps.
+        elapsed: percent, the time so far, and the time left.
+        is_stopping: whether a stop is asked for. The state says so until the run has ended.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class RunStatus:
         self.clear(0)
 
     def clear(self, num_steps: int) -> None:
-        """Nothing is done of so many steps; 0 where nobody knows how many there are."""
+        """Begin at none of ``num_steps`` steps; 0 if their number is unknown."""
         self.is_stopping = False
         self._show_bar(0, num_steps)
         self.elapsed.value = ""
 
     def show_stopping(self) -> None:
-        """A stop is asked for."""
+        """Show that a stop is asked for."""
         self.is_stopping = True
         self.show_state("running", "stopping", "")
 
@@ -49,7 +49,7 @@ class RunStatus:
             self.state.value = value
 
     def show_phase(self, name: str, done: int, total: int, detail: str, left_s: float) -> None:
-        """What comes before the run's own steps: ``"one device first: step 12 of 20"``."""
+        """Show work before the run's own steps: ``"one device first: step 12 of 20"``."""
         self.show_state("running first", f"{name}:", f"step {done} of {total}")
         self._show_bar(done, total)
         left = f", {format_seconds(left_s)} left" if done < total else ""
