@@ -9,7 +9,7 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from workbench.core.metrics import LastSteps, RunEvent, StepBlock, StepSpans, joined
-from workbench.session.cluster import current
+from workbench.session.cluster import Session, current
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import display_widget, html
@@ -39,15 +39,13 @@ class LiveView(widgets.VBox):
 
     _end_subscription: Callable[[], None] | None = None
 
-    def __init__(self, session: Any = None) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         session = session or current()
         # While a cell runs, the kernel handles no messages of the page, so do not wait for any.
         self.failures = Failures()
         with self.failures.collecting():
             self.live = run_view.RunView(session.num_engines, patience_s=0.5)
-            page = PageLink(
-                on_width=self.live.fit
-            )  # now: the kernel handles no message of a page while a cell runs
+            page = PageLink(on_width=self.live.fit)  # now: the kernel handles no message of a page while a cell runs
         self._number = 0
         self._is_going = False
         self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended

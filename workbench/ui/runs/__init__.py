@@ -1,4 +1,4 @@
-"""Finished runs beside each other.
+"""The comparison of finished runs.
 
 `table_rows` is the comparison as plain data, `table_widget` its widget, `render_table` its HTML and text.
 `scatter_figure` (plotly) and `scatter_picture` (SVG) show memory against throughput, `detail_pictures` predictions and

@@ -1,4 +1,4 @@
-"""Two pictures below the table of runs: what was predicted against what was measured, and the time of every layer.
+"""Two pictures below the table of runs: predictions against measurements, and the time of every layer.
 
 Pure functions, rows or records -> HTML with SVG in the page's colours.
 """
@@ -80,7 +80,7 @@ def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of a step that a layer, or the layers of all blocks that are alike, computes forward and backward."""
+    """Seconds of a step in forward and backward of a layer, or of the same layer in all equal blocks."""
 
     name: str
     forward_s: float
@@ -88,7 +88,7 @@ class LayerTime:
 
     @property
     def total_s(self) -> float:
-        """Both together."""
+        """Forward and backward together."""
         return self.forward_s + self.backward_s
 
 
@@ -113,7 +113,7 @@ def layer_times(run: RunRecord) -> dict[str, LayerTime]:
 
 
 def _without_inner(times: Mapping[str, float]) -> dict[str, float]:
-    """Every layer's seconds without those of the layers inside it."""
+    """The seconds of every layer without those of the layers inside it."""
     found = dict(times)
     for name, seconds in times.items():
         outer = _outer(name, times)
@@ -123,7 +123,7 @@ def _without_inner(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def _outer(name: str, names: Container[str]) -> str | None:
-    """The nearest layer that has this one inside; None where there is none."""
+    """The nearest layer that contains this one; None if there is none."""
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
     own = () if name == _ROOT else (_ROOT,)
@@ -163,7 +163,7 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
 
 
 def _layer_cell(layer: LayerTime | None, longest_s: float) -> str:
-    """Two bars as long as forward and backward took, and the sum of both in words."""
+    """Two bars for the times of forward and backward, with their sum as text."""
     if layer is None:
         return element("span", element("span", text="\u2013", css="quiet"), css="row")
     tip = f"{layer.name}: forward {format_seconds(layer.forward_s)}, backward {format_seconds(layer.backward_s)}"

@@ -33,7 +33,7 @@ _NAME_CHARS = 18
 
 
 def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Fastest first; runs without figures last, in their order."""
+    """Fastest first; runs without measurements last, in their order."""
     return sorted(runs, key=lambda run: (run.error is not None, -run.samples_per_s))
 
 
@@ -55,7 +55,7 @@ def comparison_table_html(
 
 
 def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None, below: str = "") -> str:
-    """Table and scatter side by side, ``below`` under them, with their style: what a page without a kernel shows."""
+    """Table and scatter side by side, ``below`` under them, with their style, for a page without a kernel."""
     picture = element(
         "div",
         element("div", text="Memory against throughput", css="wb-scatter-title"),
@@ -149,7 +149,7 @@ def _row(row: Row, fastest: float, selected: bool) -> str:
 
 
 def _number_cell(row: Row, key: str) -> str:
-    """The number, and below it how much more or less that is than the chosen baseline's."""
+    """The number, and below it the relative difference to the chosen baseline's."""
     change = element("small", text=row.changes[key]) if key in row.changes else ""
     return element("td", element("span", text=row.texts[key]), change, css="number")
 
@@ -159,7 +159,7 @@ def _name_cell(row: Row) -> str:
     chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
     detail, css = (f"not run: {row.failure}", "failed") if row.failure else (row.detail, "")
     tip = f"{detail}{f', {row.started}' if row.started else ''}"
-    if detail and detail in row.name:  # a strategy written as text is its own name, and has both lines for it
+    if detail and detail in row.name:  # the name of a strategy may be its text, which then takes both lines
         return element("td", dot, element("b", text=row.name, title=tip, css="text"), chip, css="name")
     return element(
         "td", dot, element("b", text=row.name), chip, element("small", text=detail, title=tip, css=css), css="name"
@@ -190,7 +190,7 @@ def _peak(run: RunRecord) -> str:
 
 
 def footnote_html(rows: Sequence[Row]) -> str:
-    """What dot, tick and cross mean, and how good predictions were."""
+    """The meaning of dot, tick and cross, and the errors of predictions."""
     errors = prediction_errors(rows)
     description = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
     return element(
@@ -204,7 +204,7 @@ def footnote_html(rows: Sequence[Row]) -> str:
 
 
 def scatter_legend_html() -> str:
-    """What the scatter's marks mean."""
+    """The legend of the scatter."""
     keys = (("full", "Pareto"), ("hollow", "others"), ("square", "baseline"))
     spans = [element("span", element("i", css=css), element("span", text=name)) for css, name in keys]
     return element("div", *spans, css="wb-scatter-legend")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a comparison: what was run, whether it equals one device, table and pictures."""
+"""One self-contained HTML page about a comparison: the runs, whether they equal one device, table and pictures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workbench.units import format_count
 
 
 class Comparison(Protocol):
-    """What a report needs of ``wb.compare``'s result."""
+    """The parts of ``wb.compare``'s result that a report needs."""
 
     baseline: RunRecord | None
     runs: list[RunRecord]
@@ -81,7 +81,7 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
 
 @dataclass
 class _Runs:
-    """Runs from anywhere, for a report."""
+    """A report's runs that need not be of one comparison."""
 
     runs: list[RunRecord]
     baseline: RunRecord | None
@@ -97,7 +97,7 @@ def runs_report_html(
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """``("equal" | "unequal" | "unknown", sentence)``: do all runs equal one device?"""
+    """``("equal" | "unequal" | "unknown", sentence)``: whether all runs equal one device."""
     failed = [run.name for run in runs if run.error is not None]
     unequal = [
         f"{run.name} ({run.verdict.text})" if run.verdict.text else run.name

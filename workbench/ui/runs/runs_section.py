@@ -32,14 +32,14 @@ from workbench.ui.runs.trainer import OneDeviceSteps, PanelRun, Trainer
 
 @dataclass(frozen=True)
 class PanelCallbacks:
-    """What the runs need of the panel: the edited strategy, and functions to call.
+    """The panel's edited strategy and functions, for the runs.
 
     Attributes:
         wanted: the strategy and its name; raises ``StrategyError`` with all its mistakes.
-        estimate: what is predicted for it (``cost.Estimate``), or None.
-        changed: called when something that the strategy editor shows has changed: busy or not, another run.
+        estimate: the prediction for the strategy (``cost.Estimate``), or None.
+        changed: called after a change that the strategy editor shows: a run begins or ends.
         opened: load a strategy's text, so that it can be undone.
-        limit: memory of a rank in bytes, None where it is not known.
+        limit: memory of a rank in bytes; None if unknown.
     """
 
     wanted: Callable[[], tuple[Strategy, str]]
@@ -89,19 +89,19 @@ class RunsSection:
 
     @property
     def busy(self) -> bool:
-        """Does a run hold the engines?"""
+        """Whether a run holds the engines."""
         return self._poller is not None
 
     @property
     def check_steps(self) -> int:
-        """First steps of the next run that one device trains too."""
+        """Number of first steps of the next run that one device trains too."""
         return self._trainer.check_steps
 
     def run(self, steps: int | None = None) -> None:
         """Train with the edited strategy; returns at once.
 
         Raises:
-            RuntimeError: a run is going on already.
+            RuntimeError: a run is already in progress.
             StrategyError: the strategy has mistakes.
             RunError: ``steps`` is not a number of steps.
         """
@@ -159,7 +159,7 @@ class RunsSection:
             self._show_buttons()
 
     def go_on(self) -> None:
-        """Let a paused run go on, under the strategy that it has."""
+        """Continue a paused run under its present strategy."""
         if self._poller is not None and self.is_paused:
             self._poller.run.go_on()
             self.is_paused = self._is_changing = False
@@ -177,8 +177,8 @@ class RunsSection:
         """Continue under the edited strategy, with the same weights and the optimizer's state.
 
         Raises:
-            RuntimeError: no run goes on.
-            StrategyError: the strategy has mistakes; the run goes on waiting.
+            RuntimeError: no run is in progress.
+            StrategyError: the strategy has mistakes; the run stays paused.
         """
         if self._poller is None:
             raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
@@ -187,12 +187,12 @@ class RunsSection:
         estimate = self._callbacks.estimate()
         self._poller.run.change(strategy, label, predictions(estimate))
         self._expect(estimate, strategy)
-        self.is_paused = True  # also where nobody has paused it: then going on changes nothing
+        self.is_paused = True  # a run that is not paused ignores it
         self.go_on()
         self._callbacks.changed()
 
     def keep(self) -> None:
-        """Go on under the strategy that the run has."""
+        """Continue under the run's present strategy."""
         self.go_on()
         self._callbacks.changed()
 
@@ -203,11 +203,11 @@ class RunsSection:
 
     @property
     def changing(self) -> bool:
-        """Is another strategy being chosen for the run that waits?"""
+        """Whether the user chooses another strategy for a paused run."""
         return self._is_changing
 
     def use(self, colours: Palette) -> None:
-        """Draw in another theme from now on."""
+        """Draw in another theme."""
         self.live.use(colours)
 
     def trace(self) -> dict[str, Any]:
@@ -218,7 +218,8 @@ class RunsSection:
         """The last run and the comparison for readers without a kernel."""
         return self.live.static_html() + self.table.static_html()
 
-    # ---- a run goes on (the poller's thread) ------------------------------------------------------------------------
+    # ---- a run in progress (the poller's thread)
+    # ------------------------------------------------------------------------
 
     def _on_messages(self, messages: Sequence[object]) -> None:
         with self._lock:
@@ -259,7 +260,7 @@ class RunsSection:
             self.live.leave(str(error))
 
     def show_runs(self) -> None:
-        """Bring the comparison up to date."""
+        """Update the comparison."""
         self.table.selected = key_of(by_strategy(self.runs)[-1]) if self.runs else ""
         self.table.add(self.runs, self.baseline)
 
@@ -269,7 +270,7 @@ class RunsSection:
             self.run()
 
     def _expect(self, estimate: Any, strategy: Strategy) -> None:
-        """Show what is predicted, and whose rank is whose."""
+        """Show the prediction, and the stage of each rank."""
         resolved = strategy.resolve(self._trainer.layers, self._trainer.num_ranks)
         places = [(0, 0)] * self._trainer.num_ranks
         for stage in range(resolved.degrees[0]):
@@ -282,7 +283,7 @@ class RunsSection:
         self.live.expect(estimate, peaks if estimate is not None else (), places, self._callbacks.limit())
 
     def _free_name(self, label: str) -> str:
-        """The strategy's label, with a number where an earlier run has the same."""
+        """The strategy's label, with a number if an earlier run has the same."""
         taken = {run.name for run in self.runs}
         names = (label if number == 1 else f"{label} ({number})" for number in range(1, len(taken) + 2))
         return next(name for name in names if name not in taken)
@@ -325,7 +326,7 @@ class RunsSection:
 
 
 def predictions(estimate: Any) -> Mapping[str, float]:
-    """What a record keeps of an estimate: see ``RunRecord.predicted``."""
+    """The numbers of an estimate for a record, see ``RunRecord.predicted``."""
     if estimate is None:
         return {}
     return {

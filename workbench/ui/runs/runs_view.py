@@ -1,4 +1,4 @@
-"""``wb.draw.runs``: any finished runs beside each other, of one comparison or of many days."""
+"""``wb.draw.runs``: finished runs of one comparison or of many days."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from workbench.ui.runs.table_widget import RunTable
 
 
 class Compared(Protocol):
-    """What ``wb.compare`` returns, as far as it is needed here."""
+    """The parts of ``wb.compare``'s result that the view needs."""
 
     @property
     def baseline(self) -> RunRecord | None:
-        """The run on one device, None where the check was left out."""
+        """The run on one device; None without the check."""
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -41,7 +41,7 @@ class RunsView(widgets.VBox):
         self.add_class(PANEL_CLASS)
 
     def _ipython_display_(self) -> None:
-        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        """Display the widget and its static copy, which the style hides while the widget works."""
         display_widget(self)
         text = comparison_table_text(self.table.runs, self.table.truth)
         static = element("div", self.table.static_html(), css="wb-static")
@@ -55,7 +55,7 @@ def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None
         runs: a result of ``wb.compare``, ``wb.draw.SavedRuns()``, or any records.
         limit_bytes: memory of a rank, drawn as a line.
 
-    ``wb.draw.runs(wb.draw.SavedRuns())`` shows all runs that were kept.
+    ``wb.draw.runs(wb.draw.SavedRuns())`` shows all kept runs.
     """
     found: Any = runs
     failures = Failures()

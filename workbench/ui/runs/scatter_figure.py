@@ -1,4 +1,4 @@
-"""Memory against throughput: which strategies are worth a look."""
+"""Memory against throughput, with the Pareto front of strategies."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _baseline_point(baseline: RunRecord, divisor: float, unit: str, colours: Pal
 
 
 def label_places(names: Sequence[str], x: np.ndarray, y: np.ndarray) -> list[str | None]:
-    """Plotly's place for each point's label, such that none lies on a point or on another label; None: no room."""
+    """plotly's place for each point's label, so that none covers a point or another label; None: no room."""
     if not names:
         return []
     across, upward = (

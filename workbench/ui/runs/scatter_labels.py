@@ -1,4 +1,4 @@
-"""Names beside points: on the first free side, never over a point or another name, and left out where none is free."""
+"""Names beside points: each on the first free side, or left out. No name covers a point or another name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SIZE = 12
 def place_labels(
     names: Sequence[tuple[str, Point]], points: Sequence[Point], within: tuple[float, float], ring: float = 6.0
 ) -> list[tuple[float, float, str, str]]:
-    """(x, y, anchor, name) of the names that have room, the first ones first; anchors are "middle", "" and "end".
+    """(x, y, anchor, name) of the names that have room; earlier names get room first. Anchors: "middle", "", "end".
 
     Args:
-        names: with their points, the important ones first.
-        points: all that must not be covered.
-        within: left and right end of what can be written on.
+        names: the names with their points, the important ones first.
+        points: the points that no name may cover.
+        within: left and right end of the space for names.
         ring: pixels around a point that stay free.
     """
     beside = ring + 3

@@ -1,4 +1,4 @@
-"""Memory against throughput as an SVG picture of 308 px: light enough for every page, drawn without a script."""
+"""Memory against throughput as an SVG picture of 308 px: small, and without a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison as rows of plain data: what the table shows, sorts, filters and exports. No widgets, no HTML."""
+"""The comparison as rows of plain data, which the table shows, sorts, filters and exports. No widgets, no HTML."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Row:
 
 
 def key_of(run: RunRecord) -> str:
-    """What identifies a run: its file's id, or its name where it has none."""
+    """The key of a run: the id of its file, or its name without a file."""
     return run.run_id or run.name
 
 
@@ -80,8 +80,8 @@ def run_rows(
 
     Args:
         baseline: key of the run that speed-ups are over; by default every run's own one-device run.
-        names: names by key that people have given.
-        truth: key of the run on one device: nothing to compare it with.
+        names: names by key that the user has given.
+        truth: key of the run on one device, which is compared with nothing.
     """
     base = next((run for run in runs if key_of(run) == baseline), None)
     measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) != truth]
@@ -111,7 +111,7 @@ def run_rows(
 
 
 def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, str]:
-    """Relative differences to the baseline, of what has a number in both."""
+    """Relative differences to the baseline, of the values that both have."""
     found = {}
     for key in ("samples_per_s", "peak_bytes", "boxed_bytes", "step_s"):
         here, there = values[key], base[key]
@@ -204,7 +204,7 @@ def filter_rows(rows: Sequence[Row], text: str) -> list[Row]:
     ``"bubble < 20"`` (percent); any other word must be part of name or strategy.
 
     Raises:
-        ValueError: a comparison with something that has no column.
+        ValueError: a comparison with a name that is no column.
     """
     kept = list(rows)
     for part in filter(str.strip, text.lower().split(",")):
@@ -244,12 +244,12 @@ def rows_csv(rows: Sequence[Row]) -> str:
 
 
 def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Median and largest error of the predicted step times, as shares; None where nothing was predicted."""
+    """Median and largest error of the predicted step times, as shares; None without predictions."""
     errors = sorted(abs(error) for row in rows if (error := row.values.get("error")) is not None)
     return (errors[len(errors) // 2], errors[-1]) if errors else None
 
 
 def one_line(text: str, width: int = 110) -> str:
-    """The first line that says something, cut to ``width`` characters."""
+    """The first line that is not empty, cut to ``width`` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= width else line[: width - 1] + "\u2026"

@@ -1,4 +1,4 @@
-"""Finished runs beside each other: sort, filter, hide, rename, choose a baseline, load runs of other days, export."""
+"""The widget of finished runs: sort, filter, hide, rename, choose a baseline, load runs of other days, export."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
 
 
 class RunsPage(anywidget.AnyWidget):
-    """Shows ``page``, the HTML of table and scatter, and hands what the user does there to one handler."""
+    """Shows ``page``, the HTML of table and scatter, and passes the user's actions to one handler."""
 
     _esm = asset("download.js") + asset("controls.js") + asset("runs.js")
 
@@ -46,17 +46,17 @@ class RunsPage(anywidget.AnyWidget):
         self.on_msg(guarded(lambda _widget, content, _buffers: self._on_event(content)))
 
     def download(self, name: str, content: str, mime_type: str) -> None:
-        """Have the browser save a file of that name."""
+        """Let the browser save a file of that name."""
         self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
 
 
 class RunTable:
-    """The comparison. ``box`` is what is shown.
+    """The comparison. ``box`` is its widget.
 
     Args:
-        opened: called with a run's strategy text: load it into the panel. Without it there is no such button.
-        again: called with a run's strategy text: run it once more.
-        saved: where runs of other days are; names given here are kept there.
+        opened: (text of a run's strategy) -> loads it into the panel. None: no such button.
+        again: (text of a run's strategy) -> runs it once more.
+        saved: the runs of other days; new names are stored there.
         limit_bytes: memory of a rank, drawn as a line.
     """
 
@@ -121,10 +121,10 @@ class RunTable:
     def _export_button(self, kind: str) -> widgets.Button:
         return button(kind.upper(), lambda: self.page.download(f"comparison.{kind}", self.exported(kind), _TYPES[kind]))
 
-    # ---- what is shown --------------------------------------------------------------------------------------------
+    # ---- display --------------------------------------------------------------------------------------------
 
     def add(self, runs: Iterable[RunRecord], truth: RunRecord | None = None) -> None:
-        """Append runs that are not there yet, one row per strategy; ``truth`` is the run on one device."""
+        """Append new runs, one row per strategy; ``truth`` is the run on one device."""
         known = {key_of(run) for run in self.runs}
         for run in runs:
             parts = [part for part in by_strategy([run]) if key_of(part) not in known]
@@ -144,7 +144,7 @@ class RunTable:
 
     @property
     def _every(self) -> list[RunRecord]:
-        """The runs and that on one device."""
+        """The runs, and the one on one device."""
         return [*self.runs, *([self.truth] if self.truth is not None else [])]
 
     def _sorted(self) -> list[Row]:
@@ -153,7 +153,7 @@ class RunTable:
         return sorted_rows([row for row in rows if row.key not in self.hidden], self.sort, self.ascending)
 
     def refresh(self) -> None:
-        """Show the table as it stands."""
+        """Show the table in its present state."""
         if not self.runs:
             self.box.children = (self._empty, self._loader)
             return
@@ -201,7 +201,7 @@ class RunTable:
         below = below_html(self.rows, self._every, self.selected)
         return comparison_html(self.rows, self.selected, self.limit_bytes, below)
 
-    # ---- what the user does ---------------------------------------------------------------------------------------
+    # ---- actions of the user ---------------------------------------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any]) -> None:
         value = str(event.get("value", ""))
@@ -213,7 +213,7 @@ class RunTable:
             self.rename(value, str(event.get("name", "")))
 
     def sort_by(self, key: str) -> None:
-        """Sort by a column, its better end first; once more, the other way round."""
+        """Sort by a column, its better end first; a second call reverses the order."""
         column = next((column for column in COLUMNS if column.key == key), None)
         if column is not None:
             self.ascending = not self.ascending if key == self.sort else column.ascending
@@ -226,7 +226,7 @@ class RunTable:
         self.refresh()
 
     def rename(self, key: str, name: str) -> None:
-        """Give a run another name, on disk too where it is kept."""
+        """Rename a run, also on disk if it is kept."""
         self.names[key] = name
         run = self._run(key)
         if run is not None and run.run_id in self.saved.ids():
@@ -234,7 +234,7 @@ class RunTable:
         self.refresh()
 
     def set_baseline(self, key: str) -> None:
-        """Let speed-ups be over this run; "" is one device."""
+        """Compute speed-ups over this run; "" is one device."""
         self.baseline = key
         self.refresh()
 
@@ -246,7 +246,7 @@ class RunTable:
             self.refresh()
 
     def show_all(self) -> None:
-        """Bring back what was hidden."""
+        """Show all hidden runs."""
         self.hidden.clear()
         self.refresh()
 
@@ -266,7 +266,7 @@ class RunTable:
         raise ValueError(f"export {kind!r}: there are {', '.join(_TYPES)}.")
 
     def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
-        """The runs that these rows show, under the names that they have here."""
+        """The runs of these rows, under their names in the table."""
         found: dict[str, RunRecord] = {}
         for row in rows:
             run = self._whole.get(row.key)
@@ -275,7 +275,7 @@ class RunTable:
         return list(found.values())
 
     def export(self, path: str) -> Path:
-        """Write a file; its ending says what: .csv, .json or .html.
+        """Write a file in the format of its ending: .csv, .json or .html.
 
         Raises:
             ValueError: another ending.
@@ -315,7 +315,7 @@ def _saved_text(run: RunRecord) -> str:
 
 
 def _facts(runs: list[RunRecord]) -> str:
-    """What is compared, as far as it is the same for all."""
+    """The settings that all runs have in common."""
     models = {str(run.settings["model"]) for run in runs if "model" in run.settings}
     batches, ranks = {run.batch_size for run in runs}, {run.num_ranks for run in runs}
     days = sorted({run.started[:10] for run in runs if run.started})

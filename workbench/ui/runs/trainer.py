@@ -1,4 +1,4 @@
-"""Where the panel's runs come from: the engines of a session, one device first."""
+"""Starts the panel's runs on the engines of a session; the one-device run comes first."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PanelRun(Run, Protocol):
 
     @property
     def one_device_losses(self) -> Sequence[float] | None:
-        """Losses of the same steps on one device; None before they are known."""
+        """Losses of the same steps on one device; None until they are known."""
 
 
 class Trainer(Protocol):
     """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one.
 
-    ``check_steps`` of a run's first steps are trained on one device too, to compare them; 0 for none.
+    One device trains the first ``check_steps`` steps too, for the comparison; 0 for none.
     """
 
     layers: list[Layer]
@@ -75,7 +75,7 @@ class SessionTrainer:
 
     @property
     def check_steps(self) -> int:
-        """First steps of a run that one device trains too; a run keeps the number that it has begun with."""
+        """Number of first steps that one device trains too; a run keeps its number from its start."""
         return self._comparison.check_steps
 
     @check_steps.setter
@@ -85,7 +85,7 @@ class SessionTrainer:
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
     ) -> PanelRun:
-        """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
+        """Begin to train and return at once. A missing one-device run comes first."""
         return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))
 
     def _begin(
@@ -148,8 +148,8 @@ class _BackgroundRun:
         self._ask(TrainingRun.stop)
 
     def interrupt(self) -> None:
-        """End it now. What has not begun yet, because a cell holds the engines for example, is over at once, and is
-        interrupted when it begins.
+        """End the run at once. A run that has not begun, because a cell holds the engines for example, counts as ended
+        and is interrupted when it begins.
         """
         self._stopped.set()
         self._interrupted.set()
