@@ -1,4 +1,4 @@
-"""The machine that is predicted for: which one, and sliders that change its numbers and how many ranks there are."""
+"""The machine of the predictions: a choice, and sliders that change its numbers and the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TIPS = {
 
 
 class MachineBar:
-    """Changes the predictor's machine. ``box`` is what is shown.
+    """Changes the predictor's machine. ``box`` is the widget.
 
     Args:
-        predictor: whose machine it is.
-        num_ranks: to begin with.
-        on_machine: the machine has changed.
-        on_ranks: another number of ranks is wanted.
+        predictor: has the machine.
+        num_ranks: the first number of ranks.
+        on_machine: called after a change of the machine.
+        on_ranks: called with a new number of ranks.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class MachineBar:
 
     @property
     def has_own(self) -> bool:
-        """Was a machine given or measured, other than those that come with the package?"""
+        """Whether a machine was given or measured, besides those of the package."""
         return self._own is not None
 
     def adopt(self, machine: Hardware) -> None:
-        """Predict for a machine that was measured, and keep it among those to choose from."""
+        """Predict for a measured machine, and add it to the choices."""
         self._own, self._predictor.machine, self._predictor.assumed = machine, machine, MachineFactors()
         self._refreshing = True
         self.machine.options = self._machines()
         self._refreshing = False
 
     def refresh(self, num_ranks: int, precision: str) -> None:
-        """Show the machine as it is assumed, and the ranks that the strategy is for."""
+        """Show the assumed machine, and the ranks of the strategy."""
         self._refreshing = True
         try:
             machine, assumed = self._predictor.hardware, self._predictor.assumed
@@ -101,7 +101,7 @@ class MachineBar:
         return [*own, *(name for name in known_machines() if name not in own)]
 
     def _user(self, action: Callable[[], None]) -> None:
-        """Act, unless the change is only the state being shown."""
+        """Handle a change by the user, not one by ``refresh``."""
         if not self._refreshing:
             action()
 
@@ -125,14 +125,14 @@ class MachineBar:
 
 
 def _slider(name: str) -> widgets.FloatLogSlider:
-    """From a 64th to 64 times, in half powers of two."""
+    """A slider from a 64th to 64 times, in half powers of two."""
     return widgets.FloatLogSlider(
         1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=_TIPS[name], layout={"width": "92px"}
     )
 
 
 def _ranks(num_ranks: int) -> list[tuple[str, int]]:
-    """Powers of two, and the number that there are."""
+    """Powers of two, and the present number of ranks."""
     powers = {2**power for power in range(MOST_RANKS.bit_length()) if 2**power <= MOST_RANKS}
     return [(str(number), number) for number in sorted(powers | {num_ranks})]
 

@@ -1,4 +1,4 @@
-"""Predicted memory as a picture: a bar by kind for every rank where they are few, else one cell per rank."""
+"""Predicted memory as a picture: for few ranks a bar by kind for each, else one cell per rank."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _tip(label: str, ranks: Sequence[int], kinds: Mapping[str, float]) -> str:
 
 
 def _cells(stages: Sequence[Stage], peak: float, limit: float | None) -> tuple[float, list[str]]:
-    """Rows of cells whose shade is their bytes, and the fullest rank as a bar by kind below them."""
+    """Rows of cells whose shade shows their bytes, and below them the fullest rank as a bar by kind."""
     per_row = ceil(len(stages) / _MOST_ROWS)
     rows = [list(range(first, min(first + per_row, len(stages)))) for first in range(0, len(stages), per_row)]
     longest = max(sum(len(stages[stage][0]) for stage in row) for row in rows)

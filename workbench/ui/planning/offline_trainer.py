@@ -1,4 +1,4 @@
-"""A model without engines: its costs are counted on meta tensors, and nothing is trained."""
+"""A model without engines: its costs are counted on meta tensors, without training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def costs_of(
     loss_fn: Callable[..., Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> ModelCosts:
-    """Costs of a model's layers for samples of a data set; the model is made of meta tensors, and nothing is computed.
+    """Costs of a model's layers for samples of a data set, counted on meta tensors without computing.
 
     Args:
         dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
@@ -33,7 +33,7 @@ def costs_of(
 
 
 def measured(session: Any) -> Hardware:
-    """The machine that a session's engines are on, calibrated."""
+    """The calibrated machine of a session's engines."""
     from workbench.session.calibration import calibrate
 
     found = calibrate(session)

@@ -1,6 +1,6 @@
-"""The planner's answer as HTML: why its choice, why not the strategy that is shown, and what else a layer could do.
+"""The planner's answer as HTML: its reasons, the comparison with the shown strategy, and a layer's other choices.
 
-Pure functions. All prices are of the machine that is predicted for now, which need not be the one that was planned for.
+Pure functions. All prices are those of the present machine, which may differ from the plan's.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan, priced for the machine as it is now.
+    """A plan, priced for the present machine.
 
     Attributes:
-        plan: what the search found.
-        problem: its question, with the machine that is predicted for.
-        ranked: the plan's strategy and the best with other degrees, best first on that machine.
-        alone: one device.
-        is_stale: the machine is another one than the plan was made for.
+        plan: the result of the search.
+        problem: the planner's problem on the present machine.
+        ranked: the plan's strategy and the best ones with other degrees, the best on that machine first.
+        alone: the step on one device.
+        is_stale: whether the plan was made for another machine.
     """
 
     plan: Plan
@@ -79,11 +79,11 @@ class PricedPlan:
         return next(found for found in self.ranked if found.strategy == self.plan.found.strategy)
 
     def why_not(self, strategy: Strategy) -> WhyNot:
-        """Why the plan is not this strategy."""
+        """The reason why the plan is not this strategy."""
         return compare_with_best(self.problem, self.chosen, strategy)
 
     def explain(self, layer: str) -> Explanation | None:
-        """What else a layer of the plan could do; None for one that the plan does not know."""
+        """The other choices of a layer; None for a layer that the plan does not know."""
         try:
             return explain(self.problem, self.chosen, layer)
         except StrategyError:
@@ -91,10 +91,10 @@ class PricedPlan:
 
 
 def priced_plan_html(priced: PricedPlan, strategy: Strategy, layer: str = "") -> str:
-    """Three sections: the choice beside the best of other degrees; the strategy that is shown; a layer's choices.
+    """Three sections: the choice beside the best of other degrees; the shown strategy; a layer's choices.
 
     Args:
-        strategy: what the rows of the panel say, valid or not.
+        strategy: the strategy of the panel's rows, valid or not.
         layer: name or pattern of the selected layer; empty where a block or nothing is selected.
     """
     sections = (_why(priced), _why_not(priced, strategy), _layer(priced, layer))
@@ -102,12 +102,12 @@ def priced_plan_html(priced: PricedPlan, strategy: Strategy, layer: str = "") ->
 
 
 def problem_html(problem: str) -> str:
-    """Why there is no plan; whoever reads it can change something and ask again."""
+    """The reason why there is no plan, so that the user can change something and ask again."""
     return element("div", element("b", text="No plan. "), element("span", text=problem), css="wb-plan-problem")
 
 
 def note_html(text: str) -> str:
-    """One quiet line in the plan's place."""
+    """A note in the place of the plan."""
     return element("div", element("span", text=text, css="wb-quiet"), css="wb-plan-note")
 
 
@@ -138,7 +138,7 @@ def _why(priced: PricedPlan) -> str:
     shown = list(priced.ranked)
     if priced.plan.resolved.degrees != DEGREES:
         shown.insert(_place_of_one_device(priced), priced.alone)
-    slowest = max(found.estimate.step_s for found in priced.ranked)  # of these ranks: one device may take for ever
+    slowest = max(found.estimate.step_s for found in priced.ranked)  # of these ranks: one device may be far too slow
     rows = [_other(priced, found, chosen, slowest) for found in shown]
     titles = ("pipe \u00d7 data \u00d7 model", "", "step", "", "peak per rank")
     rate = f"{three_digits(chosen.estimate.samples_per_s)} samples/s"
@@ -153,13 +153,13 @@ def _why(priced: PricedPlan) -> str:
 
 
 def _place_of_one_device(priced: PricedPlan) -> int:
-    """How many of the strategies, which are sorted, are better."""
+    """The number of better strategies in a sorted list."""
     own = (not fits(priced.problem, priced.alone), priced.alone.value)
     return sum((not fits(priced.problem, found), found.value) < own for found in priced.ranked)
 
 
 def _alone_text(priced: PricedPlan) -> str:
-    """What has to be said when more ranks do not help."""
+    """The sentence for a model that more ranks do not make faster."""
     best, num_ranks = priced.ranked[0], priced.problem.num_ranks
     if num_ranks == 1 or not is_faster(priced.problem, priced.alone, best):
         return ""
@@ -181,7 +181,7 @@ def _other(priced: PricedPlan, found: PricedStrategy, chosen: PricedStrategy, sl
     more = "" if is_chosen else f"{three_digits(ratio)}{TIMES}" if ratio >= _MANY_TIMES else signed_percent(ratio - 1)
     text = str(write_strategy(priced.problem, found.strategy))
     name = element("button", text=degrees, type="button", css="wb-link wb-open", data_text=text, title=f"show {text}")
-    if is_alone:  # no strategy of these ranks, that rows could show
+    if is_alone:  # no strategy of these ranks for the rows to show
         name = element("span", text="one device")
     over = "" if fits(priced.problem, found) else "over"
     return element(
@@ -230,7 +230,7 @@ def _why_not(priced: PricedPlan, strategy: Strategy) -> str:
 
 
 def _changes(plan: Estimate, shown: Estimate) -> str:
-    """Part by part: seconds of the plan, of the strategy shown, and what lies between."""
+    """For each part, seconds of the plan, of the shown strategy, and the difference."""
     pairs = [(_NAMES[part], getattr(plan, part), getattr(shown, part), _COLOURS[part]) for part in PARTS]
     pairs = [pair for pair in pairs if max(pair[1:3]) > 1e-6 * max(plan.step_s, shown.step_s)]
     largest = max((abs(there - here) for _, here, there, _ in pairs), default=0.0) or 1.0
@@ -259,7 +259,7 @@ def _total(name: str, here: float, there: float, change: str, write_number: Call
 
 
 def _signed(seconds: float) -> str:
-    """``"+1.20 ms"``, with a true minus; nothing where there is no difference."""
+    """``"+1.20 ms"``, with a true minus; empty without a difference."""
     if abs(seconds) < 1e-9:
         return ""
     return f"{MINUS if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
@@ -274,7 +274,7 @@ def _diverging(share: float, colour: str) -> str:
 
 
 def _differs(difference: StrategyDifference) -> str:
-    """What is written differently: options as they are in the plan and in the rows, and what the rows' layers do."""
+    """The differences in text: options of the plan and of the rows, and the choices of the rows' layers."""
     description = [
         f"{name.replace('_', ' ')} {_word(here)} \u2192 {_word(there)}" for name, here, there in difference.options
     ]

@@ -1,4 +1,4 @@
-"""The planner in the panel: it searches in a thread, and its plan stays explained while rows change."""
+"""The planner in the panel: it searches in a thread, and explains its plan while rows change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Search = Callable[[Predictor, int, str], Plan]
 
 
 def search_for(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
-    """The fastest strategy on the machine that is predicted for.
+    """The fastest strategy on the machine of the predictions.
 
     Raises:
-        StrategyError: none fits into memory; it says by how much, and what would help.
+        StrategyError: none fits into memory; the message says by how much, and how to make it fit.
     """
     from workbench.planning.search import search
 
@@ -37,13 +37,13 @@ def search_for(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
 
 
 class PlannerSection:
-    """Asks for a plan, and explains the last one. ``box`` is what is shown.
+    """Asks for a plan, and explains the last one. ``box`` is the widget.
 
     Args:
         predictor: the model's costs and the machine.
-        on_found: gets the strategy when one was found.
-        on_change: a search has begun or failed.
-        search: what searches.
+        on_found: called with the found strategy.
+        on_change: called when a search has begun or failed.
+        search: the function that searches.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PlannerSection:
         self._in_thread = guarded(self._find)
 
     def ask(self, num_ranks: int, precision: str) -> None:
-        """Search, seconds for many ranks; the panel can be used meanwhile."""
+        """Search, which takes seconds for many ranks. The panel can be used meanwhile."""
         if self.is_searching or self._predictor.missing:
             return
         self.is_searching, self.problem = True, ""
@@ -91,7 +91,7 @@ class PlannerSection:
         self.box.value = self.html(strategy, num_ranks, layer)
 
     def html(self, strategy: Strategy, num_ranks: int, layer: str = "") -> str:
-        """What ``show`` shows; empty before there is a plan."""
+        """The explanation of ``show``; empty without a plan."""
         if self.problem:
             return problem_html(self.problem)
         hardware = self._predictor.hardware

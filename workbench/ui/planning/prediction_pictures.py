@@ -1,4 +1,4 @@
-"""What a strategy will take, as pictures: seconds of a step, memory of every rank, the pipeline's timeline.
+"""Pictures of a prediction: seconds of a step, memory of every rank, the pipeline's timeline.
 
 Pure functions, ``Estimate`` -> HTML with SVG. Colours are the page's variables, so the same text reads in both themes,
 in a saved or printed notebook; no script is needed, and a toggle costs no figure of 5 MB.
@@ -34,16 +34,16 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is shown below the grid.
+    """The prediction below the grid.
 
     Attributes:
         estimate: of the last valid strategy.
         resolved: that strategy.
         before: of the strategy before the last change.
-        limit_bytes: memory of one rank; None where it is not known.
+        limit_bytes: memory of one rank; None if unknown.
         machine: its name.
-        is_old: the strategy has mistakes, and this is of the one before them.
-        before_label: what ``before`` is.
+        is_old: whether the strategy has mistakes, and the estimate is of the last valid one.
+        before_label: the name of ``before``.
     """
 
     estimate: Estimate
@@ -63,7 +63,7 @@ def predictions_html(prediction: Prediction, ident: str = "live") -> str:
 
 
 def no_predictions_html(reason: str) -> str:
-    """Why there is none, in the pictures' place."""
+    """The reason why there is no prediction, in the place of the pictures."""
     return element("div", element("span", text=reason, css="wb-quiet"), css="wb-predictions none")
 
 
@@ -163,7 +163,7 @@ def _timeline(prediction: Prediction, ident: str) -> str:
 
 
 def _timeline_row(row: TimelineRow, index: int, num_rows: int, step: float, ident: str) -> list[str]:
-    """A row's label where there is room, its ground, and its actions."""
+    """A row's label if there is room, its background, and its actions."""
     top, height = index * step, step - 4 if step >= 14 else step - 1
     length, idle = _WIDTHS["timeline"] - _TIMELINE_LEFT, f"url(#wb-idle-{ident})"
     ranks = panel_svg.ranks_of(row.ranks)
@@ -173,7 +173,7 @@ def _timeline_row(row: TimelineRow, index: int, num_rows: int, step: float, iden
 
 
 def _timeline_legend(rows: Sequence[TimelineRow], has_stages: bool) -> str:
-    """The kinds that there are."""
+    """The legend of the kinds of actions that occur."""
     bars = [bar for row in rows for bar in row.bars]
     kinds = {bar.kind for bar in bars}
     shown = [panel_svg.swatch(f"var(--wb-{colour})", text) for kind, colour, text in _ACTIONS if kind in kinds]
@@ -183,7 +183,7 @@ def _timeline_legend(rows: Sequence[TimelineRow], has_stages: bool) -> str:
 
 
 def _action(action: ActionBar, top: float, height: float) -> list[str]:
-    """A forward or backward, its exchanges added up at its end, the number of its micro-batch before them."""
+    """A forward or backward, with its micro-batch's number, and the sum of its exchanges at its end."""
     left, computing = _TIMELINE_LEFT + action.left, action.width - action.boxing
     colour = next(colour for kind, colour, _ in _ACTIONS if kind == action.kind)
     parts = [panel_svg.bar(left, top, action.width, height, f"var(--wb-{colour})", css="action", data_tip=action.tip)]

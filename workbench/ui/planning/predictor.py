@@ -1,4 +1,4 @@
-"""Predictions of a strategy from the model's costs and a machine; either may still be unknown."""
+"""Predictions of a strategy from the model's costs and a machine, which may both be unknown at first."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CHANGED, _AS_IT_IS = "before the last change", "on the machine as it is"
 
 
 class Predictor:
-    """Predicts what the panel shows.
+    """Makes the panel's predictions.
 
     Args:
-        hardware: a machine, its name or its file; None where nobody has said which.
+        hardware: a machine, its name or its file; None if unknown.
         batch_size: samples per step.
         optimizer: "adamw", "adam", "momentum" or "sgd".
 
     Attributes:
-        machine: as it is; ``assumed`` is what the sliders make of it, ``hardware`` both together.
-        costs: of the model; None while they are counted, and where they cannot be: ``problem`` says why.
+        machine: the unchanged machine; ``assumed`` has the sliders' factors, ``hardware`` is the machine with them.
+        costs: of the model; None while they are counted, or if they cannot be: ``problem`` says why.
 
     Raises:
         HardwareError: no such machine or file.
@@ -52,26 +52,26 @@ class Predictor:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The machine that is predicted for."""
+        """The machine of the predictions."""
         return None if self.machine is None else self.assumed.of(self.machine)
 
     @property
     def memory_bytes(self) -> float | None:
-        """Memory of a rank of the machine as it is."""
+        """Memory of a rank of the unchanged machine."""
         return None if self.machine is None else self.machine.memory_bytes
 
     @property
     def missing(self) -> str:
-        """Why nothing can be predicted; empty where something can."""
+        """The reason why there is no prediction; empty if there is one."""
         if self.hardware is None:
             return self.no_machine
         return "" if self.costs is not None else self.problem
 
     def estimate(self, resolved: ResolvedStrategy, hardware: Hardware | None = None) -> Estimate | None:
-        """What the cost model says about a strategy; None where it cannot say anything, and ``problem`` says why.
+        """The estimate of a strategy; None if there is none, and ``problem`` says why.
 
         Args:
-            hardware: another machine than the one that is predicted for.
+            hardware: another machine than that of the predictions.
         """
         hardware = hardware or self.hardware
         if self.costs is None or hardware is None:
@@ -92,7 +92,9 @@ class Predictor:
             return None
 
     def predict(self, resolved: ResolvedStrategy, is_old: bool) -> Prediction | str:
-        """What is shown for the last valid strategy, beside that before the last change; or why nothing is."""
+        """The prediction of the last valid strategy beside that before the last change; or the reason why there is
+        none.
+        """
         if self.missing:
             return self.missing
         hardware, last = self.hardware, self._last
@@ -108,7 +110,7 @@ class Predictor:
         )
 
     def _compare_with_before(self, resolved: ResolvedStrategy) -> None:
-        """Where only the machine has changed, the step on the machine as it is stands beside it."""
+        """If only the machine has changed, compare with the step on the unchanged machine."""
         if self._last is None:
             return
         if self._last[0] != resolved:

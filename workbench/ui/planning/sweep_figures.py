@@ -1,7 +1,7 @@
 """Figures of simulations as pure functions, sweep -> plotly Figure: what throughput, memory and waiting do as a value
 grows, where a step's time goes, and a pipeline of any size.
 
-Points that do not fit into memory are hollow; points that cannot be are left out.
+Points that do not fit into memory are hollow; impossible points are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRILLION = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a curve shows: a title, a unit, and the value of a point."""
+    """The meaning of a curve: title, unit, and the value of a point."""
 
     title: str
     unit: str
@@ -51,9 +51,9 @@ def sweep_figure(sweep: Sweep, metric: str = "throughput", x: str | None = None,
     """One of ``METRICS`` against a swept value; a curve for every combination of the other ones.
 
     Args:
-        sweep: what ``wb.planner.simulate`` gave.
+        sweep: the result of ``wb.planner.simulate``.
         metric: "throughput", "per_gpu", "step", "memory" or "bubble".
-        x: name of the value along the axis, by default the first one that was swept and is a number.
+        x: name of the value along the axis. Default: the first swept value that is a number.
 
     Raises:
         StrategyError: no such metric or value.
@@ -112,7 +112,7 @@ def parts_figure(sweep: Sweep, x: str | None = None, colours: Palette = LIGHT) -
 
 
 def pipeline_figure(timeline: Timeline, colours: Palette = LIGHT) -> go.Figure:
-    """What every stage does when, for pipelines of any size: a row of colours per rank of the pipeline axis.
+    """The timeline of pipelines of any size: a row of colours per rank of the pipeline axis.
 
     A column of the picture is a slice of time and shows what the rank does in its middle.
     """
@@ -169,7 +169,7 @@ def _axis_of(sweep: Sweep, x: str | None) -> str:
 
 
 def _curves(sweep: Sweep, x: str) -> dict[str, list[Point]]:
-    """Points that can be, by the values of what is not along the axis."""
+    """The possible points, by the values that are not along the axis."""
     others = [name for name in sweep.swept if name != x]
     curves: dict[str, list[Point]] = {}
     for point in sweep.points:
@@ -203,7 +203,7 @@ def _curve(
 
 
 def _limits(sweep: Sweep) -> dict[str, float]:
-    """Memory by machine; machines that have the same share a line."""
+    """Memory by machine; machines with equal memory share a line."""
     names: dict[float, dict[str, None]] = {}
     for point in sweep.points:
         names.setdefault(point.machine.memory_bytes, {})[point.machine.name] = None

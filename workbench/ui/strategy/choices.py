@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a layer does: ``parallel`` is ``"data"`` or ``"model"``, ``split`` ``"column"``, ``"row"`` or None."""
+    """The choice of a layer: ``parallel`` is ``"data"`` or ``"model"``, ``split`` ``"column"``, ``"row"`` or None."""
 
     parallel: str
     split: str | None = None
@@ -28,7 +28,7 @@ class Degrees:
 
     @property
     def num_ranks(self) -> int:
-        """Their product."""
+        """The product of the degrees."""
         return self.pipeline * self.data * self.model
 
     def __str__(self) -> str:

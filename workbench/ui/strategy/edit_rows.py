@@ -1,4 +1,4 @@
-"""Edits of a strategy's rows: what some layers do is changed, what the others do is not, and the text stays short."""
+"""Edits of a strategy's rows: they change the choices of some layers only, and keep the text short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def edited(
 
     Args:
         targets: pattern -> indices of the layers that are changed under it.
-        change: what becomes of the row that decides for a layer.
+        change: (row that decides for a layer) -> its new row.
 
     >>> layers = [Layer("fc1", "Linear"), Layer("fc2", "Linear")]
     >>> rows = edited(Strategy("*: data"), layers, {"fc2": [1]}, lambda row: replace(row, parallel="model"))
@@ -42,8 +42,8 @@ def edited(
 
 
 def _with_row(rows: list[Row], wanted: Row, layers: Sequence[Layer]) -> list[Row]:
-    """The rows with one row written: in the place of one with its pattern if that decides for all that it matches,
-    else behind all others. Rows that it makes idle go.
+    """The rows with one row added: in the place of a row with its pattern if that decides for all its layers, else at
+    the end. Rows that then decide for no layer are removed.
     """
     said = Strategy.from_rows(rows).rows_of(layers)
     place = next((i for i, row in enumerate(rows) if row.pattern == wanted.pattern), None)
@@ -58,14 +58,14 @@ def _with_row(rows: list[Row], wanted: Row, layers: Sequence[Layer]) -> list[Row
 
 
 def _without_needless(rows: list[Row], wanted: Row, matched: Sequence[int], layers: Sequence[Layer]) -> list[Row]:
-    """The rows without ``wanted`` where other rows say the same for all layers that it matches."""
+    """The rows without ``wanted`` if other rows say the same for all its layers."""
     others = [row for row in rows if row != wanted]
     said = Strategy.from_rows(others).rows_of(layers)
     return others if all(said[i] in others and _same(said[i], wanted) for i in matched) else rows
 
 
 def _repaired(rows: list[Row], layers: Sequence[Layer], wanted: Sequence[Row]) -> list[Row]:
-    """The rows, and one more for each layer for which they would say something else than what is wanted."""
+    """The rows, with one more for each layer for which they say something else."""
     said = Strategy.from_rows(rows).rows_of(layers)
     wrong = [i for i, row in enumerate(said) if not _same(row, wanted[i])]
     if not wrong:
@@ -79,7 +79,7 @@ def _same(one: Row, other: Row) -> bool:
 
 
 def _decides(row: Row, layers: Sequence[Layer]) -> bool:
-    """Does the row match any layer?"""
+    """Whether the row matches any layer."""
     return any(row.matches(layer.name) for layer in layers)
 
 

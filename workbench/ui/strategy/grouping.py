@@ -1,4 +1,4 @@
-"""Rows of the grid: layers, and blocks that are alike folded into one row. Names and choices in, a tree of rows out.
+"""Rows of the grid: layers, and equal blocks folded into one row. Names and choices in, a tree of rows out.
 
 A row knows its layers and a pattern that covers them, so that an edit of a row is an edit of a strategy.
 """
@@ -21,14 +21,14 @@ _SEGMENTS_WORTH_A_HEAD = 3
 
 @dataclass(frozen=True)
 class Node:
-    """One row: a layer, or blocks that are alike (``copies`` of them) with the layers of one block below it.
+    """One row: a layer, or ``copies`` equal blocks with the layers of one block below it.
 
     Attributes:
         pattern: covers exactly ``layers``, unless a layer has layers below it; also the row's identity.
-        label: what the row is called under its head.
+        label: the row's name under its head.
         layers: indices of all layers that the row stands for.
-        copies: how many equal blocks it stands for.
-        blocks: their paths; what is unfolded is remembered by them, so that it outlives another cut into rows.
+        copies: the number of equal blocks.
+        blocks: their paths. Unfolded rows are remembered by paths, which stay the same in another cut into rows.
     """
 
     pattern: str
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Row:
-    """A node as it is shown: how deep, and whether what is below it is shown too (None: there is nothing)."""
+    """A visible node: its depth, and whether the rows below it are visible (None: it has none)."""
 
     node: Node
     depth: int = 0
@@ -70,11 +70,11 @@ class _Block:
 
 
 def tree(layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
-    """The rows of a model: runs of equal blocks are cut where what their layers do changes.
+    """The rows of a model: runs of equal blocks are cut where the choices of their layers change.
 
     Args:
         layers: in the order of the forward.
-        choices: what each does; only compared with one another.
+        choices: the choice of each layer; only compared with one another.
     """
     nodes: list[Node] = []
     blocks = [_Block(path, tuple(indices)) for path, indices in _by_block(layers)]
@@ -93,7 +93,7 @@ def _by_block(layers: Sequence[Layer]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _likeness(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
-    """Equal for blocks of one parent that have the same layers; a layer that is no block is like no other."""
+    """A key that is equal for blocks of one parent with the same layers, and unique for a layer outside of blocks."""
     if not block.number.isdecimal():
         return (block.path,)
     shapes = tuple(
@@ -103,7 +103,7 @@ def _likeness(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
 
 
 def _runs(blocks: Sequence[_Block], layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
-    """Equal blocks as one row for each stretch that does the same, under a head where there are many stretches."""
+    """Equal blocks as one row per stretch of equal choices, under a head if there are many stretches."""
     stretches = [list(group) for _, group in groupby(blocks, key=lambda block: [choices[i] for i in block.layers])]
     nodes = [_segment(stretch, layers) for stretch in stretches]
     if len(nodes) < _SEGMENTS_WORTH_A_HEAD:
@@ -149,9 +149,9 @@ def _leaf(layers: Sequence[Layer], index: int) -> Node:
 
 
 def visible(nodes: Sequence[Node], unfolded: Collection[str], depth: int = 0) -> list[Row]:
-    """The rows that are shown, from the top: what is below a row only where one of its blocks is in ``unfolded``.
+    """The visible rows, from the top. Rows below a row are visible if one of its blocks is in ``unfolded``.
 
-    Heads of cut runs (``"blocks.*"``) are the other way round: they are folded where they are in it.
+    Heads of cut runs (``"blocks.*"``) are reversed: they are folded if they are in it.
     """
     rows: list[Row] = []
     for node in nodes:
@@ -163,14 +163,14 @@ def visible(nodes: Sequence[Node], unfolded: Collection[str], depth: int = 0) ->
 
 
 def is_unfolded(node: Node, unfolded: Collection[str]) -> bool:
-    """Are the rows below a row shown?"""
+    """Whether the rows below a row are visible."""
     if _is_head(node):
         return node.blocks[0] not in unfolded
     return any(block in unfolded for block in node.blocks)
 
 
 def fold(node: Node, unfolded: Collection[str]) -> set[str]:
-    """What is unfolded after a click on the row's triangle."""
+    """The unfolded blocks after a click on the row's triangle."""
     marks = set(node.blocks)
     is_marked = is_unfolded(node, unfolded) is not _is_head(node)
     return set(unfolded) - marks if is_marked else set(unfolded) | marks
@@ -193,7 +193,7 @@ def find(layers: Sequence[Layer], text: str) -> list[Row]:
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All rows, shown or not."""
+    """All rows, visible or not."""
     for node in nodes:
         yield node
         yield from walk(node.children)

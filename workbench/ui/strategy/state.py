@@ -1,6 +1,6 @@
 """The panel's state: one strategy being edited, its mistakes, the last valid one, undo. No widget, no drawing.
 
-Every edit goes in as a method call and leaves the state consistent; views are computed from it afterwards.
+Every edit is a method call that leaves the state consistent. Views are computed from the state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLANNED = "planner's choice"
 
 @dataclass(frozen=True, slots=True)
 class _UndoEntry:
-    """What undo brings back. ``origin`` is what the strategy was before it was edited, None where that has no name."""
+    """The state that undo restores. ``origin`` is the name of the strategy before its edits; None without a name."""
 
     strategy: Strategy
     num_ranks: int
@@ -43,7 +43,7 @@ class PanelState:
     Edits name rows: layers, or the patterns of rows that stand for several (``nodes``).
 
     Args:
-        strategy: whatever `strategy_of` takes, or None for the preset ``data``.
+        strategy: any value that `strategy_of` takes, or None for the preset ``data``.
 
     Raises:
         StrategyError: the text does not parse. A strategy that parses but does not fit is accepted: its mistakes are
@@ -76,22 +76,22 @@ class PanelState:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy as edited, valid or not."""
+        """The edited strategy, valid or not."""
         return self._now.strategy
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the strategy is for."""
+        """The number of ranks of the strategy."""
         return self._now.num_ranks
 
     @property
     def text(self) -> str:
-        """The strategy on one line; while a text does not parse, that text."""
+        """The strategy on one line, or the user's text while it does not parse."""
         return self.draft if self.text_problem else str(self.strategy)
 
     @property
     def base(self) -> str:
-        """The preset that the strategy started from, with its options if it has any; empty where rows were written."""
+        """The preset that the strategy started from, with its options; empty for written rows."""
         return self._now.base
 
     @property
@@ -103,7 +103,7 @@ class PanelState:
 
     @property
     def is_edited(self) -> bool:
-        """Does the strategy do anything else than what it started from?"""
+        """Whether the strategy differs from the one that it started from."""
         origin = self._now.origin
         if origin is None or origin == self.strategy:
             return False
@@ -111,12 +111,12 @@ class PanelState:
 
     @property
     def rows(self) -> list[GridRow]:
-        """The rows of the grid: what is unfolded, or the layers that are looked for."""
+        """The rows of the grid: the unfolded ones, or the layers of a search."""
         return find(self.layers, self.wanted_name) if self.wanted_name else visible(self.nodes, self.unfolded)
 
     @property
     def drawn(self) -> list[Choice]:
-        """The last valid choices: what pictures show while there are mistakes."""
+        """The last valid choices, which pictures show while there are mistakes."""
         return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
 
     @property
@@ -131,32 +131,32 @@ class PanelState:
 
     @property
     def written_degrees(self) -> Degrees:
-        """Degrees as the user set them, where they are set; they need not fit."""
+        """The degrees that the user set; they need not fit."""
         return Degrees(*self.options.degrees) if self.options.degrees else self.degrees
 
     @property
     def options(self) -> Options:
-        """Options of the strategy as edited."""
+        """Options of the edited strategy."""
         return self.strategy.options
 
     @property
     def num_problems(self) -> int:
-        """How many things keep the strategy from running; the same thing at several layers is one."""
+        """The number of mistakes; the same mistake at several layers counts once."""
         return len({mistake.message for mistake in self.mistakes}) + bool(self.text_problem)
 
     @property
     def can_run(self) -> bool:
-        """Is the strategy valid for this model on these ranks?"""
+        """Whether the strategy is valid for this model on these ranks."""
         return self.num_problems == 0
 
     @property
     def can_undo(self) -> bool:
-        """Is there an edit to take back?"""
+        """Whether there is an edit to undo."""
         return bool(self._before)
 
     @property
     def can_redo(self) -> bool:
-        """Is there an edit that was taken back?"""
+        """Whether there is an undone edit."""
         return bool(self._after)
 
     # ---- edits --------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class PanelState:
         self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=None))
 
     def set_choice(self, names: Iterable[str], choice: str) -> None:
-        """One of ``data``, ``model``, ``model:column`` and ``model:row``."""
+        """Set rows to ``data``, ``model``, ``model:column`` or ``model:row``."""
         parallel, _, split = choice.partition(":")
         self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=split or None))
 
@@ -181,7 +181,7 @@ class PanelState:
         self._become(replace(self._now, strategy=strategy, own_degrees=True))
 
     def set_num_ranks(self, num_ranks: int) -> None:
-        """Plan for another number of ranks: a preset is made anew, else the data axis takes what the others leave."""
+        """Change the number of ranks. A preset is made anew; else the data axis takes the remaining ranks."""
         if num_ranks == self.num_ranks:
             return
         if preset_name(self.base) and not self.is_edited and not _try_preset(self.base, self.layers, num_ranks):
@@ -203,11 +203,11 @@ class PanelState:
             self.draft, self.text_problem = self.text, str(error)
 
     def set_planned(self, strategy: Strategy) -> None:
-        """Start again from what a planner has chosen."""
+        """Start again from a planner's choice."""
         self._become(_UndoEntry(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
-        """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
+        """Take a strategy from its text, or a preset's name. Text that does not parse changes only the draft."""
         if text.strip() == self.text:
             return
         try:
@@ -216,7 +216,7 @@ class PanelState:
             self.draft, self.text_problem = text, str(error)
 
     def apply_fix(self, fix: str, row: str | None = None) -> bool:
-        """Do what the fix of a mistake or a hint says; False where only the user can."""
+        """Apply the fix of a mistake or a hint; False if only the user can."""
         if (match := re.fullmatch(r"use stage (\d+)", fix)) and row is not None:
             self.set_stage([row], int(match[1]))
         elif match := re.fullmatch(r"use (\d+)x(\d+)x(\d+)", fix):
@@ -236,7 +236,7 @@ class PanelState:
             self.unfolded = fold(node, self.unfolded)
 
     def look_for(self, name: str) -> None:
-        """Show only layers whose names contain ``name``, or match it as a glob; all rows where it is empty."""
+        """Show only layers whose names contain ``name`` or match it as a glob; all rows if it is empty."""
         self.wanted_name = name.strip()
 
     def undo(self) -> None:
@@ -244,12 +244,12 @@ class PanelState:
         self._travel(self._before, self._after)
 
     def redo(self) -> None:
-        """Do the edit again that was taken back."""
+        """Repeat the undone edit."""
         self._travel(self._after, self._before)
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
-        """Edits inside are as if they had never been made where an exception comes out of it."""
+        """Context that undoes the edits inside if it ends with an exception."""
         moment, before, after = self._now, list(self._before), list(self._after)
         draft = self.draft, self.text_problem
         try:
@@ -287,14 +287,14 @@ class PanelState:
         return tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
 
     def _write(self, row: Row) -> None:
-        """Put a row in the place of the first that matches no layer, or behind all others."""
+        """Put a row in the place of the first that matches no layer, or at the end."""
         rows = list(self.strategy.rows)
         wrong = edit_rows.first_unmatched(rows, self.layers)
         rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def _become(self, moment: _UndoEntry) -> None:
-        """Go to a new moment. The one before can be undone to; what was undone is forgotten."""
+        """Change the state. Undo restores the one before; undone edits are dropped."""
         self.text_problem = self.draft = ""
         if (moment.strategy, moment.num_ranks) != (self._now.strategy, self.num_ranks):
             self._before.append(self._now)
@@ -321,7 +321,7 @@ class PanelState:
 
 
 def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequence[Choice]) -> list[Choice]:
-    """Choices as the rows say, valid or not; a layer without a stage is on its predecessor's, open splits as drawn."""
+    """The choices of the rows, valid or not. A layer without a stage is on its predecessor's; splits are as drawn."""
     choices: list[Choice] = []
     for row, last in zip(strategy.rows_of(layers), drawn, strict=True):
         stage = row.stage if row.stage is not None else choices[-1].stage if choices else 0
@@ -331,7 +331,7 @@ def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequenc
 
 
 def _for_ranks(options: Options, num_ranks: int) -> Options:
-    """The options for another number of ranks; degrees that cannot be kept are left to follow from the rows."""
+    """The options for another number of ranks; degrees that do not fit are dropped and follow from the rows."""
     if options.degrees is None and options.widths is None:
         return options
     pipeline, _, model = options.degrees or (0, 0, 0)
@@ -345,7 +345,7 @@ def _resolved(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> Re
 
 
 def _try_preset(name: str, layers: Sequence[Layer], num_ranks: int) -> str:
-    """Why a preset cannot be made for this model; empty where it can."""
+    """The reason why a preset cannot be made for this model; empty if it can."""
     try:
         strategy_of(name, layers, num_ranks)
     except StrategyError as error:
