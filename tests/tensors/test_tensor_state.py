@@ -76,6 +76,18 @@ def test_a_view_is_copied_without_its_base(duplicate, sbp, has_history):
     assert run_ranks(copied, 3) == [(8.0, 20.0, "mine", set()) if has_history else (12.0, 28.0, "mine", set())] * 3
 
 
+@pytest.mark.parametrize("replace", [lambda x, y: setattr(x, "data", y), lambda x, y: x.set_(y)])
+def test_a_view_that_gets_other_memory_is_a_view_no_more(replace):
+    def replaced():
+        x = wb.ones(4, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        view = x[1:3]
+        replace(view, x[0:2] * 5)
+        x.add_(1)
+        return view.sum().item(), x.sum().item()
+
+    assert run_ranks(replaced, 3) == [(20.0, 16.0)] * 3
+
+
 def test_no_module_adds_an_attribute_to_a_tensor():
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))

@@ -100,4 +100,6 @@ def forget_derived(tensor: TensorState) -> None:
 def forget_memory(tensor: TensorState) -> None:
     """``forget_derived`` for a tensor that has other memory now: it is no view of another tensor any more."""
     forget_derived(tensor)
+    if tensor._origin is not None or tensor._doubt:
+        tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
     tensor._origin = tensor._root = tensor._history_base = tensor._memory_owner = None
