@@ -254,8 +254,11 @@ def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
     lab_page.screenshot("panel-dark.png", panel(lab_page))
     script = "() => getComputedStyle(document.querySelector('.wb-panel')).getPropertyValue('--wb-boxing').trim()"
     dark = lab_page.page.evaluate(script)
+    arrow = "() => getComputedStyle(document.querySelector('.wb-panel .wb-bar select')).backgroundImage"
+    dark_arrow = lab_page.page.evaluate(arrow)
     lab_page.dark(False)
     assert (dark, lab_page.page.evaluate(script)) == ("#a45cff", "#6a1b9a")
+    assert "rgb" in dark_arrow and dark_arrow != lab_page.page.evaluate(arrow), "arrows of lists can be seen"
 
 
 TOPS = """() => {
