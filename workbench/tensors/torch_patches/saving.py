@@ -1,0 +1,92 @@
+"""``save_pretrained`` of ``transformers`` and files of ``safetensors``: they write memory by its address.
+
+Of a global tensor that is the shard's memory, read with the logical size. ``save_pretrained`` gets whole tensors;
+everything else that would write a global tensor raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks
+from workbench.tensors.patch_table import patch
+
+
+def _saving_whole(transformers_own: Any) -> Any:
+    @functools.wraps(transformers_own)
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        held = self.state_dict(keep_vars=True)
+        given = held if state_dict is None else state_dict
+        world = next((t._spec.world for t in given.values() if isinstance(t, GlobalTensor)), None)
+        if world is None:
+            return transformers_own(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        what = "save_pretrained()"
+        wanted = all_gather_object(os.path.abspath(save_directory) if is_main_process else None, world, what)
+        writes = is_main_process and wanted.index(wanted[world.rank]) == world.rank  # one rank per directory
+        whole = _whole_tensors(given, held, keeps=writes)
+        result, error = None, None
+        try:
+            if writes:
+                # It asks torch.distributed too, and would leave all but rank 0 out.
+                self.should_save_on_this_rank = lambda is_main_process: is_main_process
+                result = transformers_own(self, save_directory, True, whole, *args, **kwargs)
+        except Exception as raised:  # noqa: BLE001 - raised below, on all ranks
+            error = raised
+        finally:
+            vars(self).pop("should_save_on_this_rank", None)
+        raise_on_all_ranks(error, world, what)
+        return result
+
+    return save_pretrained
+
+
+def _whole_tensors(given: Any, held: Any, keeps: bool) -> dict[str, Any]:
+    """Logical values as plain tensors; tied parameters stay one tensor. All ranks take part."""
+    found: dict[int, torch.Tensor] = {}
+    named: dict[str, Any] = {}
+    for name, value in given.items():
+        key = id(held.get(name, value))
+        if isinstance(value, GlobalTensor) and key not in found:
+            whole = value.detach().full_tensor()
+            found[key] = whole.clone() if keeps else torch.empty(0)
+        named[name] = found.get(key, value)
+    return named
+
+
+def _refusing_shards(safetensors_own: Any) -> Any:
+    if safetensors_own is None:  # a version without this function
+        return None
+
+    @functools.wraps(safetensors_own)
+    def flatten(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        odd = next((name for name, value in tensors.items() if isinstance(value, GlobalTensor)), None)
+        if odd is not None:
+            raise LayoutError(
+                f"safetensors: {odd!r} is a global tensor of shape {tuple(tensors[odd].shape)}, "
+                f"{tensors[odd]._spec.layout}, of which this rank holds {tuple(tensors[odd]._spec.local_shape)}. A "
+                "file holds whole tensors: call wb.checkpoint.export_safetensors(model, folder), or give "
+                "value.full_tensor() for each, on all ranks."
+            )
+        return safetensors_own(tensors, *args, **kwargs)
+
+    return flatten
+
+
+patch(
+    "transformers.modeling_utils.PreTrainedModel.save_pretrained",
+    "it writes the memory of shards, read with the sizes of the whole",
+    _saving_whole,
+)
+patch(
+    "safetensors.torch._flatten_as_ptr",
+    "it reads the memory of a shard with the size of the whole",
+    _refusing_shards,
+)
