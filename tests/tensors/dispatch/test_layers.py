@@ -242,3 +242,17 @@ def test_tables_with_sparse_gradients_have_dense_ones(layer, table):
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, module.weight.grad.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+def test_a_bag_of_torch_takes_its_table_first(sbp):
+    table, words, begins = torch.randn(7, 4), torch.arange(9) % 7, torch.tensor([0, 2, 2, 7])
+    expected = torch.embedding_bag(table, words, begins)[0]
+
+    def program():
+        place = lambda t, s: wb.to_global(t.clone(), placement=wb.placement.all("cpu"), sbp="B").to_global(sbp=s)  # noqa: E731
+        return torch.embedding_bag(place(table, "B"), place(words, sbp), place(begins, "B"))[0].full_tensor()
+
+    for found in run_ranks(program):
+        torch.testing.assert_close(found, expected)

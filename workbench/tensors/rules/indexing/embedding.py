@@ -144,6 +144,8 @@ def _embedding_bag(call: Call) -> Resolution | None:
 @composite("embedding_bag")
 def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags over rows of a split table: each rank looks up its own rows, and the bags are summed. Dense gradients."""
+    if input.is_floating_point():  # torch.embedding_bag, whose first argument is the table
+        return NotImplemented
     options = inspect.signature(F.embedding_bag).bind(input, weight, *args, **kwargs).arguments
     if options.get("sparse"):
         return F.embedding_bag(**{**options, "sparse": False})
