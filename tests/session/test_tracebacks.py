@@ -1,5 +1,6 @@
 """Grouping of failures, with outcomes made by hand."""
 
+import linecache
 import pickle
 
 import pytest
@@ -25,6 +26,16 @@ def test_equal_failures_are_told_once():
     assert text.count("ValueError") == 1
     assert "ValueError on ranks 0-3: bad" in text
     assert "▶    3  text 3" in text
+
+
+def test_a_model_of_the_notebook_is_shown_with_its_line(monkeypatch):
+    """Its class is defined in a cell of the notebook, whose file exists nowhere."""
+    file = "/tmp/ipykernel_1/2491301530.py"
+    lines = ["class Model:\n", "    def forward(self, x):\n", "        return x + self.bias\n"]
+    monkeypatch.setitem(linecache.cache, file, (60, None, lines, file))
+    frames = (Frame("training_on_engine.py", 72, "keep_job", False), Frame(file, 3, "Model.forward", False))
+    text = str(cell_error(outcome({0: Failure("RuntimeError", "sizes differ", frames, 1.0)})))
+    assert f"{file}:3, in Model.forward\n  ▶    3          return x + self.bias" in text
 
 
 def test_the_first_cause_comes_first():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 from collections.abc import Callable, Iterable, Sequence
 
@@ -151,12 +152,18 @@ def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
     inside = "" if frame.function == "<module>" else f", in {frame.function}"
     place = f"{frame.file} line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
     lines = [paint(f"  {place}", _DIM)]
-    for number, text in frame.source:
+    for number, text in frame.source or _own_source(frame):
         here = number == frame.line
         if here or frame.in_cell:
             line = f"  {'▶' if here else ' '} {number:>4}  {text}"
             lines.append(paint(line, _BOLD) if here else line)
     return lines
+
+
+def _own_source(frame: protocol.Frame) -> list[tuple[int, str]]:
+    """The line of a cell of the notebook, which engines cannot read: a model's class may be defined there."""
+    text = "" if frame.in_cell else linecache.getline(frame.file, frame.line)
+    return [(frame.line, text.rstrip("\n"))] if text else []
 
 
 def _only_stopped(outcome: Outcome) -> list[int]:
