@@ -58,6 +58,18 @@ def test_ranks_outside_a_placement_see_that_a_view_was_written_through_its_base(
     assert run_ranks(boxed_sums, 3) == [expected] * 3
 
 
+def test_ranks_outside_a_placement_know_that_a_reshape_of_moved_dims_is_a_copy():
+    def sums():
+        here, turned = wb.placement("cpu", ranks=[0, 1]), wb.placement("cpu", ranks=[1, 0])
+        x = wb.ones(4, 4, placement=here, sbp="B")
+        y, other = x.t().reshape(2, 8), wb.ones(2, 8, placement=turned, sbp="B")
+        before = (other + y).sum().item()
+        x.add_(1)
+        return before, (other + y).sum().item()
+
+    assert run_ranks(sums, 3) == [(32.0, 32.0)] * 3
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("has_history", [True, False])

@@ -56,6 +56,9 @@ class TensorState(Annotated):
     _memory_owner: TensorState | None = None
     """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes."""
 
+    _has_moved_dims: bool = False
+    """Of a placeholder: whether it is a view with dims in another order, of which a ``reshape`` is a copy."""
+
 
 DECLARED = frozenset(TensorState.__annotations__)
 

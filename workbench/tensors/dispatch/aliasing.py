@@ -34,6 +34,10 @@ ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
+_MOVING_DIMS = frozenset(
+    ["permute", "transpose", "t", "get:T", "get:mT", "get:H", "get:mH", "movedim", "adjoint", "expand"]
+)
+"""Aliasing functions after which a ``reshape`` copies."""
 _NO_HISTORY = frozenset(["detach", "get:data"])
 """Aliasing functions whose results have no history in common with their operand."""
 
@@ -152,13 +156,16 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
 def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> None:
     """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base.
 
-    The result of a ``reshape`` counts as a view, as it is on the owner unless the shard is transposed.
+    The result of a ``reshape`` counts as a view, as it is on the owner, unless the dims were moved before.
     """
     if name not in ALIASING and name not in PERHAPS_ALIASING:
         return
     for leaf in tree_leaves(result):
         if isinstance(leaf, GlobalTensor):
-            if name != "get:data":
+            has_moved_dims = base._has_moved_dims or name in _MOVING_DIMS
+            if name in ALIASING and has_moved_dims:
+                leaf._has_moved_dims = True
+            if name != "get:data" and not (name in PERHAPS_ALIASING and has_moved_dims):
                 leaf._memory_owner = base if base._memory_owner is None else base._memory_owner
             if name not in _NO_HISTORY:
                 leaf._history_base = base if base._history_base is None else base._history_base

@@ -175,7 +175,7 @@ def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> b
     return (
         type(tensor) is GlobalTensor
         and tensor._spec.is_placeholder
-        and tensor._memory_owner is None
+        and tensor._memory_owner is tensor._history_base is None
         and not any(tensor is known for known in inputs)
     )
 
