@@ -171,13 +171,13 @@ def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
 
 
 def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
-    """Whether it is a new placeholder: neither an input nor a view, since a write in place would update its base."""
-    return (
-        type(tensor) is GlobalTensor
-        and tensor._spec.is_placeholder
-        and tensor._memory_owner is tensor._history_base is None
-        and not any(tensor is known for known in inputs)
-    )
+    """Whether it is a new placeholder: no input, no view (a write in place would update its base), and no detached input,
+    which shares the count of writes.
+    """
+    if type(tensor) is not GlobalTensor or not tensor._spec.is_placeholder or tensor._history_base is not None:
+        return False
+    owners = {id(owner) for known in inputs for owner in (known, known._memory_owner) if owner is not None}
+    return id(tensor) not in owners and id(tensor._memory_owner) not in owners
 
 
 class _HistoryLinks:
