@@ -171,7 +171,7 @@ def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
 
 
 def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
-    """Whether it is a new placeholder: no input, no view (a write in place would update its base), and no detached input,
+    """Whether it is a new placeholder: no input, no view (whose base would see writes to it), and no detached input,
     which shares the count of writes.
     """
     if type(tensor) is not GlobalTensor or not tensor._spec.is_placeholder or tensor._history_base is not None:
