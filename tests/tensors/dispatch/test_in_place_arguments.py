@@ -1,0 +1,39 @@
+"""``inplace`` of activations and dropouts, by position and by keyword, on every layout: the numbers of one device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import workbench as wb
+from workbench.testing import run_ranks
+
+FUNCTIONS = {
+    F.relu: (), F.relu6: (), F.silu: (), F.mish: (), F.selu: (), F.elu: (1.3,), F.celu: (1.1,), F.leaky_relu: (0.1,),
+    F.hardtanh: (-0.5, 0.5), F.hardswish: (), F.hardsigmoid: (), F.threshold: (0.1, 0.2), F.rrelu: (0.1, 0.3, False),
+    F.dropout: (1.0, True), F.dropout1d: (0.5, False), F.alpha_dropout: (0.5, False),
+}  # fmt: skip
+X = torch.linspace(-2, 2, 30, dtype=torch.float64).reshape(5, 6)
+
+
+def run(function, x, *options, **named):
+    """What was returned, and what has become of the argument."""
+    y = x * 1
+    return function(y, *FUNCTIONS[function], *options, **named) + 2 * y
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_in_place_by_position_and_keyword(function, sbp):
+    def forms(x):
+        results = [run(function, x, True), run(function, x, False), run(function, x, inplace=True)]
+        return [(result, torch.autograd.grad(result.sin().sum(), x)[0]) for result in results]
+
+    expected = forms(X.clone().requires_grad_())
+
+    def program():
+        x = wb.to_global(X.clone(), placement=wb.placement("cpu", ranks=[0, 2]), sbp="B").to_global(sbp=sbp)
+        return [[part.detach().full_tensor() for part in pair] for pair in forms(x.detach().requires_grad_())]
+
+    for found in run_ranks(program, 3):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, [part.detach() for part in theirs])
