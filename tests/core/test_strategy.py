@@ -10,7 +10,10 @@ from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 
 SIZES = {"fc1": (256, 64), "fc2": (256, 256), "fc3": (128, 256), "head": (10, 128)}
-LAYERS = [Layer(name, "Linear", {"weight": s, "bias": s[:1]}, s[0] * s[1] + s[0]) for name, s in SIZES.items()]
+LAYERS = [
+    Layer(name, "Linear", {"weight": s, "bias": s[:1]}, s[0] * s[1] + s[0], calls=(position, position))
+    for position, (name, s) in enumerate(SIZES.items())
+]
 
 
 @pytest.mark.parametrize(

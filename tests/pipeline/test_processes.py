@@ -1,5 +1,7 @@
 """Every schedule on real processes, over each transport; a stage that raises ends the others."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ import workbench as wb
 from tests.processes import Ranks, run_processes
 from tests.training.models import make
 from tests.training.programs import training_equals_one_device
+from workbench.training.pipelining.running_step import ValueReadWarning
 
 pytestmark = pytest.mark.procs
 
@@ -23,6 +26,38 @@ def train_under_every_schedule():
 @pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_every_schedule_equals_one_device(transport):
     found = run_processes(train_under_every_schedule, 2, environment={"WORKBENCH_TRANSPORT": transport})
+    assert max(found) < 1e-5
+
+
+class Asking(torch.nn.Sequential):
+    """Reads a value of each stage."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+            x = x / (1 + abs(x.sum().item())) if x.isfinite().all() else x
+        return x
+
+
+def read_values_on_both_stages():
+    torch.manual_seed(0)
+    model, one = (Asking(*(torch.nn.Linear(4, 4) for _ in range(4))) for _ in range(2))
+    one.load_state_dict(model.state_dict())
+    inputs, targets = torch.randn(8, 4), torch.arange(8) % 4
+    loss = sum(F.cross_entropy(one(x), y) for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True)) / 4
+    loss.backward()
+    wb.parallelize(model, "pipeline | mb=4 1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValueReadWarning)
+        found = [wb.forward_backward(model, F.cross_entropy, inputs, targets).item() for _ in range(2)]
+    grads = zip(model.parameters(), one.parameters(), strict=True)
+    worst = max((a.grad.full_tensor() / 2 - b.grad).abs().max().item() for a, b in grads)
+    return max(worst, *(abs(value - loss.item()) for value in found))
+
+
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_values_that_a_forward_reads_are_sent_to_all_stages(transport):
+    found = run_processes(read_values_on_both_stages, 2, environment={"WORKBENCH_TRANSPORT": transport})
     assert max(found) < 1e-5
 
 

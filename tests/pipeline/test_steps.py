@@ -185,16 +185,6 @@ def test_what_acts_on_gradients_is_called_after_every_micro_batch():
     assert run_ranks(program, 3) == [[True] * 4] * 3
 
 
-class Reading(Skip):
-    """A forward that looks at a value of its second stage."""
-
-    def forward(self, x):
-        x = torch.tanh(self.a(x))
-        y = self.b(x)
-        scale = 2.0 if y.sum().item() > 0 else 1.0
-        return self.head(self.d(self.c(y)) * scale)
-
-
 BAD = {
     "not parallelized": (None, F.cross_entropy, 4, "is not parallelized"),
     "no scalar": (None, lambda o, y: F.cross_entropy(o, y, reduction="none"), 4, r"shape \(2,\) with 1 dims.*mean"),
@@ -221,23 +211,6 @@ def test_what_cannot_be_a_step_says_why(case):
 
 
 SKIP = "a: data; b: data@1; c: data@1; d: data@1; head: data@1 | 2x1x1 mb={} 1f1b"
-
-
-def test_reading_a_value_that_other_stages_hold_is_an_error_inside_a_step_only():
-    torch.manual_seed(0)
-    models = [Reading() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    inputs, targets = torch.randn(4, 12), torch.zeros(4, dtype=torch.long)
-
-    def program(rank):
-        model = wb.parallelize(models[rank], SKIP.format(2))
-        with pytest.raises(StrategyError, match=r"reading a value \(item.*shape \(\) on stage 1.*torch.where"):
-            wb.forward_backward(model, F.cross_entropy, inputs, targets)
-        model = wb.parallelize(model, SKIP.format(1))
-        return wb.forward_backward(model, F.cross_entropy, inputs, targets).item()
-
-    losses = run_ranks(program, 2)
-    assert losses[0] == losses[1]
 
 
 class Turning(Skip):

@@ -7,22 +7,8 @@ from torch import nn
 import workbench as wb
 from tests.models.zoo import batch_for, make
 from tests.training.training_runs import Setup
-from workbench.errors import StrategyError, WorkbenchError
+from workbench.errors import StrategyError
 from workbench.testing import run_ranks
-
-
-class Asking(nn.Module):
-    """Looks at a value in the middle of its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        if x.sum().item() > 1e9:
-            x = x / 2
-        return self.second(x)
 
 
 def errors_of(models, strategy, error=StrategyError):
@@ -79,21 +65,6 @@ def test_heads_that_do_not_divide_are_handled():
     for loss, grad in run_ranks(program, 3):
         assert loss == pytest.approx(expected.loss.item(), rel=1e-5)
         torch.testing.assert_close(grad, truth, rtol=1e-4, atol=1e-6)
-
-
-def test_a_value_asked_for_inside_a_scheduled_step_is_an_error():
-    torch.manual_seed(0)
-    first = Asking()
-    models = [first, Asking()]
-    models[1].load_state_dict(first.state_dict())
-
-    def program(rank):
-        model = wb.parallelize(models[rank], "first: data; second: data@1 | 2x1x1 mb=2 1f1b")
-        message = r"reading a value \(item.*on stage 0 inside a step of 2 stages and 2 micro-batches.*after the step"
-        with pytest.raises(WorkbenchError, match=message):
-            wb.forward_backward(model, nn.functional.mse_loss, torch.ones(4, 4), torch.ones(4, 4))
-
-    run_ranks(program, 2)
 
 
 def test_more_ranks_than_features_or_samples():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 
@@ -11,7 +13,13 @@ def linear(name: str, out_features: int, in_features: int) -> Layer:
     return Layer(name, "Linear", shapes, out_features * in_features + out_features)
 
 
-MLP = [linear("fc1", 256, 64), linear("fc2", 256, 256), linear("fc3", 128, 256), linear("head", 10, 128)]
+def called_in_order(layers: list[Layer]) -> list[Layer]:
+    return [replace(layer, calls=(position, position)) for position, layer in enumerate(layers)]
+
+
+MLP = called_in_order(
+    [linear("fc1", 256, 64), linear("fc2", 256, 256), linear("fc3", 128, 256), linear("head", 10, 128)]
+)
 
 
 def gpt(num_blocks: int = 8, width: int = 256, num_words: int = 4096, length: int = 64) -> ModelCosts:
@@ -30,7 +38,7 @@ def gpt(num_blocks: int = 8, width: int = 256, num_words: int = 4096, length: in
         layers += [linear(f"{block}.attn.proj", width, width), norm(f"{block}.ln_2")]
         layers += [linear(f"{block}.mlp.fc1", 4 * width, width), linear(f"{block}.mlp.fc2", width, 4 * width)]
     layers += [norm("ln_f"), linear("lm_head", num_words, width)]
-    return ModelCosts(tuple(_cost(layer, width, length) for layer in layers), (length,))
+    return ModelCosts(tuple(_cost(layer, width, length) for layer in called_in_order(layers)), (length,))
 
 
 def _cost(layer: Layer, width: int, length: int) -> LayerCost:

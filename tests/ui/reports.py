@@ -11,8 +11,8 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 
 LAYERS = [
-    Layer("fc1", "Linear", {"weight": (32, 64), "bias": (32,)}, 2080),
-    Layer("fc2", "Linear", {"weight": (10, 32), "bias": (10,)}, 330),
+    Layer("fc1", "Linear", {"weight": (32, 64), "bias": (32,)}, 2080, calls=(1, 1)),
+    Layer("fc2", "Linear", {"weight": (10, 32), "bias": (10,)}, 330, calls=(2, 2)),
 ]
 
 

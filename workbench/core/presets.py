@@ -6,12 +6,12 @@ A preset's name may have options behind it, as a text of rows has: ``"pipeline |
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import PRESETS, parse_options
-from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row, in_order_of_calls
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 
@@ -33,13 +33,29 @@ def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -
     >>> strategy_of("pipeline | mb=8", layers, 2)
     Strategy('fc1: data@0; head: data@1 | 2x1x1 mb=8 1f1b')
     """
+    wanted = _read(wanted)
     if isinstance(wanted, Strategy):
         return wanted
-    if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.strip().endswith(_FILE_SUFFIX)):
-        wanted = read_strategy(Path(wanted.strip() if isinstance(wanted, str) else wanted))
     if isinstance(wanted, str) and (name := preset_name(wanted)):
         return preset(name, layers, num_ranks, wanted.partition("|")[2])
     return Strategy(wanted)
+
+
+def stages_preset(wanted: StrategyLike) -> str | None:
+    """The text of a preset that cuts stages, with its options; None where a strategy is something else.
+
+    >>> stages_preset("pipeline | mb=8"), stages_preset("data")
+    ('pipeline | mb=8', None)
+    """
+    wanted = _read(wanted)
+    return wanted if isinstance(wanted, str) and preset_name(wanted) == "pipeline" else None
+
+
+def _read(wanted: StrategyLike) -> Strategy | str | Mapping[str, str]:
+    """The text of a file, anything else as it is."""
+    if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.strip().endswith(_FILE_SUFFIX)):
+        return read_strategy(Path(wanted.strip() if isinstance(wanted, str) else wanted))
+    return wanted
 
 
 def preset_name(wanted: object) -> str | None:
@@ -72,8 +88,9 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     """One of the classic strategies for a model.
 
     data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks (or as the degrees
-    among the options say; under ``interleaved`` two on every rank), cut by parameters. hybrid: the first layers data,
-    the last ones (with most of the parameters, usually) model parallel.
+    among the options say; under ``interleaved`` two on every rank), cut by parameters; by ``gpipe`` where every cut
+    goes through layers that a forward comes back to. hybrid: the first layers data, the last ones (with most of the
+    parameters, usually) model parallel.
 
     Args:
         options: words that say more than the preset, or something else: ``"mb=8 gpipe"``.
@@ -99,31 +116,75 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     degree = given.degrees[0] if given.degrees else len(given.widths or range(num_ranks))
     cuts = stage_cuts(layers, 2 * degree if given.schedule == "interleaved" else degree)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
-    base = Options((degree, 1, 1), num_micro_batches=2 * degree, schedule="1f1b")
+    schedule = "gpipe" if _comes_back(layers, cuts) else "1f1b"
+    base = Options((degree, 1, 1), num_micro_batches=2 * degree, schedule=schedule)
     return Strategy.from_rows(compress_patterns(names, rows), parse_options(options, [], base))
 
 
 def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
-    """The stage of every layer, by parameters.
+    """The stage of every layer, by parameters, in the order in which a forward calls them, if it is known.
 
-    A model lists the layers inside a block in any order (Llama's norms come last), so stages are cut between blocks, as
-    long as there are enough of them.
+    Inside a block a model may list and call layers in any order, so stages are cut between blocks, as long as there
+    are enough of them. What a forward comes back to stays on one stage, if that leaves enough parts.
 
     Raises:
         StrategyError: more stages than layers.
+
+    >>> calls = {"head": (3, 3), "words": (1, 1), "body": (2, 2)}
+    >>> stage_cuts([Layer(name, "Linear", num_parameters=9, calls=where) for name, where in calls.items()], 3)
+    [2, 0, 1]
     """
     if num_stages > len(layers):
         raise StrategyError(
             f"pipeline over {num_stages} ranks, but the model has {len(layers)} layers; each stage needs one."
         )
-    for unit_of in (block_of, lambda name: name):
-        units: dict[str, float] = {}
-        for layer in layers:
-            units[unit_of(layer.name)] = units.get(unit_of(layer.name), 0) + layer.num_parameters
-        if len(units) >= num_stages:
-            break
-    cuts = dict(zip(units, balanced_cuts(list(units.values()), num_stages), strict=True))
-    return [cuts[unit_of(layer.name)] for layer in layers]
+    kinds: list[tuple[Callable[[str], str], bool]]
+    kinds = [(block_of, True), (_itself, True), (block_of, False), (_itself, False)]
+    parts = next(found for kind in kinds if len(found := stage_parts(layers, *kind)) >= num_stages)
+    weights = [sum(layer.num_parameters for layer in part) for part in parts]
+    cuts = zip(parts, balanced_cuts(weights, num_stages), strict=True)
+    stages = {layer.name: stage for part, stage in cuts for layer in part}
+    return [stages[layer.name] for layer in layers]
+
+
+def _itself(name: str) -> str:
+    return name
+
+
+def stage_parts(
+    layers: Sequence[Layer], unit_of: Callable[[str], str] | None = None, joins_loops: bool = True
+) -> list[list[Layer]]:
+    """Parts of a model between which it can be cut, in the order of calls.
+
+    Args:
+        unit_of: the unit that a layer's name belongs to; default: ``block_of``.
+        joins_loops: whether units that take turns are one part.
+    """
+    unit_of = unit_of or block_of
+    units: dict[str, list[Layer]] = {}
+    for layer in in_order_of_calls(layers):
+        units.setdefault(unit_of(layer.name), []).append(layer)
+    parts: list[list[Layer]] = []
+    end = -1
+    for unit in units.values():
+        calls = [layer.calls for layer in unit if layer.calls is not None]
+        if joins_loops and calls and calls[0][0] <= end:
+            parts[-1] += unit
+        else:
+            parts.append(unit)
+        end = max([end, *(last for _, last in calls)])
+    return parts
+
+
+def _comes_back(layers: Sequence[Layer], stages: Sequence[int]) -> bool:
+    """Whether a forward comes back to an earlier stage."""
+    calls = [(layer.calls, stage) for layer, stage in zip(layers, stages, strict=True) if layer.calls]
+    return any(
+        stage < later and first < start < last
+        for (first, last), stage in calls
+        if first < last
+        for (start, _), later in calls
+    )
 
 
 def block_of(name: str) -> str:
@@ -166,5 +227,5 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
 
 __all__ = [
     "PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "preset_name", "read_strategy", "stage_cuts",
-    "strategy_of",
+    "stage_parts", "stages_preset", "strategy_of",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -11,7 +12,10 @@ from functools import lru_cache
 class Layer:
     """A module that owns parameters: its path, class name, the parameters' shapes by short name, and their number.
 
-    ``tied_to`` is the first layer that has the same tensor as its weight, if there is one.
+    Attributes:
+        tied_to: the first layer that has the same tensor as its weight, if there is one.
+        calls: the positions in a forward of its first call and of its last one on what other layers have made; None
+            where no forward was seen.
     """
 
     name: str
@@ -19,6 +23,19 @@ class Layer:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_parameters: int = 0
     tied_to: str | None = None
+    calls: tuple[int, int] | None = None
+
+
+def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers as a forward calls them; as the model lists them, where no forward was seen.
+
+    >>> head, body = Layer("head", "Linear", calls=(2, 2)), Layer("body", "Linear", calls=(1, 1))
+    >>> [layer.name for layer in in_order_of_calls([head, body])]
+    ['body', 'head']
+    """
+    if any(layer.calls is None for layer in layers):
+        return list(layers)
+    return sorted(layers, key=lambda layer: layer.calls or (0, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from workbench.core.options import PRECISIONS, PRESETS, SCHEDULES, Options, format_widths, parse_options
-from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row, in_order_of_calls
 from workbench.core.suggest import suggest
 from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
@@ -294,19 +294,28 @@ def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
 
 def _check_stages(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
     stages = _stages(strategy, layers)
-    mistakes, highest, before = [], 0, ""
-    for layer, stage in zip(layers, stages, strict=True):
-        if stage < highest:
-            message = f"stage {stage} comes after stage {highest} ({before}): stages cannot go back"
-            mistakes.append(Mistake(layer.name, message, (f"use stage {highest}",)))
-        elif stage >= highest:
-            highest, before = stage, layer.name
+    mistakes, highest = list[Mistake](), max(stages, default=0)
+    if all(layer.calls for layer in layers):  # else the first step says where stages go back
+        mistakes = _check_order(layers, dict(zip([layer.name for layer in layers], stages, strict=True)))
     if len(layers) < highest + 1:
         mistakes.append(Mistake(None, f"{highest + 1} stages but only {len(layers)} layers; each stage needs one"))
     mistakes += [
         Mistake(None, f"stage {stage} has no layer", (f"put a layer on stage {stage}, or renumber",))
         for stage in sorted(set(range(highest + 1)) - set(stages))
     ]
+    return mistakes
+
+
+def _check_order(layers: Sequence[Layer], stages: Mapping[str, int]) -> list[Mistake]:
+    """Layers on an earlier stage than one that is called before them."""
+    mistakes, highest, before = [], 0, ""
+    for layer in in_order_of_calls(layers):
+        stage = stages[layer.name]
+        if stage < highest:
+            message = f"stage {stage} comes after stage {highest} ({before}): stages cannot go back"
+            mistakes.append(Mistake(layer.name, message, (f"use stage {highest}",)))
+        elif stage > highest:
+            highest, before = stage, layer.name
     return mistakes
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from workbench.pipeline.schedules import Action, Table
 
-Edges = Sequence[tuple[int, int]]
-"""(from stage, to stage) of the transfers of a forward, in the order of the program."""
+Edges = Sequence[tuple[int, int | None]]
+"""(from stage, to stage) of the transfers of a forward, in the order of the program; to None: a value that all other
+stages wait for, and that has no gradient."""
 
 
 def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Edges | None = None) -> list[str]:
@@ -28,7 +29,7 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
     >>> check_table(make_table("1f1b", 2, 2), 2, 2, edges=[(0, 1), (1, 0)])
     ['deadlock: rank 0 waits at 0F1, rank 1 waits at 1B0']
     """
-    edges = [(stage, stage + 1) for stage in range(num_stages - 1)] if edges is None else edges
+    edges = along_stages(num_stages) if edges is None else edges
     listed = [action for actions in table for action in actions]
     split = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
     wanted = {
@@ -49,6 +50,14 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
     ]
     problems += _stages_on_two_ranks(table)
     return problems or _run(table, edges)
+
+
+def along_stages(num_stages: int, reads_values: bool = False) -> list[tuple[int, int | None]]:
+    """The edges from each stage to the next; with ``reads_values``, all stages wait for a value of each of them."""
+    edges: list[tuple[int, int | None]] = []
+    for stage in range(num_stages):
+        edges += [(stage, None)] * reads_values + [(stage, stage + 1)] * (stage + 1 < num_stages)
+    return edges
 
 
 def _stages_on_two_ranks(table: Table) -> list[str]:
@@ -94,10 +103,12 @@ def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
     steps: list[tuple[bool, Event]] = [(True, ("ended", stage * 3 + phase - 1, m))] if phase else []
     numbered, direction = list(enumerate(edges)), "F" if phase == 0 else "B"
     for number, (source, target) in numbered if phase == 0 else reversed(numbered) if phase == 1 else ():
+        if target is None and phase == 1:
+            continue
         sender, receiver = (source, target) if phase == 0 else (target, source)
         if sender == stage:
             steps.append((False, (direction, number, m)))
-        elif receiver == stage:
+        elif receiver == stage or receiver is None:
             steps.append((True, (direction, number, m)))
     return [*steps, (False, ("ended", stage * 3 + phase, m))]
 

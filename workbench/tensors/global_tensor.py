@@ -299,7 +299,7 @@ class GlobalTensor(TensorState):
         The result keeps its history. A loss that all ranks compute from it counts once.
 
         Raises:
-            StrategyError: inside a scheduled step of several stages, where ranks are at different micro-batches.
+            StrategyError: inside a scheduled step whose stages cannot wait for the value.
             ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, if a rank holds no part of the tensor.
 
         >>> last = wb.placement("cpu", ranks=[0])

@@ -13,7 +13,7 @@ dicts, numpy's arrays as tensors. All code that trains uses the rules of this mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -26,6 +26,7 @@ from workbench.core.suggest import suggest
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.sample_rows import Rows, check_rows, rows_by_grids, split_rows
 
 TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
 """Entries of a dict that are targets: the second argument of ``loss_fn``, needed where the loss is."""
@@ -42,11 +43,13 @@ class Batch:
         inputs: the arguments of the model.
         targets: the second argument of the loss function; None if the model computes its own loss.
         share: a micro-batch's weight in the step's loss, 0 to 1.
+        rows: of tensors whose rows are no samples, see ``sample_rows``; those that grids of images give are added.
     """
 
     inputs: Any
     targets: Any = None
     share: float = 1.0
+    rows: Rows = field(default_factory=dict)
 
     @classmethod
     def of(cls, samples: Any, loss_fn: LossFunction | None) -> Batch:
@@ -68,10 +71,19 @@ class Batch:
         return cls(samples)
 
     @classmethod
-    def of_arguments(cls, inputs: Any, targets: Any, loss_fn: LossFunction | None) -> Batch:
-        """A batch from separate inputs and targets. Without targets, those of a dict of inputs are used."""
+    def of_arguments(cls, inputs: Any, targets: Any, loss_fn: LossFunction | None, rows: Rows | None = None) -> Batch:
+        """A batch from separate inputs and targets. Without targets, those of a dict of inputs are used.
+
+        Raises:
+            RunError: ``rows`` that the batch does not have.
+        """
         is_whole = targets is None and isinstance(inputs, Mapping)
-        return cls.of(inputs, loss_fn) if is_whole else cls(as_tensors(inputs), as_tensors(targets))
+        batch = cls.of(inputs, loss_fn) if is_whole else cls(as_tensors(inputs), as_tensors(targets))
+        if not rows:
+            return batch
+        batch = replace(batch, rows=rows)
+        check_rows(rows, batch._named(), batch.num_samples)
+        return batch
 
     @property
     def num_samples(self) -> int:
@@ -80,7 +92,17 @@ class Batch:
         Raises:
             RunError: tensors with different numbers of rows, or no row at all.
         """
-        return num_samples({"inputs": self.inputs, "targets": self.targets})
+        named = self._named()
+        others = {name for name in self._rows(named) if name in named}
+        return num_samples({name: tensor for name, tensor in named.items() if name not in others})
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """The tensors by where they are in the inputs or targets: ``pixel_values``, ``targets.boxes``."""
+        targets = {} if self.targets is None else named_tensors({"targets": self.targets})
+        return {name.removeprefix("inputs."): t for name, t in named_tensors({"inputs": self.inputs}).items()} | targets
+
+    def _rows(self, named: Mapping[str, torch.Tensor]) -> Rows:
+        return {**rows_by_grids(named), **self.rows}
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -107,17 +129,21 @@ class Batch:
         >>> [(part.inputs.shape[0], part.share) for part in Batch(torch.ones(5, 2), torch.ones(5)).cut(2)]
         [(3, 0.6), (2, 0.4)]
         """
-        rows = self.num_samples
+        rows, named = self.num_samples, self._named()
         parts = min(num_micro_batches, rows)
+        sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
+        of_samples = {id(named[name]): given for name, given in self._rows(named).items()}
 
         def parts_of(value: Any) -> Sequence[Any]:
+            if parts > 1 and id(value) in of_samples:
+                return split_rows(value, of_samples[id(value)], sizes)
             is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
             return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
 
         leaves, structure = tree_flatten((self.inputs, self.targets))
         pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
         if count is None:
-            terms = [float(rows // parts + (i < rows % parts)) for i in range(parts)]
+            terms = list(map(float, sizes))
         else:
             terms = [_as_number(count(*pair)) for pair in pairs]
         total = sum(terms) or 1.0
@@ -187,7 +213,9 @@ def num_samples(batch: Any) -> int:
         told = [f"{name} {tuple(leaf.shape)}" for name, leaf in named_tensors(batch).items()]
         raise RunError(
             f"the batch's tensors have different numbers of rows: {', '.join(told)}. All are cut along dim 0, the "
-            "samples. They need the same number of rows, or 1 row to go whole to each micro-batch: add a dim of 1."
+            "samples. They need the same number of rows, or 1 row to go whole to each micro-batch: add a dim of 1. "
+            "Where a sample has several rows, say how many: rows={name: [rows of each sample]}, or None for a tensor "
+            "that goes whole to each micro-batch."
         )
     if found == 0 or not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         raise RunError(

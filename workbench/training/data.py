@@ -239,7 +239,8 @@ def _checked_layout(placement: Placement, sbp: Any) -> Layout:
 def _layouts_of(module: nn.Module) -> _Layouts:
     """The layouts of inputs and targets under a strategy."""
     state = state_of(module)
-    first, last = state.resolved.layers[0], state.resolved.layers[-1]
+    first = min(state.resolved.layers, key=lambda layer: layer.stage)
+    last = max(reversed(state.resolved.layers), key=lambda layer: layer.stage)
     keeps_whole = last.split == "column"
     return _Layouts(
         state.layouts.input_layout(first, 1),

@@ -21,20 +21,28 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.presets import StrategyLike, stages_preset, strategy_of
 from workbench.tensors.agreement import check_same_on_all_ranks
 from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import precision, recompute
-from workbench.training.pipelining.check_options import check_schedule_options
+from workbench.training.schedule_options import check_schedule_options
 from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.reshard_state import OptimizerState
 from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
-from workbench.training.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
+from workbench.training.strategies.state import (
+    STATE,
+    ParallelState,
+    describe,
+    layers_of,
+    parameter_owners,
+    state_of,
+    unhook,
+)
 from workbench.training.zero import install_units as zero
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
@@ -80,6 +88,7 @@ def parallelize(
     install_loaded()
     compile_ddp_fsdp.refuse_wrapped(module)
     described = describe(module)
+    preset = stages_preset(strategy)
     strategy = strategy_of(strategy, described, world.world_size)
     check_schedule_options(strategy)
     resolved = strategy.resolve(described, world.world_size)
@@ -89,17 +98,15 @@ def parallelize(
     unhook(module)
     layers = list(layers_of(module))
     layouts = StageLayouts(world, resolved)
-    state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements)
+    state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements, preset=preset)
     converted: dict[nn.Parameter, nn.Parameter] = {}
-    stages: dict[nn.Parameter, int] = {}
+    owners = parameter_owners(module, resolved)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
-        shard_parameters(layer, choice, layouts, converted)
         following = resolved.layers[position + 1] if position + 1 < len(layers) else None
         own = dict(layer.named_parameters(recurse=False))
-        foreign = [
-            name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
-        ]
+        foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
+        shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, following, foreign, state.on_interrupt)
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, state.in_use, state.on_interrupt)

@@ -10,8 +10,8 @@ from typing import Any
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.training.parallel import describe
 from workbench.training.runs.train import Job
+from workbench.training.traced_calls import describe_with_calls
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Subject:
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         model = job.model()
         job.optimizer(model)  # a mistake in it shows now
-        return cls(job, describe(model))
+        return cls(job, describe_with_calls(model, job.first_batch()))
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

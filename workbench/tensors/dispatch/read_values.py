@@ -28,12 +28,14 @@ def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
     """The tensor as B on every rank of the world, wherever it lies; all ranks call it.
 
     Raises:
-        StrategyError: inside a scheduled step of several stages.
+        StrategyError: inside a scheduled step whose stages cannot wait for it.
+        ExplicitBoxingError: inside such a step under ``wb.debug.explicit_boxing()``, if it has to move between stages.
     """
-    running = tensor._spec.world.context.running
+    whole, running = _whole(tensor), tensor._spec.world.context.running
     if running is not None:
-        running.check_reading(tensor)
-    return box(tensor, _whole(tensor))
+        check_reading(tensor, "reading a value")
+        running.prepare_reading(tensor, whole != tensor._spec.layout)
+    return box(tensor, whole)
 
 
 def check_reading(tensor: GlobalTensor, function: str) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
-from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.presets import StrategyLike, stages_preset, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
@@ -37,6 +37,7 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize
 from workbench.training.pipelining.step import forward_backward
+from workbench.training.traced_calls import describe_with_calls
 from workbench.transport.fake import FakeTransport
 from workbench.transport.threads import ThreadTransport
 from workbench.units import format_bytes
@@ -105,11 +106,12 @@ def dry_run(
     >>> run.by_kind                                     # 30 gradients of 4 bytes, from each rank to the other
     {'gradients': 240}
     """
+    given = Batch.of_arguments(inputs, targets, loss_fn)
     with META:
-        layers = describe(model_fn())
+        model = model_fn()
+    layers = describe_with_calls(model, given) if stages_preset(strategy) else describe(model)
     strategy = strategy_of(strategy, layers, num_ranks)
     resolved = strategy.resolve(layers, num_ranks)
-    given = Batch.of_arguments(inputs, targets, loss_fn)
     batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), (given.inputs, given.targets))
     program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch, given.num_samples)
     asked: dict[Any, dict[int, Kinds]] = {}

@@ -7,10 +7,8 @@ the parameters that a function reads, say to which layer it belongs.
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +18,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 
 from workbench.core.model_costs import ModelCosts, find_blocks
+from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, count_samples, own_loss
 from workbench.training.costs.attention_heads import heads_of
 from workbench.training.costs.work_counter import WorkCounter
+from workbench.training.fake_tensors import Faker, fake_state, without_log
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,7 +62,8 @@ def layer_costs(
     name = dtype or _name_of(next(module.parameters()).dtype)
     counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
     order = counter.order([layer.name for layer in layers])
-    layers = sorted(layers, key=lambda layer: order.index(layer.name))
+    layers = [replace(layer, calls=(order.index(layer.name),) * 2) for layer in layers]
+    layers = in_order_of_calls(layers)
     rows = tuple(counter.row(layer) for layer in layers)
     heads = tuple(sorted(counter.heads | heads_of(module)))
     costs = ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers))
@@ -81,13 +82,13 @@ def _count(
     as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
-    state, fakes = _fake_state(module, mode, cast_to), _Faker(mode, cast_to)
+    state, fakes = fake_state(module, mode, cast_to), Faker(mode, cast_to)
     given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
     batch = fakes(given.inputs)
     num_samples = _num_samples(batch)
     counter = WorkCounter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
-        with _without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
+        with without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
             positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
@@ -116,44 +117,6 @@ def _build(make: Callable[[], nn.Module]) -> nn.Module:
             return make()
     except (NotImplementedError, RuntimeError):
         return make()
-
-
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Context without torch's own log of a function that fails on fake tensors; the caller gets the error anyway."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-class _Faker:
-    """Makes fake tensors of one mode from tensors and from containers of tensors. Each tensor has one fake."""
-
-    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-        self.mode, self.dtype = mode, dtype
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """The value with every tensor replaced."""
-        return torch.utils._pytree.tree_map_only(torch.Tensor, self._one, value)
-
-    def _one(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
-            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-            with self.mode:
-                fake = torch.empty(tensor.shape, dtype=dtype, device="cpu", requires_grad=tensor.requires_grad)
-            self._made[id(tensor)] = tensor, fake
-        return self._made[id(tensor)][1]
-
-
-def _fake_state(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Fake tensors for all parameters and buffers by name; tied ones share theirs."""
-    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return _Faker(mode, dtype)(dict(everything))
 
 
 def _owners(module: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:

@@ -35,7 +35,12 @@ from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import shard_of, state_spec
-from workbench.training.gradients.stale_optimizer import MOVE_STATE, check_not_replaced, check_state_layouts
+from workbench.training.gradients.stale_optimizer import (
+    MOVE_STATE,
+    check_not_replaced,
+    check_state_layouts,
+    mark_stateful,
+)
 
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
@@ -53,6 +58,7 @@ _ELEMENTWISE = {
 def forget_layouts(optimizer: Optimizer) -> None:
     """What an optimizer has as state is new: it lies where its parameters lie now."""
     optimizer.__dict__.pop("_workbench_swap", None)
+    mark_stateful(optimizer)
 
 
 def state_layout(parameter: GlobalTensor) -> Layout:
@@ -145,6 +151,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if swap is not None and optimizer.state is swap.state:
             check_state_layouts(optimizer, swap.parameters, swap.specs)
         swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+        mark_stateful(optimizer)
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     context = _context()

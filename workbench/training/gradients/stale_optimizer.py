@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import LayoutError
@@ -18,6 +21,27 @@ MOVE_STATE = (
     "strategy, optimizer=optimizer), or make a new one."
 )
 _REPLACED = "_was_sharded"
+_with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of global parameters that have stepped, or whose state was loaded."""
+
+
+def mark_stateful(optimizer: Optimizer) -> None:
+    """Record that an optimizer has state in the layouts of its parameters."""
+    _with_state.add(optimizer)
+
+
+def optimizers_of(module: nn.Module) -> list[Optimizer]:
+    """The optimizers that have state of parameters of a module, all of whose parameters are the module's."""
+    own = {id(parameter) for parameter in module.parameters()}
+
+    def find() -> list[Optimizer]:
+        return [o for o in _with_state if {id(p) for group in o.param_groups for p in group["params"]} <= own]
+
+    if len(found := find()) > 1:
+        found.clear()
+        gc.collect()  # one that nobody holds any more would be found on some ranks only
+        found = find()
+    return found
 
 
 def mark_replaced(parameter: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from workbench.core.presets import block_of, stage_parts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
@@ -20,6 +21,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.pipelining.stage_partition import fastest_partition
 from workbench.training.strategies.state import STATE, describe, layers_of
+from workbench.training.traced_calls import describe_with_calls
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Balance:
 
     Attributes:
         strategy: one row per part, with its stage.
-        costs_s: seconds of forward and backward of every part of the model, in order. A part is an element of a list of
-            modules (a block), or a single layer.
+        costs_s: seconds of forward and backward of every part of the model, in the order of the forward. A part is
+            an element of a list of modules (a block), or a single layer; those that take turns are one part, named
+            by the first.
         stages: the stage of every part.
     """
 
@@ -64,7 +67,8 @@ def partition_stages(
 
     It runs forward and backward of one micro-batch on this rank, in plain torch, and takes the least time of each part
     over the repetitions and over the ranks, because other programs on the machine only make times longer. The loss
-    counts with the last layer. Cuts fall between blocks and layers, never inside a block. It compares cuts by the
+    counts with the last layer. Cuts fall between blocks and layers, never inside a block, in the order in which the
+    forward calls them. It compares cuts by the
     simulated time of a step. With few micro-batches the best cut is not the one with the fastest slowest stage: early
     stages may be slower than late ones.
 
@@ -84,8 +88,9 @@ def partition_stages(
     '0: data@0; 1: data@0; 2: data@1 | 2x1x1'
     """
     _check(module)
-    names = [layer.name for layer in describe(module)]
-    parts = list(dict.fromkeys(_part_of(name) for name in names))
+    batch = Batch.of_arguments(inputs, targets, loss_fn)
+    layers = _without_lasting(module, lambda: describe_with_calls(module, batch))
+    parts = [[layer.name for layer in part] for part in stage_parts(layers)]
     if num_stages > len(parts):
         raise StrategyError(
             f"partition_stages: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut "
@@ -98,17 +103,18 @@ def partition_stages(
             f"least 1. "
             "Leave it out for as many as stages."
         )
-    batch = Batch.of_arguments(inputs, targets, loss_fn)
     samples = _without_lasting(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
-    own = [
-        sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
-    ]
+    own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
     costs = _least_over_ranks(own, current())
     cuts = fastest_partition(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
-    rows = [Row(part, "data", None, stage) for part, stage in zip(parts, cuts, strict=True)]
+    units = [
+        (unit, stage) for part, stage in zip(parts, cuts, strict=True) for unit in dict.fromkeys(map(block_of, part))
+    ]
+    rows = [Row(unit, "data", None, stage) for unit, stage in units]
     options = Options((num_stages, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
     strategy = Strategy.from_rows(rows, options)
-    return Balance(strategy, dict(zip(parts, costs, strict=True)), dict(zip(parts, cuts, strict=True)))
+    names = [block_of(part[0]) for part in parts]
+    return Balance(strategy, dict(zip(names, costs, strict=True)), dict(zip(names, cuts, strict=True)))
 
 
 def _check(module: nn.Module) -> None:
@@ -118,13 +124,6 @@ def _check(module: nn.Module) -> None:
             f"are timed "
             f"on 1. Call it on the plain module, before wb.parallelize."
         )
-
-
-def _part_of(name: str) -> str:
-    """The block that a layer belongs to: its path up to the first number; without one, the layer itself."""
-    words = name.split(".")
-    at = next((position for position, word in enumerate(words) if word.isdecimal()), len(words))
-    return ".".join(words[: at + 1])
 
 
 def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_samples: int) -> list[dict[str, float]]:

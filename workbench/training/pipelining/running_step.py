@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.pipeline.check import check_table
+from workbench.pipeline.check import along_stages, check_table
 from workbench.pipeline.schedules import Table
 from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.transport.user_code import user_location
 
 
 @dataclass
@@ -36,7 +40,7 @@ class RunningStep:
     schedule: str
     table: Table
     num_micro_batches: int
-    edges: list[tuple[int, int]] | None = None
+    edges: list[tuple[int, int | None]] | None = None
     observer: Any = None
     splits_backward: bool = False
     weight_gradients: Any = None
@@ -44,6 +48,7 @@ class RunningStep:
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     _stages: dict[Placement, int] = field(init=False, repr=False)
+    _lets_stages_meet: bool | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
@@ -107,14 +112,59 @@ class RunningStep:
     def _stage_of(self, placement: Placement) -> int | None:
         return self._stages.get(placement)
 
-    def check_reading(self, tensor: GlobalTensor) -> None:
-        """Refuse ``item()`` and similar reads: the ranks of other stages would wait for the value."""
-        if len(self.placements) == 1 or self.num_micro_batches == 1:
+    def prepare_reading(self, tensor: GlobalTensor, has_to_move: bool) -> None:
+        """Before the ranks of all stages wait for a value (``item()`` and its like), in the forward that they run.
+
+        Sends do not block, so ranks whose schedule lets all stages be in the same forward get it. They wait for the
+        stage that has it, which is right and slow.
+
+        Raises:
+            StrategyError: under the schedule, stages would wait for ever; or a backward reads the value.
+        """
+        if self.observer is not None:
+            self.observer.can_skip = False  # what the call does depends on the value
+        if len(self.placements) == 1 or not has_to_move:
             return
         stage = self._stage_of(tensor._spec.layout.placement)
-        raise StrategyError(
-            f"reading a value (item, tolist, bool, print) of a tensor of shape {tuple(tensor._spec.shape)}"
+        what = (
+            f"reading a value (item, tolist, bool, nonzero, print) of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
-            f"{self.num_micro_batches} micro-batches: the other stages hold a placeholder of it, and the pipeline "
-            "would stop until they have the value. Return it and read it after the step, or choose with torch.where."
+            f"{self.num_micro_batches} micro-batches"
+        )
+        if torch._C._current_graph_task_id() >= 0:
+            raise StrategyError(
+                f"{what}, in a backward (a hook, or a layer that runs again): stages are in the backward of a "
+                "micro-batch at different times. Read it after the step, or in the forward; leave recompute out, or "
+                "choose with torch.where."
+            )
+        if self._lets_stages_meet is None:
+            edges = along_stages(len(self.placements), reads_values=True)
+            self._lets_stages_meet = not check_table(self.table, len(self.placements), self.num_micro_batches, edges)
+        if not self._lets_stages_meet:
+            raise StrategyError(
+                f"{what}: all stages need the value in the same forward, and under {self.schedule} they would wait for "
+                "each other for ever. Use 1f1b or gpipe with 1 stage on each rank, read it after the step, or choose "
+                "with torch.where."
+            )
+        if self.num_micro_batches > 1:
+            warn_of_reading(what)
+
+
+class ValueReadWarning(UserWarning):
+    """A value of one stage is read inside a pipeline's step, and all stages wait for it."""
+
+
+_warned: set[str] = set()
+
+
+def warn_of_reading(what: str) -> None:
+    """Warn once for each line of the user's code."""
+    where = user_location()
+    if where not in _warned:
+        _warned.add(where)
+        warnings.warn(
+            f"{what}{where}: it is sent to all ranks, and in each micro-batch all stages wait for it. That is right, "
+            "but slow. Read it after the step, or choose with torch.where.",
+            ValueReadWarning,
+            stacklevel=2,
         )

@@ -18,11 +18,13 @@ from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, Count, LossFunction, as_tensors, call, check_loss_fn, join, loss_of
+from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, join, loss_of
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.pipelining.settle_stages import settle_stages
 from workbench.training.pipelining.stage_ranks import stage_ranks
+from workbench.training.sample_rows import Rows
 from workbench.training.strategies.state import ParallelState, state_of
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -35,6 +37,7 @@ def forward_backward(
     targets: Any = None,
     *,
     count: Count | None = None,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Forward and backward of one step: all micro-batches of the module's strategy, in the order of its schedule.
 
@@ -56,6 +59,9 @@ def forward_backward(
             gets the entries ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (one alone, several as a
             dict), and the module the others.
         count: (inputs, targets) of a micro-batch -> the number of terms of its mean loss.
+        rows: of tensors whose dim 0 does not count samples, by their keys (or positions, ``"0"``): how many rows each
+            sample has, ``{"patches": [16, 8]}``, or None for one that goes whole to each micro-batch. Patches of
+            images are known by the batch's ``image_grid_thw``, if each sample has one image.
 
     Returns:
         The loss of the step, without history: one scalar, the same on all ranks. ``item`` is an exchange.
@@ -83,7 +89,7 @@ def forward_backward(
             "batch of a module that computes its own loss is given by name: wb.forward_backward(model, inputs=batch)."
         )
     check_loss_fn(loss_fn)
-    batch = Batch.of_arguments(inputs, targets, loss_fn)
+    batch = Batch.of_arguments(inputs, targets, loss_fn, rows)
     state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "forward_backward")
     parts = batch.cut(state.resolved.num_micro_batches, count)
     return train_micro_batches(module, loss_fn, parts)
@@ -93,7 +99,8 @@ def train_micro_batches(
     module: nn.Module, loss_fn: LossFunction | None, parts: Sequence[Batch], around_forward: Around = nullcontext
 ) -> torch.Tensor:
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
-    state, world = state_of(module), current()
+    world = current()
+    state = settle_stages(module, state_of(module), parts[0].inputs, world)
     executor, table = _prepare(module, state, world, len(parts))
     prepare = executor.prepare_batch
     parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
@@ -118,14 +125,14 @@ def train_micro_batches(
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def evaluate(module: nn.Module, inputs: Any) -> Any:
+def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any:
     """The module's output for a batch, without gradients. Micro-batches pass through the stages one after the other.
 
     The module is in evaluation mode during the call. All ranks call it with the same batch.
 
     Args:
         module: a module after ``wb.parallelize``.
-        inputs: as for ``forward_backward``.
+        inputs, rows: as for ``forward_backward``.
 
     Returns:
         The module's output, with its tensors joined along dim 0; scalars are means, weighted by samples. Tensors are
@@ -139,9 +146,10 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
     torch.Size([5, 2])
     """
     state, world = state_of(module), current()
-    batch = Batch(as_tensors(inputs))
+    batch = Batch.of_arguments(inputs, None, None, rows)
     state.compare_first_batch({"inputs": batch.inputs}, "evaluate")
     parts = batch.cut(state.resolved.num_micro_batches)
+    state = settle_stages(module, state, parts[0].inputs, world)
     executor, table = _prepare(module, state, world, len(parts))
     parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}

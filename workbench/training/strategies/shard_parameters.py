@@ -20,15 +20,19 @@ from workbench.training.strategies.state import ROOT
 
 
 def shard_parameters(
-    layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[nn.Parameter, nn.Parameter]
+    layer: nn.Module,
+    owners: dict[nn.Parameter, ResolvedLayer],
+    layouts: StageLayouts,
+    converted: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Own parameters of a layer; a tied parameter is converted once, where it is met first.
+    """Own parameters of a layer; a tied parameter is converted once, for the layer that owns it.
 
     One that is global already stays the same object, so that optimizers go on with it.
     """
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter not in converted:
-            moved = shard_tensor(parameter, layouts.parameter_layout(choice, parameter.dim()), layouts.world)
+            layout = layouts.parameter_layout(owners[parameter], parameter.dim())
+            moved = shard_tensor(parameter, layout, layouts.world)
             if isinstance(parameter, GlobalTensor):
                 grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
                 parameter.data = moved

@@ -12,13 +12,14 @@ from torch import nn
 
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
-from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import known_kind
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
 from workbench.tensors.agreement import check_same_batch
 from workbench.training.batches import LossFunction, named_tensors
 from workbench.training.mean_losses import check_mean
+from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 
 STATE = "_workbench_parallel"
@@ -61,6 +62,7 @@ class ParallelState:
         on_interrupt: called when a call of the module ends by an interruption, for which torch calls no hooks.
         has_compared_batch: whether the ranks have compared the plain tensors of a first batch.
         mean_loss: the code of the last loss that was found to be a mean over samples.
+        preset: a preset whose stages are cut by the order of calls, as long as no batch has shown it.
     """
 
     strategy: Strategy
@@ -75,6 +77,7 @@ class ParallelState:
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
     has_compared_batch: bool = False
     mean_loss: Any = None
+    preset: str | None = None
 
     def compare_first_batch(self, batch: Any, call: str) -> None:
         """The ranks compare the plain tensors of the first batch that the module gets. All ranks call it.
@@ -107,17 +110,24 @@ class ParallelState:
         return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": [], "mean_loss": None}
 
 
-def describe(model: nn.Module) -> list[Layer]:
-    """The layers of a model as a strategy sees them: the modules that own parameters, in order."""
+def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
+    """The layers of a model as a strategy sees them: the modules that own parameters, in the order of registration.
+
+    ``calls`` are those of a forward. A layer that is not called (a weight that another module uses) counts with the
+    one before it.
+    """
     owners: dict[int, str] = {}
-    found = []
+    found: list[Layer] = []
+    where: tuple[int, int] | None = None
     for path, module in layers_of(model):
+        if calls is not None:
+            where = calls.get(path, (where[0], where[0]) if where else (0, 0))
         own, name = dict(module.named_parameters(recurse=False)), path or ROOT
         owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
         shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
         num_parameters = sum(parameter.numel() for parameter in own.values())
         kind = known_kind([base.__name__ for base in type(module).__mro__])
-        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None))
+        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None, where))
     return found
 
 
@@ -128,13 +138,19 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
-def parameter_stages(module: nn.Module, resolved: ResolvedStrategy) -> dict[int, int]:
-    """The stage of every parameter by its id; one that several layers share lives where it is met first."""
-    stages: dict[int, int] = {}
+def parameter_owners(module: nn.Module, resolved: ResolvedStrategy) -> dict[nn.Parameter, ResolvedLayer]:
+    """The layer of every parameter; one that several layers share lives on the earliest of their stages."""
+    owners: dict[nn.Parameter, ResolvedLayer] = {}
     for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
         for parameter in layer.parameters(recurse=False):
-            stages.setdefault(id(parameter), choice.stage)
-    return stages
+            if choice.stage < owners.setdefault(parameter, choice).stage:
+                owners[parameter] = choice
+    return owners
+
+
+def parameter_stages(module: nn.Module, resolved: ResolvedStrategy) -> dict[int, int]:
+    """The stage of every parameter by its id."""
+    return {id(parameter): choice.stage for parameter, choice in parameter_owners(module, resolved).items()}
 
 
 def state_of(module: nn.Module) -> ParallelState:

@@ -1,0 +1,206 @@
+"""Stages follow the order in which a forward calls the layers, in whatever order a model lists them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+from workbench.training.parallel import describe, state_of
+from workbench.training.strategies.call_order import recorded_calls
+
+WORDS = torch.arange(24).view(8, 3) % 10
+CLASSES = torch.arange(8) % 4
+
+
+class HeadFirst(nn.Module):
+    """The head is listed first, and its weight is that of the words, as in RoBERTa."""
+
+    def __init__(self, is_tied=False):
+        super().__init__()
+        self.head = nn.Linear(8, 10 if is_tied else 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.words = nn.Embedding(10, 8)
+        if is_tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words):
+        x = self.words(words).mean(1)
+        for layer in self.body:
+            x = F.dropout(layer(x).tanh(), 0.0, self.training)
+        return self.head(self.norm(x))
+
+
+class SideBySide(nn.Module):
+    """Layers of a kind stand in one list, as in Flaubert."""
+
+    def __init__(self):
+        super().__init__()
+        self.firsts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.seconds = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.words = nn.Embedding(10, 8)
+
+    def forward(self, words):
+        x = self.words(words).mean(1)
+        for first, second in zip(self.firsts, self.seconds, strict=True):
+            x = second(first(x).tanh())
+        return x[:, :4]
+
+
+class ComesBack(nn.Module):
+    """Two layers take turns, so every cut between them goes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x.double()
+        for _ in range(2):
+            x = self.two(self.one(x).tanh())
+        return self.one(x)
+
+
+def train(model, step, num_steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(num_steps):
+        losses.append(float(step()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def on_one_device(model, num_parts):
+    def step():
+        parts = zip(WORDS.chunk(num_parts), CLASSES.chunk(num_parts), strict=True)
+        losses = [F.cross_entropy(model(words), classes) / num_parts for words, classes in parts]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+    return train(model, step)
+
+
+def trained(model, strategy, num_ranks):
+    """(losses, the last weights, the strategy in force) of each rank."""
+    copies = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def program(rank):
+        parallel = wb.parallelize(copies[rank], strategy)
+        losses = train(parallel, lambda: wb.forward_backward(parallel, F.cross_entropy, WORDS, CLASSES))
+        state = {name: value.full_tensor() for name, value in parallel.state_dict().items()}
+        return losses, state, str(state_of(parallel).strategy)
+
+    return run_ranks(program, num_ranks)
+
+
+def assert_trains_as_one_device(model, strategy, num_ranks, num_parts):
+    truth = copy.deepcopy(model)
+    losses = on_one_device(truth, num_parts)
+    found = trained(model, strategy, num_ranks)
+    for own, state, _ in found:
+        torch.testing.assert_close(own, losses)
+        torch.testing.assert_close(state, dict(truth.state_dict()))
+    return found[0][2]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_that_is_listed_first_is_on_the_last_stage(is_tied):
+    used = assert_trains_as_one_device(HeadFirst(is_tied).double(), "pipeline | mb=2", 3, 2)
+    stages = [row.stage for row in Strategy(used).rows_of(describe(HeadFirst(is_tied)))]
+    assert stages[0] == 2 and stages[-1] == 0 and stages[2:-1] == sorted(stages[2:-1])
+
+
+def test_lists_side_by_side_are_cut_between_their_elements():
+    used = assert_trains_as_one_device(SideBySide().double(), "pipeline | mb=2 1f1b", 2, 2)
+    stages = {row.pattern: row.stage for row in Strategy(used).rows}
+    assert stages == {"firsts.0": 0, "firsts.[1-2]": 1, "seconds.0": 0, "seconds.[1-2]": 1, "words": 0}
+
+
+def test_layers_that_take_turns_run_by_a_schedule_that_goes_back():
+    used = assert_trains_as_one_device(ComesBack().double(), "pipeline", 2, 4)
+    assert used == "one: data@0; two: data@1 | 2x1x1 mb=4 gpipe"
+
+
+def test_several_virtual_stages_follow_the_order_of_calls():
+    assert_trains_as_one_device(HeadFirst().double(), "pipeline | mb=2 interleaved", 2, 2)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_rows_in_the_order_of_calls_run_under_1f1b(is_tied):
+    rows = "words: data@0; body.[0-1]: data@0; body.[2-3]: data@1; norm: data@1; head: data@1 | mb=2 1f1b"
+    assert_trains_as_one_device(HeadFirst(is_tied).double(), rows, 2, 2)
+
+
+def test_rows_that_go_back_are_refused_by_their_layer():
+    with pytest.raises(StrategyError, match=r"'body.1' is on stage 0, but its input comes from stage 1.*1f1b"):
+        trained(HeadFirst(), "body.0: data@1; *: data@0; body.0: data@1 | mb=2 1f1b", 2)
+
+
+def test_optimizers_that_have_state_already_go_on(tmp_path):
+    model = HeadFirst().double()
+    truth = copy.deepcopy(model)
+    losses = on_one_device(truth, 2)
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def step(parallel, optimizer):
+        loss = wb.forward_backward(parallel, F.cross_entropy, WORDS, CLASSES).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def program(rank):
+        found = []
+        for part in (0, 1):
+            parallel = wb.parallelize(copies[rank + 2 * part], "pipeline | mb=2")
+            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+            if part:
+                wb.checkpoint.load(tmp_path / "one", model=parallel, optimizer=optimizer)
+            found += [step(parallel, optimizer) for _ in range(1 + part)]
+            wb.checkpoint.save(tmp_path / "one", model=parallel, optimizer=optimizer)
+        return found
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, losses)
+
+
+def test_an_evaluation_before_the_first_step_settles_the_stages():
+    model = HeadFirst().double()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def program(rank):
+        parallel = wb.parallelize(copies[rank], "pipeline | mb=2")
+        output = wb.evaluate(parallel, WORDS).full_tensor()
+        return output, state_of(parallel).preset
+
+    with torch.no_grad():
+        truth = model.eval()(WORDS)
+    for output, preset in run_ranks(program, 2):
+        torch.testing.assert_close(output, truth)
+        assert preset is None
+
+
+def test_calls_are_recorded_in_their_order():
+    with recorded_calls(model := ComesBack().double()) as calls:
+        model(torch.ones(1, 3))
+    assert calls == {"": (0, 0), "one": (1, 5), "two": (2, 4)}
+
+
+def test_stages_are_partitioned_and_counted_in_the_order_of_calls():
+    balance = run_ranks(lambda: wb.planner.partition_stages(SideBySide(), F.cross_entropy, WORDS, CLASSES, 3), 1)[0]
+    assert list(balance.stages.values()) == sorted(balance.stages.values())
+    assert list(balance.stages)[:3] == ["words", "firsts.0", "seconds.0"]
+    run = wb.planner.dry_run(HeadFirst, "pipeline | mb=2", 2, WORDS, CLASSES, F.cross_entropy)
+    assert {layer.name: layer.stage for layer in run.strategy.layers}["head"] == 1

@@ -1,0 +1,51 @@
+"""The layers of a model in the order in which a batch goes through them, before anything is parallelized."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from workbench.core.rows import Layer
+from workbench.tensors import default_generator
+from workbench.training.batches import Batch, arguments, call
+from workbench.training.fake_tensors import Faker, fake_state, without_log
+from workbench.training.strategies.call_order import Calls, recorded_calls
+from workbench.training.strategies.state import describe
+
+
+def describe_with_calls(model: nn.Module, batch: Batch) -> list[Layer]:
+    """The layers of a plain model, with the positions of their calls in a forward of the batch.
+
+    The forward runs on fake tensors; one that reads values runs on one sample, after which the model's buffers may have
+    changed. If it fails, too, the layers have no positions: training will say why.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> [layer.calls for layer in describe_with_calls(model, Batch(torch.ones(4, 2)))]
+    [(1, 1), (2, 2)]
+    """
+    for run in (_on_fake_tensors, _on_one_sample):
+        try:
+            return describe(model, run(model, batch))
+        except Exception:  # noqa: BLE001 - whatever the model's own code raises
+            continue
+    return describe(model)
+
+
+def _on_fake_tensors(model: nn.Module, batch: Batch) -> Calls:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = fake_state(model, mode, None)
+    args, kwargs = arguments(Faker(mode, None)(batch.inputs))
+    with without_log(), mode, recorded_calls(model) as calls:
+        functional_call(model, state, args, kwargs)
+    return calls
+
+
+def _on_one_sample(model: nn.Module, batch: Batch) -> Calls:
+    (first, *_) = batch.cut(batch.num_samples)
+    with default_generator.restored(), recorded_calls(model) as calls:
+        call(model, first.inputs)
+    return calls
+
+
+__all__ = ["describe_with_calls"]
