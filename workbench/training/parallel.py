@@ -66,7 +66,8 @@ def parallelize(
         module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
         strategy: a ``wb.Strategy``; its text, e.g. ``"fc1: data; fc2: model"``; its rows as a dict, e.g.
             ``{"fc1": "data", "fc2": "model"}``; a file of its text (``Path``); or a preset, made for the module:
-            ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``.
+            ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``. The
+            stages of ``"pipeline"`` follow the order in which the first batch goes through the layers.
         optimizer: an optimizer over the module's parameters. Its state gets the new layouts.
         init: values of a module on meta, shard by shard. None: its modules' ``reset_parameters`` (of ``transformers``:
             ``_init_weights``), with the same numbers for every strategy. A path: safetensors files, see

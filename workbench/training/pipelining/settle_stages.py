@@ -46,7 +46,7 @@ def settle_stages(module: nn.Module, state: ParallelState, inputs: Any, world: W
 
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
-    with _buffers_kept(module), world.context.temporarily(generator=torch.Generator()):
+    with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
         random = torch.get_rng_state()
         with recorded_calls(module) as calls:
             call(module, inputs)

@@ -67,8 +67,8 @@ def forward_backward(
         The loss of the step, without history: one scalar, the same on all ranks. ``item`` is an exchange.
 
     Raises:
-        StrategyError: no strategy, a forward that reads a value of another stage, or an edge to an earlier stage that
-            the schedule does not allow.
+        StrategyError: no strategy, or an edge to an earlier stage, or a value that all stages wait for, which the
+            schedule does not allow.
         RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
             has no gradient; under several micro-batches a loss that is a sum over samples, as its first call shows.
         LayoutError: the ranks pass different first batches.
