@@ -235,10 +235,12 @@ def new_page(browser: Any, **options: Any) -> Any:
 
 PATIENT_WIDGETS = f"""(() => {{
     const [later, ends] = [globalThis.setTimeout, AbortSignal.timeout];
-    globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_PATIENCE_S * 1000} : ms, ...rest);
+    globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_PATIENCE_S * 125} : ms, ...rest);
     AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_PATIENCE_S * 1000}));
 }})()"""
-"""ipywidgets takes a kernel that does not answer within 4 s for one without widgets; anywidget gives a module 2 s."""
+"""ipywidgets asks for its models in another way where a kernel does not answer within 4 s, as when a page that is
+loaded again misses the answer. It waits an eighth of a page's patience, so that the other way has time. anywidget gives
+a module 2 s."""
 
 
 DARK_PAGE = "body[data-jp-theme-light='false']"
