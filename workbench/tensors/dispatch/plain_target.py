@@ -59,9 +59,9 @@ def _make_global(target: torch.Tensor, spec: Spec) -> None:
     """
     if target.requires_grad or _num_showing_memory_of(target) > 1:
         raise StrategyError(
-            f"a plain tensor {tuple(target.shape)} is written in place with values of {spec.layout.placement}, one stage "
-            "of a pipeline, and is a view, has views, or takes gradients: the other stages would miss the write. Write "
-            "to the whole tensor by index (out[:, i] = x), or make it on the stage: x.new_zeros(...)."
+            f"a plain tensor {tuple(target.shape)} is written in place with values of {spec.layout.placement}, one "
+            "stage of a pipeline, and is a view, has views, or takes gradients: the other stages would miss the write. "
+            "Write to the whole tensor by index (out[:, i] = x), or make it on the stage: x.new_zeros(...)."
         )
     torch.utils.swap_tensors(target, from_local(target.clone(), spec.world, spec.layout))
 
