@@ -124,6 +124,8 @@ def test_a_click_that_fails_is_shown_and_not_done(lab_page: Any) -> None:
 
 
 def test_a_run_that_fails_is_shown_at_its_place_and_can_be_run_again(lab_page: Any) -> None:
+    from playwright.sync_api import expect
+
     lab_page.show(BROKEN_PANEL, ".wb-row[data-row='pos']")
     panel = lab_page.page.locator(".wb-panel").nth(1)
     run = panel.locator("button.wb-primary", has_text="Run").first
@@ -136,7 +138,7 @@ def test_a_run_that_fails_is_shown_at_its_place_and_can_be_run_again(lab_page: A
         shown = panel.locator(".wb-live-view .wb-failure")
         shown.wait_for()
         assert "this model is <broken>" in shown.inner_text() and shown.locator("details").count() == 1
-        assert run.is_enabled()
+        expect(run).to_be_enabled()
 
 
 def test_after_a_restart_the_panel_runs_as_before(lab_page: Any) -> None:

@@ -72,6 +72,8 @@ def lab_page(opened: Any) -> Any:
 
 
 def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
+    from playwright.sync_api import expect
+
     page = lab_page.page
     page.locator(".wb-panel button", has_text="pipeline").click()
     page.wait_for_selector(".wb-row[data-row='head'] .stage .on[data-value='1']")
@@ -80,11 +82,11 @@ def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
     page.wait_for_selector(".wb-error-line")
     assert "stages cannot go back" in page.locator(".wb-error-line").inner_text()
     assert layer(page, "head").get_attribute("aria-invalid") == "true"
-    assert lab_page.run_button.is_disabled()
+    expect(lab_page.run_button).to_be_disabled()
 
     page.locator(".wb-error-line button.fix").click()
     page.wait_for_selector(".wb-error-line", state="detached")
-    assert lab_page.run_button.is_enabled()
+    expect(lab_page.run_button).to_be_enabled()  # the line and the button are drawn one after the other
 
 
 def test_toggle_run_and_compare(lab_page: Any) -> None:
