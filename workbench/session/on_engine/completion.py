@@ -1,4 +1,4 @@
-"""Completion and help for names that live on the engine, answered on its control thread while the main thread works."""
+"""Completion and help for the engine's variables. The control thread answers, also while the main thread is busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OFFERED = {"wb", "torch", "exit", "quit", "open", "get_ipython"}
 
 
 def install(here: Any) -> None:
-    """Prepare the shell: quick completion, and help as output of the cell, since an engine has no pager."""
+    """Make the shell's completion quick, and send help to the cell's output, since an engine has no pager."""
     from IPython.core import page
 
     here.set_hook("show_in_pager", page.as_hook(page.display_page), priority=90)
@@ -22,9 +22,9 @@ def install(here: Any) -> None:
 
 
 def complete(code: str, offset: int) -> list[tuple[int, int, str, str]]:
-    """What may stand at ``offset`` of ``code``: (start, end, text, kind) of every proposal.
+    """Proposals for ``code`` at ``offset``: (start, end, text, kind) of each.
 
-    Attributes are looked up as at a prompt: nothing is called.
+    Looks up attributes, but calls no function.
     """
     from IPython.core.completer import provisionalcompleter
 
@@ -38,14 +38,14 @@ def complete(code: str, offset: int) -> list[tuple[int, int, str, str]]:
 
 
 def names() -> list[str]:
-    """Variables of the engine's namespace that cells have made, modules last."""
+    """Variables that cells have made in the engine's namespace, modules last."""
     here = shell()
     made = [name for name in here.user_ns if not name.startswith("_") and name not in here.user_ns_hidden]
     return sorted(set(made) - _OFFERED, key=lambda name: (isinstance(here.user_ns[name], ModuleType), name))
 
 
 def inspect(name: str, detail_level: int = 0) -> dict[str, str] | None:
-    """The help on a name as a MIME bundle; None where the engine does not know it."""
+    """The help on a name as a MIME bundle; None if the engine does not know the name."""
     with contextlib.suppress(KeyError):
         bundle: dict[str, str] = shell().object_inspect_mime(name, detail_level=detail_level)
         return bundle

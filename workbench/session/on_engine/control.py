@@ -1,8 +1,13 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
-Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run), ``command`` (a training run is to pause, go on, change its
-strategy or stop), ``complete``, ``inspect`` and ``names`` (of the engine), ``debug`` (have a debugger listen).
+Operations:
+
+* ``status``: a `RankStatus` with the main thread's stack.
+* ``abort``: end waits for other ranks.
+* ``stop``: make `stop_requested` true for one run.
+* ``command``: let a training run pause, go on, change its strategy or stop.
+* ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
+* ``debug``: let a debugger listen.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ _num_requests = 0
 
 
 def install(shell: Any) -> None:
-    """Register the handler, and count requests; ipyparallel's nanny relays message types that it does not know."""
+    """Register the handler, and count requests. ipyparallel's nanny relays message types that it does not know."""
     kernel = shell.kernel
     plain_before = kernel.pre_handler_hook
 
@@ -64,7 +69,7 @@ def _answer(content: dict[str, Any]) -> tuple[dict[str, str], list[bytes]]:
 
 
 def status() -> protocol.RankStatus:
-    """This rank as it is now; never waits for the main thread."""
+    """The present state of this rank. Never waits for the main thread."""
     import psutil
 
     stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
@@ -96,17 +101,17 @@ def abort(reason: str) -> None:
 
 
 def _wait_of(frame: FrameType | None, world: Any) -> str:
-    """The name of the wait that a thread is in; another wait has another name."""
+    """A name for the wait that a thread is in. Each wait has a name of its own."""
     files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
     number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
     if _LOCAL_WAITS in files and (transport := _message_transport(world)) is not None:
-        # a rank that has no processor yet to take a message that is there can go on
+        # a rank whose message has arrived can go on, though it may not have got a processor yet
         return "" if transport.has_message_in_flight() else f"{protocol.LOCAL} {number}"
     return f"far {number}" if any(file in files for file in (_LOCAL_WAITS, *_REMOTE_WAITS)) else ""
 
 
 def _message_transport(world: Any) -> MessageTransport | None:
-    """The world's transport if all its messages lie in memory of this host. Loads torch, as a world does."""
+    """The world's transport if all its messages are in memory of this host. Loads torch, which a world needs anyway."""
     if world is None:
         return None
     from workbench.transport.messaging.message_transport import MessageTransport

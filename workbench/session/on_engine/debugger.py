@@ -10,7 +10,7 @@ _debugger_hook = sys.breakpointhook
 
 
 def install() -> None:
-    """Have ``breakpoint()`` say how to get a debugger; without one it does nothing, not even that."""
+    """Let ``breakpoint()`` print how to start a debugger while none listens. Without this it does nothing."""
     global _debugger_hook
     if sys.breakpointhook is not _tell:
         _debugger_hook, sys.breakpointhook = sys.breakpointhook, _tell
@@ -24,9 +24,10 @@ def _tell(*args: Any, **kwargs: Any) -> None:
 
 
 def listen() -> int:
-    """The port on 127.0.0.1 where a debugger can attach; listening begins with the first call.
+    """The port on 127.0.0.1 where a debugger can attach. The first call begins to listen.
 
-    debugpy asks nobody for a password: whoever may connect to this host's loopback may then run code as this user.
+    debugpy asks for no password: every process that can connect to this host's loopback can then run code as this
+    user.
     """
     global _port
     if _port is None:

@@ -1,13 +1,13 @@
-"""An interrupt waits for the end of an import: one that breaks off in the middle may never work again in this process.
+"""Defers an interrupt to the end of an import. A package whose import breaks off may never work in this process again.
 
-Python forgets a package whose import has failed, and keeps those of its submodules that were complete. The next import
-finds them loaded and does not set them on the new package: ``module 'sympy' has no attribute 'core'``, for as long as
-the process lives. torch imports much on first use, so an interrupt of any cell may come at such a moment.
+Python forgets a package whose import has failed, but keeps its submodules that were complete. The next import finds
+them loaded and does not set them on the new package: ``module 'sympy' has no attribute 'core'``, until the process
+ends. torch imports much on first use, so an interrupt of any cell may come at such a moment.
 
-Every import that has to load something (a statement, ``importlib.import_module``, C code) calls
-``importlib._bootstrap._find_and_load``, and ``importlib.reload`` calls ``_exec``. Both are replaced by a function that
-counts, and that raises the interrupt which came meanwhile when the outermost import ends. Modules that are loaded do
-not pass here, so that costs nothing where nothing is loaded.
+Every import that has to load a module (a statement, ``importlib.import_module``, C code) calls
+``importlib._bootstrap._find_and_load``, and ``importlib.reload`` calls ``_exec``. This module replaces both by a
+function that counts imports. It raises a deferred interrupt when the outermost import ends. Imports of loaded modules
+do not call these functions, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any
 
 #: torch checks the shapes of results with it, so the first product loads it.
 PRELOADED = "sympy"
-#: Without a request for so long, an engine does that by itself.
+#: An engine without a request for so long loads it by itself.
 IDLE_S = 2.0
 
 _names: list[str] = []
-"""What the main thread is importing, outermost first."""
+"""The modules that the main thread is importing, outermost first."""
 _is_interrupted = False
 
 
 def install(kernel: Any) -> None:
-    """Hold interrupts of requests during imports, and load in idle time what the first operation needs."""
+    """Defer interrupts of requests during imports, and load in idle time what the first operation needs."""
     _count_imports()
     plain_before, plain_after = kernel.pre_handler_hook, kernel.post_handler_hook
     idle_since_s = [math.inf]
@@ -53,17 +53,17 @@ def install(kernel: Any) -> None:
 
 
 def importing() -> str:
-    """The module that the main thread is importing for the code that it runs, or an empty string; from any thread."""
+    """The module that the running code imports on the main thread, or an empty string. Call it from any thread."""
     with contextlib.suppress(IndexError):
         return _names[0]
     return ""
 
 
 def interrupt(signal_number: int, frame: Any) -> None:
-    """Handles SIGINT: raises KeyboardInterrupt, if need be later.
+    """Handle SIGINT: raise KeyboardInterrupt, or record it for the end of the import.
 
     Raises:
-        KeyboardInterrupt: the main thread imports nothing now.
+        KeyboardInterrupt: the main thread imports no module now.
     """
     global _is_interrupted
     if not _names:
@@ -99,9 +99,10 @@ def _counted(load: Callable[..., Any], name_of: Callable[[Any], str]) -> Callabl
 
 
 def _load_when_idle(idle_since_s: Callable[[], float]) -> None:
-    """Import sympy on a thread of its own, so that a cell which comes meanwhile runs at once.
+    """Import sympy on its own thread, so that a cell runs at once in the meantime.
 
-    Two threads that import wait for each other in turn only in a circle, and sympy imports nothing that imports it.
+    Two importing threads can block each other only if their modules import each other. No module that sympy imports
+    imports sympy.
     """
 
     def load() -> None:

@@ -1,4 +1,4 @@
-"""The value of a cell's last expression: shown in full where it is global, sent along where it is asked for."""
+"""Shows a cell's last expression, a global tensor with its logical value, and sends it if the notebook wants it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def install(shell: Any) -> None:
 
 
 def is_global(value: object) -> bool:
-    """Whether this is a global tensor; loads nothing to find out."""
+    """Whether this is a global tensor. Loads no module for the test."""
     module = sys.modules.get("workbench.tensors.global_tensor")
     return module is not None and isinstance(value, module.GlobalTensor)
 
 
 def portable(value: Any, collective: bool) -> Any:
-    """What the notebook gets for a value: logical tensors for global ones, tensors on the CPU, without gradients.
+    """A value in the form that the notebook gets: global tensors as logical ones, on the CPU, without gradients.
 
-    ``collective``: all ranks run this; otherwise a global tensor is described and nothing is communicated.
+    ``collective``: all ranks run this. Otherwise a global tensor becomes its description, and no data moves.
     """
     torch = sys.modules.get("torch")
     if is_global(value):
@@ -58,7 +58,7 @@ def portable(value: Any, collective: bool) -> Any:
 
 
 def _logical(tensor: Any) -> Any:
-    """The logical tensor, collected from all ranks; every rank decides alike whether it is too large."""
+    """The logical tensor, collected from all ranks. All ranks decide the same way whether it is too large."""
     size_bytes = math.prod(tensor.shape) * tensor.element_size()
     if size_bytes > protocol.MAX_VALUE_BYTES:
         return protocol.OmittedValue(
@@ -70,7 +70,7 @@ def _logical(tensor: Any) -> Any:
 
 
 def picture(tensor: Any, value: Any) -> dict[str, str]:
-    """A global tensor as a cell shows it: as text, and as HTML with who holds what. ``value``: see `portable`."""
+    """A global tensor as a cell shows it: text, and HTML with each rank's shard. ``value``: see `portable`."""
     from workbench.core.layout import Layout
     from workbench.session.on_engine.tensor_html import tensor_html
 
@@ -82,7 +82,7 @@ def picture(tensor: Any, value: Any) -> dict[str, str]:
 
 
 def layout_line(tensor: Any) -> str:
-    """``float32[8, 16]  S(0), B  on  cpu [[0, 1], [2, 3]]``; communicates nothing."""
+    """``float32[8, 16]  S(0), B  on  cpu [[0, 1], [2, 3]]``. Moves no data."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     sbp = tensor.sbp if isinstance(tensor.sbp, (tuple, list)) else (tensor.sbp,)
     return f"{dtype}{list(tensor.shape)}  {', '.join(map(str, sbp))}  on  {tensor.placement}"

@@ -1,4 +1,4 @@
-"""RequestQueue an exception on an engine into the plain `Failure` that the notebook groups and shows."""
+"""Turns an exception on an engine into the plain `Failure` that the notebook groups and shows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workbench.session.on_engine.shell import current_tag, send, shell
 _LINES_AROUND = 2
 _MAX_FRAMES = 20
 user_files: dict[str, str] = {}
-"""Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
+"""File name -> title, for files that the user wrote. Errors show their lines as they show lines of cells."""
 entry_points: set[CodeType] = set()
-"""Functions of ours below which the user's code begins."""
+"""Functions of the workbench that call the user's code."""
 
 
 def install(here: Any) -> None:
@@ -38,7 +38,7 @@ def install(here: Any) -> None:
 
 
 def _name_cells_in_warnings(plain_format: Callable[..., str]) -> Callable[..., str]:
-    """Warnings about lines of cells name the cell: its file has another name on every rank, and each would be shown."""
+    """Let warnings name the cell, not its file. The file's name differs by rank, so the lines would not merge."""
 
     def format_warning(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
@@ -52,7 +52,7 @@ def _name_cells_in_warnings(plain_format: Callable[..., str]) -> Callable[..., s
 
 
 def _release_tracebacks(here: Any, error: BaseException | None) -> None:
-    """Free the variables of functions that failed: IPython keeps the last traceback, and with it all their tensors."""
+    """Free the variables of functions that failed. IPython keeps the last traceback, and it keeps all their tensors."""
     here.history_manager.exceptions.clear()
     here.InteractiveTB.tb = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
@@ -64,7 +64,7 @@ def _release_tracebacks(here: Any, error: BaseException | None) -> None:
 
 
 def failure_of(error: BaseException) -> protocol.Failure:
-    """The exception, with the frames of the user's cell and what it called."""
+    """The exception, with the frames of the user's cell and of the functions that it called."""
     return protocol.Failure(
         kind=type(error).__name__,
         message=_safe_str(error),
@@ -78,7 +78,7 @@ def failure_of(error: BaseException) -> protocol.Failure:
 
 
 def _broke_off_step() -> bool:
-    """Looked up, not imported: a cell that failed without the runtime needs no torch for it."""
+    """Whether the error broke off a step. Imports nothing: a cell that failed without the runtime needs no torch."""
     worlds, closed = (sys.modules.get(f"workbench.{name}") for name in ("tensors.world", "transport.closed"))
     world = worlds.joined() if worlds is not None else None
     return world is not None and closed is not None and bool(closed.is_closed(world))
@@ -90,13 +90,13 @@ def frames_of_traceback(tb: TracebackType | None) -> tuple[protocol.Frame, ...]:
 
 
 def frames_of_stack(frame: FrameType | None) -> tuple[protocol.Frame, ...]:
-    """The same for a thread's stack; empty when no user code runs."""
+    """Frames of a thread's stack from the user's code inwards; empty when no user code runs."""
     stack = [(found, line) for found, line in traceback.walk_stack(frame)] if frame is not None else []
     return _user_frames(stack[::-1])
 
 
 def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ...]:
-    """What lies inside the outermost cell, or inside a call sent by ``submit``."""
+    """The frames inside the outermost cell, or inside a call sent by ``submit``."""
     # Equal, not identical: ipyparallel rebuilds functions from their code.
     is_call = [frame.f_code in entry_points for frame, _ in stack]
     in_cell = [_is_cell(frame.f_code.co_filename) for frame, _ in stack]

@@ -1,8 +1,8 @@
-"""Lets waits of plain torch.distributed end: by an interrupt, or by an abort from the control thread.
+"""Lets an interrupt, or an abort from the control thread, end the waits of plain torch.distributed.
 
-``Work.wait`` blocks in C++, where SIGINT is not seen until the other ranks come. Here a helper thread
-blocks in its place, and the main thread waits for the helper from Python. Waits that C++ code starts by
-itself (those of DistributedDataParallel) are not reached; ranks stuck there can only be killed.
+``Work.wait`` blocks in C++, and Python does not see SIGINT until the other ranks arrive. Here a helper thread blocks
+instead, and the main thread waits for the helper in Python. C++ code that waits by itself (DistributedDataParallel) is
+not covered: only a kill ends a rank that waits there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.errors import CollectiveAborted
 
-#: Checks whether the work is done before a thread is asked: short waits stay nearly as fast as they were.
+#: The helper gets a wait after so many checks whether the work is done. So short waits stay nearly as fast as before.
 _NUM_CHECKS = 100
 _abort_reasons: list[str] = []
 _num_waits = 0
@@ -48,12 +48,12 @@ def install() -> None:
 
 
 def num_waits() -> int:
-    """How many waits have been long enough to be given to the helper."""
+    """The number of waits that the helper has got because they were long."""
     return _num_waits
 
 
 def abort(reason: str) -> None:
-    """End the wait that is going on now, if there is one, with ``CollectiveAborted``; from any thread."""
+    """End the present wait, if there is one, with ``CollectiveAborted``. Call it from any thread."""
     _abort_reasons.append(reason)
 
 

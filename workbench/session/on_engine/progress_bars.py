@@ -1,6 +1,6 @@
-"""Progress bars of tqdm on engines: they are sent to the notebook, which draws one bar for all ranks.
+"""Sends the progress bars of tqdm to the notebook, which draws one bar for all ranks.
 
-A bar that writes to a file of the user's stays as tqdm has it.
+A bar that writes to a file of the user's is left unchanged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from workbench.session import protocol
 from workbench.session.on_engine.shell import current_tag, send
 
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
-#: An error that ends a loop closes its bar at once, as ``break`` does: in this much of the thread's processor time.
+#: An error that ends a loop closes its bar at once, as ``break`` does. If a failure follows within this much processor
+#: time of the thread, the bar has failed.
 _UNWINDING_S = 0.1
 _PLACE = "<bar/>"
 
 
 class PublishedBar(std.tqdm):
-    """What tqdm draws, sent to the notebook; the parts that write to a terminal are left out (``gui=True``)."""
+    """A bar of tqdm that is sent to the notebook. ``gui=True`` switches off the parts that write to a terminal."""
 
     disable: bool
 
@@ -37,7 +38,7 @@ class PublishedBar(std.tqdm):
             self.display()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        """Show the bar as it is now; tqdm calls this, not oftener than ``mininterval`` says."""
+        """Send the present bar. tqdm calls this at most once per ``mininterval``."""
         if not self._is_published:
             return super().display(msg, pos)
         tag = current_tag()
@@ -54,12 +55,12 @@ class PublishedBar(std.tqdm):
         return True
 
     def clear(self, *args: Any, **kwargs: Any) -> None:
-        """Before something is printed: there is nothing in the way of it."""
+        """tqdm calls this before it prints. No bar stands in the output, so there is nothing to clear."""
         if not self._is_published:
             super().clear(*args, **kwargs)
 
     def close(self) -> None:
-        """The bar has ended, or is left by ``break``."""
+        """The bar has ended, or ``break`` has left its loop."""
         if not self._is_published:
             super().close()
         elif not self.disable:
@@ -74,7 +75,7 @@ class PublishedBar(std.tqdm):
             self._decr_instances(self)
 
     def fail(self) -> None:
-        """An error has ended what the bar counted."""
+        """An error has ended the loop that the bar counted."""
         was_closed_by_it = self.disable and time.thread_time() - self._closed_s < _UNWINDING_S
         if self._state == "runs" or (self._state == "left" and was_closed_by_it):
             self._state = "failed"
@@ -87,7 +88,7 @@ class PublishedBar(std.tqdm):
 
 
 class _RequestBars:
-    """The bars of the request that runs."""
+    """The bars of the running request."""
 
     def __init__(self) -> None:
         self._run = -1
@@ -104,7 +105,7 @@ _bars = _RequestBars()
 
 
 class TextBars(ModuleType):
-    """Stands in for a module of tqdm with widgets, which an engine could not show."""
+    """Replaces a module of tqdm with widgets, which an engine could not show."""
 
     __all__ = tuple(_NAMES)
 
@@ -115,7 +116,7 @@ class TextBars(ModuleType):
 
 
 def install(here: Any) -> None:
-    """Have all that cells may import from tqdm be bars that are sent to the notebook."""
+    """Make every bar that cells can import from tqdm a `PublishedBar`."""
     import tqdm
 
     std.tqdm = tqdm.tqdm = PublishedBar

@@ -1,4 +1,4 @@
-"""Orders of the notebook to the call that runs on this engine: noted by the control thread, read between two steps."""
+"""Commands of the notebook to the running call. The control thread records them; the call reads them between steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _commands: dict[int, list[RunCommand]] = {}
 
 
 def add(run: int, kind: str, text: str = "") -> None:
-    """Record a command for a run, also for one that has not begun; called on the engine's control thread."""
+    """Record a command for a run, also for one that has not begun. The engine's control thread calls this."""
     _commands.setdefault(run, []).append(RunCommand(kind, text))
 
 
 def commands() -> list[RunCommand]:
-    """All commands to the running call so far, in order; cheap to poll."""
+    """All commands to the running call so far, in order. Cheap to poll."""
     tag = engine_shell.current_tag() if _commands else None
     return list(_commands.get(tag.run, ())) if tag is not None else []

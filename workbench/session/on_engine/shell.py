@@ -1,6 +1,6 @@
-"""An engine's shell: the request that it runs now, and what it tells the notebook meanwhile.
+"""An engine's shell: the request that runs now, and the objects that it sends to the notebook.
 
-A training loop on an engine needs two of these: `publish` what it wants shown, and poll `stop_requested`.
+A training loop on an engine uses two functions of this module: `publish` sends objects, `stop_requested` is polled.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def publish(obj: object) -> None:
 
 
 def stop_requested() -> bool:
-    """Whether the notebook asked the running call to stop early (`RemoteCall.request_stop`); cheap to poll."""
+    """Whether the notebook has asked the running call to stop early (`RemoteCall.request_stop`). Cheap to poll."""
     tag = current_tag() if _stopped_runs else None
     return tag is not None and tag.run in _stopped_runs
 
 
 def request_stop(run: int) -> None:
-    """Make `stop_requested` true for one run; called on the engine's control thread."""
+    """Make `stop_requested` true for one run. The engine's control thread calls this."""
     _stopped_runs.add(run)
 
 
@@ -47,7 +47,7 @@ def send(wire: object) -> None:
 
 
 def current_tag() -> protocol.CellTag | None:
-    """The tag of the request that the main thread runs; None for requests that are not ours."""
+    """The tag of the request that the main thread runs; None for a request of another client."""
     parent = shell().kernel.get_parent("shell")
     return protocol.CellTag.parse(parent.get("metadata", {}).get("label"))
 

@@ -1,7 +1,7 @@
-"""A global tensor as the last line of a cell: its numbers, and a picture of who holds what.
+"""Draws a global tensor that is the last line of a cell: its numbers, and a picture of each rank's shard.
 
-A pure function, layout and numbers -> HTML without scripts, so that a saved notebook shows it, too. All ranks make the
-same, so that it appears once.
+A pure function: layout and numbers -> HTML. The HTML has no scripts, so a saved notebook shows it. All ranks make equal
+HTML, so it appears once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.theme import CODE_FONT, UI_FONT, style_sheet
 from workbench.units import format_bytes, format_ranks
 
 MAX_RANKS = 16
-"""Above so many ranks the first and the last ones are drawn."""
+"""With more ranks, only the first and the last ones along an axis are drawn."""
 _CLASS = "wb-tensor"
 _OUTLINE = (116.0, 58.0)
 _THINNEST = 1.5
@@ -56,9 +56,9 @@ _STYLE = f"""
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn: a tensor's sizes, its layout, and which of its dims run downwards and across.
+    """The tensor to draw: its sizes, its layout, and the dims that run downwards and across.
 
-    ``hue`` is that of all ranks; without one, ranks differ in hue by their row and in shade by their column.
+    All ranks have the colour ``hue``. Without it, a rank's row chooses its hue and its column its shade.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Subject:
         return self.layout.region(self.shape, rank)
 
     def interval(self, rank: int, dim: int | None) -> tuple[int, int]:
-        """What a rank holds of a dim."""
+        """The interval of a dim that a rank holds."""
         return self.region(rank)[dim] if dim is not None else (0, 1)
 
     def cuts(self, dim: int | None) -> list[tuple[int, int]]:
@@ -103,9 +103,9 @@ def tensor_html(
         dtype: ``float32``.
         itemsize: bytes per element.
         shape: logical sizes.
-        values: the logical tensor, on the CPU; None where it was not collected.
-        absent: why there are no values.
-        hue: of all ranks, where a page gives each stage one; None: by the place in the grid of ranks.
+        values: the logical tensor, on the CPU; None if it was not collected.
+        absent: the reason why there are no values.
+        hue: the colour of all ranks, for pages that give each stage a colour. None: the rank's row chooses it.
 
     >>> from workbench.core.placement import Placement
     >>> layout = Layout.of(Placement.of("cpu", [0, 1]), "S(0)")
@@ -122,7 +122,7 @@ def tensor_html(
 
 
 def drawn_dims(shape: Sequence[int], layout: Layout) -> tuple[int | None, int | None]:
-    """The tensor dims drawn downwards and across: those that are split, then the last ones."""
+    """The dims that are drawn downwards and across: split dims first, then the last ones."""
     split = sorted({entry.dim for entry in layout.sbp if isinstance(entry, Split)})
     others = [dim for dim in reversed(range(len(shape))) if dim not in split]
     chosen = sorted([*split, *others][:2])
@@ -155,7 +155,7 @@ def _short_ranks(placement: Placement) -> str:
     return f"{format_ranks(placement.grid)} as {' x '.join(map(str, placement.shape))}"
 
 
-# The numbers: edges of shards as rules, and beside the rows who holds them.
+# The numbers: rules at the edges of shards, and beside each row the ranks that hold it.
 
 
 def _numbers(values: Any, subject: Subject) -> str:
@@ -189,7 +189,7 @@ def _row_numbers(
     row_cuts: Sequence[tuple[int, int]],
     lefts: set[int],
 ) -> str:
-    """One line; rules stand above the first row and left of the first column of a shard."""
+    """One row. Rules are above the first row and left of the first column of a shard."""
     above = "above" if index and index in {start for start, _ in row_cuts} else ""
     return "".join(
         f'<td class="{above}{" left" if column in lefts else ""}">{escape(text)}</td>'
@@ -208,7 +208,7 @@ def _row_owners(index: int | None, row_cuts: Sequence[tuple[int, int]], subject:
 
 
 def _owners(interval: tuple[int, int], subject: Subject) -> str:
-    """``ranks 0 = 1``: who holds these rows; = copies, + terms of a sum, | other columns."""
+    """The ranks that hold these rows: ``ranks 0 = 1``. ``=`` joins copies, ``+`` terms, ``|`` other columns."""
     holders = [rank for rank in subject.layout.placement if subject.interval(rank, subject.dims[0]) == interval]
     if len(holders) == 1:
         return f"rank {holders[0]}"
@@ -219,7 +219,7 @@ def _owners(interval: tuple[int, int], subject: Subject) -> str:
 
 
 def _relation(layout: Layout, a: int, b: int) -> str:
-    """How the shards of two neighbours belong together."""
+    """The sign between the shards of two neighbours."""
     here, there = layout.placement.coordinates(a), layout.placement.coordinates(b)
     entries = [entry for x, y, entry in zip(here, there, layout.sbp, strict=True) if x != y]
     if all(isinstance(entry, Broadcast) for entry in entries):
@@ -234,7 +234,7 @@ def _relation(layout: Layout, a: int, b: int) -> str:
 
 
 def _cards(subject: Subject) -> str:
-    """The grid of the placement: its last axis across, the one before downwards, further ones side by side."""
+    """The grid of the placement. The last axis runs across, the one before downwards, further axes side by side."""
     *outer, num_rows, num_columns = (1, 1, *subject.layout.placement.shape)
     num_others = math.prod(outer)
     rows, columns = _kept(num_rows, num_columns * num_others), _kept(num_columns, num_rows * num_others)
@@ -255,7 +255,7 @@ def _cards(subject: Subject) -> str:
 
 
 def _kept(size: int, others: int) -> list[int | None]:
-    """Positions along an axis; the first two and the last one, with None between, where there are many ranks."""
+    """Positions along an axis. With many ranks: the first two, None, and the last one."""
     if size * others <= MAX_RANKS or size <= 3:
         return list(range(size))
     return [0, 1, None, size - 1]
@@ -302,7 +302,7 @@ def _card(subject: Subject, place: tuple[int, ...], row: int | None, column: int
 
 
 def _words(subject: Subject, rank: int) -> Iterator[str]:
-    """What a rank holds, in words."""
+    """A rank's shard in words."""
     names = {subject.dims[0]: "rows", subject.dims[1]: "columns"} if len(subject.shape) == 2 else {}
     whole = True
     for dim, (start, stop) in enumerate(subject.region(rank)):
@@ -322,7 +322,7 @@ def _words(subject: Subject, rank: int) -> Iterator[str]:
 
 
 def _slice_picture(subject: Subject, rank: int, colour: str) -> str:
-    """The outline of the whole tensor, and in it the slice, hatched where it is a term."""
+    """The outline of the whole tensor, and in it the rank's slice, hatched if it is a term of a sum."""
     rows, columns = (max(1, subject.size(dim)) for dim in subject.dims)
     width, height = _OUTLINE
     ratio = min(4.0, max(0.25, columns / rows))

@@ -1,7 +1,6 @@
-"""Numbers of a logical tensor as a table: which rows and columns are shown, and how a number is written.
+"""Chooses the rows and columns of a logical tensor that a table shows, and formats their numbers.
 
-Pure: a tensor in, strings out. Of a large tensor the first and the last rows are shown, and those at the edges of
-shards.
+Pure functions: a tensor in, strings out. A large tensor shows its first and last rows and those at edges of shards.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_LINES = 8
-"""A dim of up to so many rows is shown whole."""
+"""A dim of at most so many rows is shown whole."""
 _MAX_EDGES = 4
 _DECIMALS = 4
 
 
 def shown(size: int, edges: Iterable[int] = (), whole: int = MAX_LINES) -> list[int | None]:
-    """Indices to show of ``size``, with None where some are left out.
+    """The indices below ``size`` to show, with None where some are left out.
 
-    ``edges``: where shards begin; both sides of an edge are shown, of many edges the first and the last ones.
+    ``edges``: the indices where shards begin. Both sides of an edge are shown; of many edges, the first and the last.
 
     >>> shown(100, edges=[50])
     [0, 1, None, 49, 50, None, 98, 99]
@@ -33,14 +32,14 @@ def shown(size: int, edges: Iterable[int] = (), whole: int = MAX_LINES) -> list[
     chosen = sorted({0, 1, size - 2, size - 1, *beside})
     lines: list[int | None] = [chosen[0]]
     for before, after in itertools.pairwise(chosen):
-        # one left-out line takes the room of the mark that would stand for it
+        # one missing line needs no more room than the None that would replace it
         lines += [None] if after - before > 2 else range(before + 1, after)
         lines.append(after)
     return lines
 
 
 def matrix_of(values: Any, dims: tuple[int | None, int | None]) -> Any:
-    """The two dims as a matrix, at index 0 of all others; a missing dim has one row or column."""
+    """The two dims as a matrix, at index 0 of all other dims. A missing dim becomes one row or column."""
     kept = [dim for dim in dims if dim is not None]
     index = tuple(slice(None) if dim in kept else 0 for dim in range(values.dim()))
     matrix = values[index]
@@ -50,7 +49,7 @@ def matrix_of(values: Any, dims: tuple[int | None, int | None]) -> Any:
 
 
 def written(matrix: Any, rows: Sequence[int | None], columns: Sequence[int | None]) -> list[list[str]]:
-    """The shown numbers as text, all in one format, as torch prints them."""
+    """The shown numbers as text, all in the format in which torch prints them."""
     import torch
 
     at_rows, at_columns = ([index for index in lines if index is not None] for lines in (rows, columns))

@@ -1,8 +1,8 @@
-"""Modes of torch that an interrupt would leave behind.
+"""Restores the modes of torch after an interrupt.
 
-``torch.no_grad``, ``torch.autocast`` and their kin set a mode and set it back in Python code. An interrupt that comes
-within either leaves the mode as it is: every later cell would compute without gradients. So what holds before a cell
-holds again after one that was interrupted.
+``torch.no_grad``, ``torch.autocast`` and similar contexts set a mode and restore it in Python code. An interrupt inside
+that code leaves the mode set, and every later cell would compute without gradients. So an interrupted cell ends with
+the modes that held before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What holds for this thread: gradients, autocast by device, and how many modes are stacked up."""
+    """The modes of this thread: gradients, autocast per device, and the depths of torch's stacks of modes."""
 
     grad: bool
     autocast: tuple[tuple[bool, torch.dtype], ...]
@@ -44,7 +44,7 @@ class Modes:
         )
 
     def restore(self) -> None:
-        """Make it hold again."""
+        """Set these modes again."""
         while torch._C._len_torch_dispatch_stack() > self.num_dispatch_modes:
             torch._C._pop_torch_dispatch_stack(None)
         while torch._C._len_torch_function_stack() > self.num_function_modes:
@@ -63,7 +63,7 @@ class Modes:
 
 
 def install(here: Any) -> None:
-    """Watch the cells of an engine's shell."""
+    """Restore the modes after interrupted cells of an engine's shell."""
     before = [Modes.now()]
 
     def take(info: Any) -> None:
@@ -79,7 +79,7 @@ def install(here: Any) -> None:
 
 @contextmanager
 def restored_after_interrupt() -> Iterator[None]:
-    """The same for a call."""
+    """Restore the modes if an interrupt ends a call."""
     before = Modes.now()
     try:
         yield

@@ -1,23 +1,23 @@
-"""One rank's stream cut into lines, and what stands on the line that is not finished: a progress bar, for example."""
+"""Cuts a rank's stream into lines, and shows the line that is not finished: a progress bar, for example."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-#: How long a line has been unfinished before it is shown as it stands.
+#: How long a line stays unfinished before its text so far is shown.
 UNFINISHED_S = 0.3
-#: How often what is unfinished is shown again.
+#: The shortest time between two updates of the unfinished text.
 PERIOD_S = 0.2
 _INNER_BAR = re.compile(r"\n(\r[^\n]*)\x1b\[A")
 _FINISHED_BAR = re.compile(r"[^\n]*\r[^\n]*\n(\r[^\n]*)?\Z")
 
 
 class LineSplitter:
-    """Cuts one rank's stream into lines; a carriage return starts the line again, as on a terminal.
+    """Cuts one rank's stream into lines. A carriage return starts the line again, as on a terminal.
 
-    A bar inside another one is drawn a line below, and the cursor goes up again: the inner one takes the place of the
-    outer one here. So the end of a bar's line counts as soon as something else follows it.
+    A terminal draws an inner progress bar one line below the outer one, then moves the cursor up. Here the inner bar
+    replaces the outer one. So the newline after a bar ends the line only when other text follows.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class LineSplitter:
 
     @property
     def unfinished(self) -> str:
-        """The text that stands there now."""
+        """The text of the line that is not finished."""
         return "\n".join(line for line in map(_after_return, self._partial.split("\n")) if line)
 
     def rest(self) -> list[str]:
-        """What is unfinished, now that nothing more comes."""
+        """The unfinished text as a last line. Call it when the stream has ended."""
         lines = self.unfinished.split("\n") if self.unfinished else []
         self._partial = ""
         return lines
@@ -56,7 +56,7 @@ class Unfinished:
         self._is_late = False
 
     def take(self, lines: Iterable[tuple[int, str]], now: float) -> list[tuple[tuple[int, ...], str]] | None:
-        """(ranks, text) of what to show in place of what was shown last; None if that may stay.
+        """(ranks, text) to show instead of the last ones; None if nothing has to change.
 
         ``lines``: rank and text of the lines that are unfinished now.
         """
@@ -74,7 +74,7 @@ class Unfinished:
         return [(tuple(ranks), text) for text, ranks in owners.items()]
 
     def wakeup(self) -> float | None:
-        """When to look again although nothing new has come."""
+        """When to call `take` again if no new text arrives."""
         times = [since + UNFINISHED_S for since in self._since_s.values()]
         young = [time for time in times if time > self._taken_s]
         return min([*young, *([self._shown_s + PERIOD_S] if self._is_late else [])], default=None)

@@ -1,4 +1,4 @@
-"""Where a run's output and published objects go: collected as text, and shown while it comes where asked."""
+"""Receives a run's output and published objects: collects them, and passes them on while the run goes on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ OnPublished = Callable[[int, object], None]
 
 
 class OutputListener:
-    """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came.
+    """Merges the output of a run.
 
-    ``hear`` gets published objects when they come; without it they wait for ``take_published``. ``show_unfinished``
-    gets what stands on unfinished lines, such as progress bars, whenever it has changed.
+    ``show`` gets each block as soon as it is complete. ``log`` gets all text unchanged. ``hear`` gets published objects
+    as they arrive; without it they wait for ``take_published``. ``show_unfinished`` gets the text of unfinished lines
+    whenever it has changed.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class OutputListener:
         return min((time for time in times if time is not None), default=None)
 
     def finish(self) -> None:
-        """The run is over: give out what still waits."""
+        """Pass on what still waits. Call it when the run has ended."""
         now = time.monotonic()
         for rank in self._ranks:
             self._output.finish(rank, now)
@@ -99,13 +100,13 @@ class OutputListener:
         return "\n".join(self._lines)
 
     def take_published(self) -> list[tuple[int, object]]:
-        """(rank, object) of what was published since the last call; from any thread."""
+        """(rank, object) of everything published since the last call. Call it from any thread."""
         with self._lock:
             taken, self._published = self._published, []
         return [(rank, protocol.load(payload)) for rank, payload in taken]
 
     def _draw_bars(self, now: float, final: bool) -> None:
-        """Show the bars as they are now; what keeps text gets them once, at the end."""
+        """Show the present bars. The collected text gets them once, at the end."""
         if self._show_bars is not None:
             bars = self._bars.due(now, final)
             if bars is not None:

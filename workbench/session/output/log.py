@@ -1,7 +1,7 @@
-"""Everything that ranks print, in full, on disk: what a fold leaves out of a cell can be read here.
+"""Writes everything that ranks print to disk, also the lines that a cell's output folds.
 
-One file per rank and request in the session's private folder, in which another process of the user may read at any
-time; files are made when a rank first prints, and the oldest requests' files are removed when there are many.
+Each rank and request has its file in the session's private folder. Another process of the user may read it at any time.
+A rank's first output makes the file. When there are many requests, the files of the oldest ones are removed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import TextIO
 
 MAX_RUNS = 100
-"""Requests whose output is kept."""
+"""The number of requests whose output is kept."""
 _NAME = re.compile(r"cell-(\d+)-rank-(\d+)\.log")
 
 
 @dataclass
 class RunLog:
-    """The output of one request; `close` when it is over."""
+    """The output of one request. `close` it when the request has ended."""
 
     folder: Path
     run: int
     _files: dict[int, TextIO] = field(default_factory=dict)
 
     def write(self, rank: int, text: str) -> None:
-        """Append what a rank has printed. A disk that is full costs the log, not the cell."""
+        """Append what a rank has printed. On a full disk the log ends, and the cell goes on."""
         with contextlib.suppress(OSError):
             if rank not in self._files:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -56,7 +56,7 @@ class OutputLogs:
         return RunLog(self.folder, run)
 
     def last(self) -> dict[int, Path]:
-        """The files by rank of the newest request that has printed something."""
+        """Rank -> file, for the newest request that has printed something."""
         found = self._files()
         return found[max(found)] if found else {}
 
@@ -71,7 +71,7 @@ class OutputLogs:
 
 
 def tail(path: Path, num_lines: int) -> tuple[list[str], int]:
-    """The last lines of a file, and how many it has in all; reads it once and keeps only those."""
+    """The last lines of a file, and the number of all its lines. Keeps no other lines in memory."""
     last: deque[str] = deque(maxlen=num_lines)
     count = 0
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,7 @@
-"""Merges what ranks print: alike lines once, floods folded. Pure: text in, tagged lines out, time passed in."""
+"""Merges what ranks print: equal lines appear once, floods are folded.
+
+Pure functions: text and times in, tagged lines out.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from workbench.units import format_bytes, format_count
 
 #: How long a line waits for the other ranks to print the same.
 MERGE_WAIT_S = 0.25
-#: The same for a rank's last value, which nothing more comes after.
+#: How long the value of the cell waits for the other ranks' values. No output follows it.
 RESULT_WAIT_S = 1.0
 #: Lines this close in time are shown in the order of ranks, others in the order of time.
 SAME_TIME_S = 0.5
-#: How far ahead in a rank's lines an equal one is looked for.
+#: How many of a rank's waiting lines are searched for an equal one.
 _LOOK_AHEAD = 32
-#: Above this many waiting lines of a rank, equal ones are only looked for at the front.
+#: If more lines of a rank wait, only the first one is compared.
 _BUSY_LINES = 500
 
 
@@ -47,16 +50,16 @@ class _Item:
 
     @property
     def waits_until_s(self) -> float:
-        """Until when the other ranks may still come with the same."""
+        """Until when the item waits for an equal one of the other ranks."""
         return self.time_s + (RESULT_WAIT_S if self.kind == "result" else MERGE_WAIT_S)
 
 
 class Merger:
     """Joins the lines and displays of several ranks into one order that respects each rank's own.
 
-    A line that several ranks print is given out once with all of them, if they print it within
-    `MERGE_WAIT_S` of each other (`RESULT_WAIT_S` for the value of the cell); nothing is ever
-    dropped. ``merge=False`` keeps every rank's lines apart.
+    A line that several ranks print appears once, tagged with all of them, if they print it within `MERGE_WAIT_S` of
+    each other (`RESULT_WAIT_S` for the value of the cell). No line is dropped. ``merge=False`` keeps the ranks' lines
+    apart.
     """
 
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
@@ -74,7 +77,7 @@ class Merger:
         self._queues[rank].append(_Item(kind, key, bundle, now))
 
     def unfinished(self) -> list[tuple[int, str]]:
-        """Rank and text of lines that are not finished."""
+        """Rank and text of every line that is not finished."""
         return [(rank, text) for rank, splitter in self._splitters.items() if (text := splitter.unfinished)]
 
     def finish(self, rank: int, now: float) -> None:
@@ -83,7 +86,7 @@ class Merger:
             self._queues[rank].append(_Item("line", line, line, now))
 
     def take(self, now: float, final: bool = False) -> list[Block]:
-        """What can be shown now; everything that is left if ``final``."""
+        """The blocks that can be shown now; all that wait if ``final``."""
         blocks = []
         while any(self._queues.values()):
             item, owners = self._next()
@@ -100,7 +103,7 @@ class Merger:
         return min((items[0].waits_until_s for items in self._queues.values() if items), default=None)
 
     def _next(self) -> tuple[_Item, tuple[int, ...]]:
-        """The item to show next: one that no rank has yet to reach behind other lines, if there is one."""
+        """The item to show next, and its ranks. Prefers an item that is first in every rank that has it."""
         waiting = [rank for rank in self.ranks if self._queues[rank]]
         oldest_s = min(self._queues[rank][0].time_s for rank in waiting)
         waiting.sort(key=lambda rank: self._queues[rank][0].time_s > oldest_s + SAME_TIME_S)
@@ -125,7 +128,7 @@ class Merger:
 
 
 class _FoldedLines:
-    """Lines of the same ranks that are not shown for now: how many, how large, and the last ones."""
+    """Lines of the same ranks that are not shown yet: their number, their bytes, and the last ones."""
 
     def __init__(self, num_kept: int) -> None:
         self.tail: deque[Block] = deque(maxlen=num_kept)
@@ -138,7 +141,7 @@ class _FoldedLines:
         self._size_bytes += len(block.content)
 
     def open(self) -> list[Block]:
-        """A note about the lines that stay hidden, and the last ones."""
+        """A note about the lines that stay hidden, then the last lines."""
         num_hidden = self._num_lines - len(self.tail)
         hidden_bytes = self._size_bytes - sum(len(block.content) for block in self.tail)
         note = f"{format_count(num_hidden)} lines folded, {format_bytes(hidden_bytes)}"
@@ -146,10 +149,10 @@ class _FoldedLines:
 
 
 class RateLimiter:
-    """Lets a burst of lines through, folds what comes faster than people read, and shows the last ones.
+    """Passes a burst of lines, folds lines that come faster than people read, and shows the last of them.
 
-    At most ``burst`` lines at once and ``per_second`` in the long run; of the others the last ``tail`` of
-    each group of ranks are shown with a count as soon as the flood pauses, or at the end.
+    It passes at most ``burst`` lines at once and ``per_second`` in the long run. When the flood pauses or ends, it
+    shows the number of folded lines and the last ``tail`` lines of each group of ranks.
     """
 
     def __init__(self, burst: int = 200, per_second: float = 10.0, tail: int = 10) -> None:
@@ -159,7 +162,7 @@ class RateLimiter:
         self._folds: dict[tuple[int, ...], _FoldedLines] = {}
 
     def take(self, blocks: Sequence[Block], now: float, final: bool = False) -> list[Block]:
-        """Blocks to show in place of the given ones; only lines are ever folded."""
+        """The blocks to show instead of these. Only lines are folded."""
         if self._time_s is not None:
             self._credit = min(self._burst, self._credit + (now - self._time_s) * self._per_second)
         self._time_s = now
@@ -185,7 +188,7 @@ class RateLimiter:
 
 
 class OutputMerger:
-    """All output of one run: standard output with displays, and standard error kept apart."""
+    """All output of one run. Standard output with displays is one stream, standard error another."""
 
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
         self._mergers = {"stdout": Merger(ranks, merge), "stderr": Merger(ranks, merge)}
@@ -210,11 +213,11 @@ class OutputMerger:
         return shown
 
     def unfinished(self) -> list[tuple[int, str]]:
-        """Rank and text of lines that are not finished, of both streams."""
+        """Rank and text of every line that is not finished, of both streams."""
         return [each for merger in self._mergers.values() for each in merger.unfinished()]
 
     def wakeup(self) -> float | None:
-        """When `take` should be called again although nothing new has come."""
+        """When to call `take` again if no new output arrives."""
         times = [time for merger in self._mergers.values() if (time := merger.wakeup()) is not None]
         return min(times, default=None)
 
@@ -233,7 +236,7 @@ def as_text(block: Block, num_ranks: int) -> str:
 
 
 def tagged(ranks: Sequence[int], text: str, num_ranks: int) -> str:
-    """``[1] first line`` and the others below it."""
+    """``[1] first line``, with the further lines below it."""
     tag = tag_of(ranks, num_ranks)
     if not text:
         return tag

@@ -1,4 +1,7 @@
-"""Progress bars of several ranks as one: the slowest rank's, with what the others have done beside it. Pure."""
+"""Merges the progress bars of several ranks into one: the slowest rank's, with the other ranks' counts beside it.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from workbench.session.ranks import describe_ranks
 
 #: How often bars are drawn again.
 PERIOD_S = 0.1
-#: Of bars that have ended, the last ones are shown.
+#: The number of ended bars that are shown: the last ones.
 MAX_ENDED = 10
 _COLOURS = {
     "runs": "var(--jp-brand-color1, #0a6cb8)",
@@ -34,7 +37,7 @@ class MergedBar:
 
 
 class Bars:
-    """The bars of a run; those of several ranks that have the same number and name are one."""
+    """The bars of a run. Bars of several ranks with the same number and name are one bar."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
@@ -48,7 +51,7 @@ class Bars:
         self._has_changed = True
 
     def due(self, now: float, final: bool = False) -> list[MergedBar] | None:
-        """What to draw in place of what was drawn last; None if that may stay."""
+        """The bars to draw instead of the last ones; None if nothing has to change."""
         if not self._has_changed or (now < self._shown_s + PERIOD_S and not final):
             return None
         self._has_changed, self._shown_s = False, now
@@ -58,7 +61,7 @@ class Bars:
         return self._shown_s + PERIOD_S if self._has_changed else None
 
     def merged(self) -> list[MergedBar]:
-        """The bars in the order in which they began; of many that have ended, the first ones are counted only."""
+        """The bars in the order in which they began. If many have ended, the first ones are only counted."""
         found = [_merge(self._bars[key], self._ranks) for key in sorted(self._bars)]
         found = [bar for bar in found if bar.state != "gone"]
         ended = [bar for bar in found if bar.state == "finished"]
@@ -69,7 +72,7 @@ class Bars:
 
 
 def _merge(bars: dict[int, protocol.Bar], ranks: Sequence[int]) -> MergedBar:
-    newest_first = list(reversed(bars))  # of ranks that are equally far, the one that got there last
+    newest_first = list(reversed(bars))  # among ranks with equal counts, the one that reached it last
     slowest = min(newest_first, key=lambda rank: (_fraction(bars[rank]) or 0.0, bars[rank].done))
     bar, right = bars[slowest], bars[slowest].right
     done: dict[float, list[int]] = {}
@@ -101,7 +104,7 @@ def _line(bar: MergedBar) -> str:
 
 
 def as_html(bars: Sequence[MergedBar]) -> str:
-    """The bars for a notebook: they need no widgets, and stay in a notebook that is saved."""
+    """The bars for a notebook. They need no widgets, and a saved notebook keeps them."""
     return f"<div>{''.join(map(_row, bars))}</div>" if bars else ""
 
 

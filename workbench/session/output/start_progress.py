@@ -1,4 +1,4 @@
-"""One line with the progress of a session's start, in a terminal, a log or a notebook."""
+"""Shows the progress of a session's start in one line of a terminal, a log or a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_notebook() -> bool:
 
 
 def progress_stream() -> TextIO:
-    """The stream for progress: standard error; in a notebook standard output, since pages show the other in red."""
+    """Standard error; in a notebook standard output, since pages show standard error in red."""
     return sys.stdout if in_notebook() else sys.stderr
 
 
@@ -29,14 +29,14 @@ def print_progress(text: str) -> None:
 
 
 class StartProgress:
-    """Writes over its line where that is possible (terminals, notebooks), else one line at the start and end."""
+    """Overwrites its line in terminals and notebooks. In other streams, writes one line at the start and at the end."""
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._started_s = self._written_s = time.monotonic()
         self._stream = progress_stream()
         self._overwrites = in_notebook() or self._stream.isatty()
-        self._width = 0  # of what stands in the line now, which a shorter text must cover
+        self._width = 0  # of the text in the line, which a shorter text must overwrite
         self._doing = f"starting {counted(num_engines, 'engine')}"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
 
@@ -55,7 +55,7 @@ class StartProgress:
             self._write("", end="")
 
     def on_event(self, event: Event) -> None:
-        """Output of joining engines is of no interest; failures carry their own."""
+        """Ignore the output of engines that join. A failure has its own message."""
 
     def on_idle(self, now: float) -> None:
         self._update(self._doing)

@@ -1,4 +1,4 @@
-"""One grouped account of what went wrong on several ranks: equal failures once, the first cause first."""
+"""Describes the failures of several ranks in one text: equal failures appear once, the first cause comes first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.units import format_seconds
 _MAX_SHOWN = 4
 Paint = Callable[..., str]
 _RED, _BOLD, _DIM, _PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
-#: Python files of ours and of the launcher: their frames tell users nothing about their cell.
+#: Python files of the session and of the launcher. Their frames say nothing about the user's cell.
 _INTERNAL = tuple(f"{os.sep}{name}{os.sep}" for name in ("ipyparallel", "ipykernel", "IPython"))
 
 
 class Interrupted(KeyboardInterrupt):
-    """The notebook was interrupted; says what the ranks were doing and what became of them."""
+    """The notebook was interrupted. The text says where each rank was and whether it kept its variables."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.lines = [f"Interrupted after {format_seconds(outcome.elapsed_s)}.", *consequences(outcome)]
@@ -31,9 +31,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = None) -> CellError:
-    """The exception for a run that did not end well on all ranks.
+    """The exception for a run that failed on some ranks.
 
-    Its text is plain; `CellError._render_traceback_` gives the coloured lines that IPython shows.
+    Its text is plain. `CellError._render_traceback_` returns the coloured lines that IPython shows.
     """
     return CellError(
         "\n".join(render(outcome, what, timeout_s)),
@@ -43,7 +43,7 @@ def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = N
 
 
 def syntax_error(error: SyntaxError) -> CellError:
-    """The exception for code that does not parse; nothing was sent to any rank."""
+    """The exception for code that does not parse. No rank has got it."""
     line = (error.text or "").rstrip("\n")
     indent = len(line) - len(line.lstrip())
     column = max(0, (error.offset or 1) - 1 - indent)
@@ -58,7 +58,7 @@ def syntax_error(error: SyntaxError) -> CellError:
 
 
 def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: bool = False) -> list[str]:
-    """The account as lines: causes with their tracebacks, then consequences, one line each."""
+    """The lines of the description: causes with their tracebacks, then one line per consequence."""
     paint = _paint if colour else _leave_plain
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
@@ -77,7 +77,7 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
 
 
 def group(outcome: Outcome) -> list[tuple[list[int], protocol.Failure]]:
-    """Causes by equal failure, the one that happened first in front; ranks that were only stopped are left out."""
+    """(ranks, failure) of every cause, the earliest one first. Leaves out ranks that were only stopped."""
     groups: dict[tuple, tuple[list[int], protocol.Failure]] = {}
     stopped = _only_stopped(outcome)
     for rank, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].time_s, item[0])):
@@ -90,7 +90,7 @@ def group(outcome: Outcome) -> list[tuple[list[int], protocol.Failure]]:
 
 
 def consequences(outcome: Outcome) -> list[str]:
-    """What happened to ranks that did nothing wrong: one line per place where they were stopped."""
+    """What happened to ranks without a failure of their own: one line per place where they were stopped."""
     stopped = _only_stopped(outcome)
     cause = "" if outcome.stop_reason in ("interrupt", "timeout") else " because of it"
     lines = []
@@ -118,7 +118,7 @@ def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
 
 
 def restart_hint(ranks: Sequence[int]) -> str:
-    """What brings ended ranks back."""
+    """A sentence about how to start ended ranks again."""
     them = "it" if len(ranks) == 1 else "them"
     return f"The next cell starts {them} again, or: %workbench restart --ranks {rank_label(ranks)}"
 
@@ -136,7 +136,10 @@ def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcom
 
 
 def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol.Frame, int]]:
-    """Frames of the cell, the first one outside it, and the innermost; with the number left out before each."""
+    """The frames to show, each with the number of frames left out before it.
+
+    They are the cell's frames, the first frame outside it, and the innermost one.
+    """
     wanted = {index for index, frame in enumerate(frames) if frame.in_cell}
     wanted |= {min(len(frames) - 1, max(wanted, default=-1) + 1), len(frames) - 1} - {-1}
     num_skipped = 0
@@ -161,13 +164,13 @@ def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
 
 
 def _own_source(frame: protocol.Frame) -> list[tuple[int, str]]:
-    """The line of a cell of the notebook, which engines cannot read: a model's class may be defined there."""
+    """The line of a notebook's own cell. Engines cannot read it, and it may define a model's class."""
     text = "" if frame.in_cell else linecache.getline(frame.file, frame.line)
     return [(frame.line, text.rstrip("\n"))] if text else []
 
 
 def _only_stopped(outcome: Outcome) -> list[int]:
-    """Ranks that ended because the notebook stopped them, or because their wait for a rank that failed was ended."""
+    """Ranks that the notebook stopped, or whose wait for a failed rank was ended."""
     waited = {rank for rank, failure in outcome.failures.items() if failure.was_stopped}
     others_failed = len(waited) < len(outcome.failures) or bool(_died(outcome))
     ended = set(outcome.killed) | (waited if others_failed else waited & set(outcome.stopped))
@@ -175,7 +178,7 @@ def _only_stopped(outcome: Outcome) -> list[int]:
 
 
 def _died(outcome: Outcome) -> list[int]:
-    """Ranks that ended by themselves."""
+    """Ranks whose process ended and was not killed by the session."""
     return sorted(set(outcome.dead) - set(outcome.killed))
 
 
@@ -187,7 +190,7 @@ def _by_place(outcome: Outcome, ranks: Iterable[int]) -> dict[str, list[int]]:
 
 
 def _place_of(outcome: Outcome, rank: int) -> str:
-    """Where a rank was when it was stopped, or where it gave up waiting by itself."""
+    """Where a rank was when it was stopped, or where its own wait ran out."""
     failure = outcome.failures.get(rank)
     line = failure.cell_line if failure is not None else None
     return outcome.places.get(rank, "") or (f"at cell line {line}" if line is not None else "")
@@ -206,7 +209,7 @@ def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
 
 
 def _divergence_line(outcome: Outcome, what: str) -> str:
-    """Who waits for whom, why in vain, and what to do."""
+    """Which ranks wait for which others, why these do not come, and the fix."""
     done = sorted(set(outcome.replies) - set(outcome.stopped))
     waiting = f"{describe_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
     them = f"{describe_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"

@@ -1,7 +1,7 @@
 """The processes of a session: start, list, watch, end.
 
-`launch` starts them on this host, engines through `fork_server`, and `launch_profile` by an ipyparallel profile.
-`folder` lists them in the session's private folder. `watchdog` ends what outlives its notebook, `discovery` finds the
-sessions of this user.
-`rendezvous_address` finds the address at which engines of several hosts meet, `oom_kills` counts OOM kills.
+`launch` starts them on this host and forks engines through `fork_server`. `launch_profile` starts them by an
+ipyparallel profile. `folder` lists them in the session's private folder. `watchdog` ends processes that outlive their
+notebook. `discovery` finds the sessions of this user. `rendezvous_address` finds the address of the rendezvous of
+engines on several hosts. `oom_kills` counts OOM kills.
 """

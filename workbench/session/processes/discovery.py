@@ -1,6 +1,6 @@
-"""The sessions of this user on this host: which there are, taking over one that outlives its notebook, finding one.
+"""Lists the sessions of this user on this host, finds one by its name, and takes over one that has no notebook.
 
-Whoever may read a session's folder (mode 0700) may use its engines, and nobody else.
+Only a user who may read a session's folder (mode 0700) can use its engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Found = tuple[SessionFolder, EngineFacts]
 
 @dataclass(frozen=True, slots=True)
 class RunningSession:
-    """Engines that are there, and the notebook that they serve."""
+    """A session's running engines, and the notebook that they serve."""
 
     name: str
     num_engines: int
@@ -46,12 +46,12 @@ def running_sessions() -> list[RunningSession]:
 
 
 def kept_sessions() -> list[RunningSession]:
-    """Those of them that were started with ``keep=True``."""
+    """The running sessions that were started with ``keep=True``."""
     return [describe(*each) for each in _kept()]
 
 
 def unused_sessions() -> list[RunningSession]:
-    """Those of the kept ones that no notebook uses."""
+    """The kept sessions that no notebook uses."""
     return [session for session in kept_sessions() if session.owner_pid is None]
 
 
@@ -85,12 +85,12 @@ def take_over(name: str | None = None) -> Found:
 
 
 def find(name: str | None, asked: str, option: str) -> Found:
-    """A session to look at, whoever uses it.
+    """A session to observe. Another notebook may use it.
 
     Args:
-        name: which one; may be left out where there is one.
-        asked: what the user has called, for the message.
-        option: what names a session there.
+        name: the session's name; None where only one session runs.
+        asked: the user's call, for the message.
+        option: the option of that call that names a session, for the message.
 
     Raises:
         SessionError: there is none, none of that name, or several to choose from.
@@ -116,7 +116,7 @@ def format_sessions(sessions: Sequence[RunningSession]) -> str:
 
 
 def clean() -> int:
-    """End the kept engines that no notebook uses; the number of sessions ended."""
+    """End the kept engines that no notebook uses. Returns the number of sessions ended."""
     num_ended = 0
     for folder, _ in _kept():
         if folder.claim() is None:
@@ -126,12 +126,12 @@ def clean() -> int:
 
 
 def name_of(folder: SessionFolder) -> str:
-    """The name by which people choose a session."""
+    """The name by which users choose a session."""
     return folder.path.name.removeprefix(_PREFIX)
 
 
 def describe(folder: SessionFolder, facts: EngineFacts) -> RunningSession:
-    """A session as people see it."""
+    """A session as its user sees it."""
     owner = folder.owner() if folder.is_in_use() else None
     owner_pid, notebook = (owner.pid, folder.notebook()) if owner is not None else (None, "")
     device = "cuda" if facts.gpus else "cpu"

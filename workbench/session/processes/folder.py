@@ -1,8 +1,8 @@
 """The private folder of one session: keys, logs, rendezvous files, and the list of its processes.
 
-Processes are known by id and start time, never by name, so that a number used again by somebody else
-is left alone. A folder whose owner is gone is a leftover: its processes are ended and it is removed, unless its engines
-are kept for another notebook and still there.
+The list names each process by id and start time, never by its program's name. So a session never ends a foreign
+process that has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another
+notebook and still run. `reap_stale_sessions` ends the processes of a stale folder and removes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATE = "session.json"
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that stays the same one: its id and when it started (seconds since the epoch)."""
+    """Names one process for good: its id, and the time of its start in seconds since the epoch."""
 
     pid: int
     started_s: float
@@ -47,7 +47,7 @@ class ProcessId:
         return cls(pid, psutil.Process(pid).create_time())
 
     def find(self) -> psutil.Process | None:
-        """The process, or None when it has ended (a zombie has) or its number is another's."""
+        """The process. None when it has ended, is a zombie, or when another process has its id now."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started_s) < 0.5
@@ -56,7 +56,7 @@ class ProcessId:
             return None
 
     def kill(self) -> None:
-        """End the process at once; nothing happens when it has ended already."""
+        """End the process at once. A process that has ended already is no error."""
         process = self.find()
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +65,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The engines of a session on this host: what another process of the user must know to reach them."""
+    """What another process of the user needs to reach the engines of a session on this host."""
 
     controller: ProcessId
     engines: dict[int, ProcessId]
@@ -73,12 +73,12 @@ class EngineFacts:
     since_s: float
 
     def is_alive(self) -> bool:
-        """Whether they can still be used: engines end with their controller."""
+        """Whether the controller still runs. Engines end with it."""
         return self.controller.find() is not None
 
     @classmethod
     def parse(cls, state: dict) -> EngineFacts:
-        """What `dataclasses.asdict` and JSON have made of one."""
+        """The reverse of `dataclasses.asdict`, after a passage through JSON."""
         engines = {int(rank): ProcessId(**process) for rank, process in state["engines"].items()}
         return cls(ProcessId(**state["controller"]), engines, tuple(state["gpus"]), state["since_s"])
 
@@ -87,7 +87,7 @@ def base_folder() -> Path:
     """The folder of all sessions of this user, readable by nobody else.
 
     Raises:
-        SessionError: the folder exists and belongs to somebody else, or others may enter it.
+        SessionError: the folder exists, and another user owns it or may read it.
     """
     path = Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
@@ -138,7 +138,7 @@ class SessionFolder:
         self._write(owner=None, notebook="")
 
     def claim(self) -> ProcessId | None:
-        """Become the owner of a session that has none; the owner where somebody else has it."""
+        """Become the owner of a session that has none. Returns the owner where another process has the session."""
         with (self.path / "claim").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             owner = self.owner()
@@ -148,19 +148,19 @@ class SessionFolder:
             return None
 
     def owner(self) -> ProcessId | None:
-        """The notebook process that has this session; None where nothing readable says so."""
+        """The notebook process that owns this session. None where the folder has no readable record of it."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return ProcessId(**self._state()["owner"])
         return None
 
     def notebook(self) -> str:
-        """The notebook or script that has this session, as far as it is known."""
+        """The name of the notebook or script that owns this session. Empty where it is unknown."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return str(self._state()["notebook"])
         return ""
 
     def is_in_use(self) -> bool:
-        """Whether the notebook that has this session still runs."""
+        """Whether the notebook that owns this session still runs."""
         owner = self.owner()
         return owner is not None and owner.find() is not None
 
@@ -171,13 +171,13 @@ class SessionFolder:
         return []
 
     def engines(self) -> EngineFacts | None:
-        """The engines, once all have been started; None where a profile has started them."""
+        """The engines, once all of them run. None where a profile has started them."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return EngineFacts.parse(self._state()["engines"])
         return None
 
     def kept(self) -> EngineFacts | None:
-        """The engines if another notebook may go on with them; None where they end with their own."""
+        """The engines if another notebook may take them over. None where they end with their own notebook."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return self.engines() if self._state()["keep"] else None
         return None
@@ -206,7 +206,7 @@ class SessionFolder:
 
 
 def _ownership() -> dict[str, object]:
-    """This process as the owner of a session, and the notebook that it runs: Jupyter tells its kernels."""
+    """This process as the owner of a session, and its notebook, whose path Jupyter gives to its kernels."""
     notebook = os.environ.get("JPY_SESSION_NAME") or sys.argv[0]
     return {"owner": asdict(ProcessId.of(os.getpid())), "notebook": notebook}
 
@@ -224,7 +224,7 @@ def _changed_s(path: Path) -> float:
 
 
 def stale_folders() -> Iterator[SessionFolder]:
-    """Folders whose owner has ended, and whose engines nobody can use any more."""
+    """Folders whose owner has ended and whose engines no notebook can use any more."""
     for folder in all_folders():
         owner, kept = folder.owner(), folder.kept()
         was_left = owner.find() is None if owner is not None else kept is not None
@@ -233,7 +233,7 @@ def stale_folders() -> Iterator[SessionFolder]:
 
 
 def reap_stale_sessions() -> int:
-    """End and remove what sessions of dead notebooks left; the number of sessions found."""
+    """End the processes of stale folders and remove these folders. Returns the number of folders found."""
     found = list(stale_folders())
     for folder in found:
         folder.reap()

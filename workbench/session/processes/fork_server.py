@@ -1,12 +1,12 @@
-"""Engines are forked from one process that has loaded torch, so that it is loaded once and not once per engine.
+"""Forks engines from one process that has loaded torch, so that torch is loaded once and not once per engine.
 
 On the notebook's side `ForkServer` starts ``python -m workbench.session.processes.fork_server`` and talks to it over a
-socket, one line of JSON per question and per answer. The server loads what every engine needs, then forks an engine
+socket, one line of JSON per request and per answer. The server loads what every engine needs. Then it forks an engine
 per request. It does not compute, holds no threads and does not touch a GPU, so a fork is as good as a new interpreter.
-It ends with the notebook, and its engines end with it (see `watchdog`).
+The server ends with the notebook, and its engines end with it (see `watchdog`).
 
-What is read only while libraries are loaded cannot be changed afterwards: engines share a server only where
-`load_environment` says the same.
+Libraries read some environment variables only while they load. Engines share a server only if these variables
+(`load_environment`) are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import psutil
 from workbench.session.processes import watchdog
 
 PRELOADED = ("workbench.tensors.world", "torch._dynamo", "ipyparallel.engine.app")
-"""What engines need; the first optimizer that a process makes loads the second, the longest."""
+"""Modules that engines need. A process that makes its first optimizer loads the second, which takes longest."""
 _READ_AT_LOAD = (
     "ATEN_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH",
 )  # fmt: skip
@@ -39,17 +39,17 @@ _READ_AT_LOAD = (
 _PERIOD_S = 0.5
 
 keeps_servers = False
-"""Whether servers outlive the last session that uses them. Tests set it, who start many sessions in one process."""
+"""Whether servers outlive the last session that uses them. Tests set it: they start many sessions in one process."""
 _servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
 
 
 def load_environment(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The variables that have to be right before a process loads torch."""
+    """The variables that must be set before a process loads torch, as (name, value)."""
     return tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_LOAD)))
 
 
 class ForkServer:
-    """A process that forks engines. `shared` gives the one that fits an environment.
+    """A process that forks engines. `shared` returns the one that fits an environment.
 
     Every `shared` needs its `release`.
     """
@@ -75,7 +75,7 @@ class ForkServer:
 
     @classmethod
     def shared(cls, environment: Mapping[str, str]) -> ForkServer:
-        """A server for this environment, a new one where there is none; it begins to load at once."""
+        """The server for this environment. A new one begins to load at once."""
         key = load_environment(environment)
         server = _servers.get(key)
         if server is None or server.has_ended():
@@ -84,7 +84,7 @@ class ForkServer:
         return server
 
     def release(self) -> None:
-        """End the server if nobody else uses it."""
+        """End the server if no other session uses it."""
         self.num_users -= 1
         if self.num_users == 0 and not keeps_servers:
             self.close()
@@ -93,7 +93,7 @@ class ForkServer:
         return self._process.poll() is not None
 
     def is_ready(self) -> bool:
-        """Whether it has loaded everything; does not wait."""
+        """Whether the server has loaded everything. Does not wait."""
         if not self._is_ready and select.select([self._socket], [], [], 0)[0]:
             self._is_ready = bool(self._answers.readline())
         return self._is_ready
@@ -114,7 +114,7 @@ class ForkServer:
         return process
 
     def exit_code(self, pid: int) -> int | None:
-        """How a process of this server ended, negative for a signal; None where that is not known."""
+        """The exit code of a process of this server, negative for a signal. None where it is unknown."""
         try:
             code = self._ask({"exit_code": pid})
         except (EOFError, OSError):
@@ -122,12 +122,12 @@ class ForkServer:
         return None if code is None else int(code)
 
     def output(self) -> str:
-        """What the server has written so far, for the message of an error."""
+        """The server's output so far, for the message of an error."""
         self._output.seek(0)
         return self._output.read().decode(errors="replace")
 
     def close(self) -> None:
-        """End the server, and with it engines that are still there. Safe to call twice."""
+        """End the server and its engines. Safe to call twice."""
         if _servers.get(self.key) is self:
             del _servers[self.key]
         self._answers.close()
@@ -152,9 +152,9 @@ def close_unused() -> None:
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Answer requests until the notebook is gone (None); in each process that is forked, return its request."""
+    """Answer requests until the notebook has ended, then return None. In each forked process, return its request."""
     exit_codes: dict[int, int | None] = {}
-    """Of processes that may be reaped; None while they run."""
+    """Exit codes of processes that may be reaped; None while they run."""
 
     def reap(*_: object) -> None:
         for pid in [pid for pid, code in exit_codes.items() if code is None]:
@@ -185,7 +185,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def become(request: dict[str, Any]) -> list[str]:
-    """What ``subprocess.Popen`` would do between fork and exec; returns the arguments of `watchdog.main`."""
+    """Do what ``subprocess.Popen`` does between fork and exec. Returns the arguments of `watchdog.main`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     atexit.register(gc.unfreeze)  # else extension modules report all of it as leaked
     os.setsid()
@@ -203,7 +203,7 @@ def become(request: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Load, say so, and serve; in a process that is forked, be the engine."""
+    """Load, report that, and serve. In a forked process, run the engine."""
     with socket.socket(fileno=int(argv[0])) as connection:
         for name in PRELOADED:
             importlib.import_module(name)

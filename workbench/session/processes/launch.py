@@ -1,8 +1,9 @@
 """Starts and stops the processes of a session with ipyparallel's own launchers.
 
-One engine per rank, its environment set before torch loads or a GPU is touched (the only safe moment for
-OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES), engine id = rank, everything on loopback and encrypted. On Linux, engines
-on the CPU are forked from a process that has loaded torch (`fork_server`); others start an interpreter each.
+One engine runs per rank, and its id is the rank. The launcher sets an engine's environment before torch loads or a GPU
+is touched, the only safe moment for OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES. All connections are encrypted and on
+loopback. On Linux, a process that has loaded torch (`fork_server`) forks the engines on the CPU. Other engines start an
+interpreter each.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ENGINE_OPTIONS = ["--IPEngine.timeout=60", "--log-level=WARN", "--InteractiveSh
 
 
 def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """Environment of one engine; ``gpus`` are the devices to share out, empty for CPU engines."""
+    """The environment of one engine. ``gpus`` are the devices of all engines, empty for engines on the CPU."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -63,7 +64,7 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
 
 
 def find_gpus() -> list[str]:
-    """Names by which CUDA knows this machine's GPUs; found without loading CUDA into this process."""
+    """CUDA's names of this machine's GPUs. Does not load CUDA into this process."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
@@ -75,7 +76,7 @@ def find_gpus() -> list[str]:
 
 
 class WatchedControllerLauncher(LocalControllerLauncher):
-    """A controller that ends with the notebook, and takes the rest of the session with it."""
+    """A controller that ends with the notebook, and ends the rest of the session then."""
 
     stop_seconds_until_kill = Integer(1)
 
@@ -84,7 +85,7 @@ class WatchedControllerLauncher(LocalControllerLauncher):
 
 
 class RankEngineLauncher(LocalEngineLauncher):
-    """One engine: knows its rank, and ends with the notebook."""
+    """One engine. It knows its rank and ends with the notebook."""
 
     stop_seconds_until_kill = Integer(1)
 
@@ -112,9 +113,9 @@ class RankEngineLauncher(LocalEngineLauncher):
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):
-    """Engines for the given ranks of a session (all of them at its start, some of them at a restart).
+    """Engines for some ranks of a session: all of them at its start, fewer at a restart.
 
-    ``started`` gets the launcher of each rank and keeps it; ``launchers`` loses those whose process has ended.
+    ``started`` keeps the launcher of each rank. ``launchers`` loses those whose process has ended.
     """
 
     launcher_class = RankEngineLauncher
@@ -128,7 +129,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):
 class LocalProcesses:
     """Controller and engines of one session on this host.
 
-    ``start`` brings them up or raises `EngineStartError`; ``stop`` ends all of them; both leave nothing behind.
+    ``start`` starts them or raises `EngineStartError`. ``stop`` ends all of them. Both leave nothing behind.
     """
 
     replaces_engines = True
@@ -161,12 +162,12 @@ class LocalProcesses:
         )
 
     def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
-        """Start everything and return a client that sees all ranks.
+        """Start controller and engines. Returns a client that sees all ranks.
 
-        ``on_progress`` is called with the number of engines that are up, about 20 times a second.
+        ``on_progress`` gets the number of engines that are up, about 20 times a second.
 
         Raises:
-            EngineStartError: the controller or an engine ended; the message has the last lines it wrote.
+            EngineStartError: the controller or an engine ended. The message quotes the last lines it wrote.
         """
         self._write_security_settings()
         self._find_fork_server()  # it loads torch while the controller starts
@@ -192,22 +193,22 @@ class LocalProcesses:
         return client
 
     def observe(self, facts: EngineFacts) -> ipp.Client:
-        """A client for engines that serve another notebook; writes nothing down."""
+        """A client for engines that serve another notebook. Records nothing in the folder."""
         self.find_engines(facts)
         return ipp.Client(str(self.folder.path / "profile" / "security" / "ipcontroller-client.json"))
 
     def find_engines(self, facts: EngineFacts) -> None:
-        """The engines' processes are those written down, as far as they run."""
+        """Find the engines' processes: those of the folder's list that still run."""
         found = {rank: process.find() for rank, process in facts.engines.items()}
         self.engines = {rank: process for rank, process in found.items() if process is not None}
 
     def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
-        """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
+        """Start engines for these ranks and wait until the client sees them. Raises the errors of `start`."""
         self._launch(ranks)
         self._wait_for(client, ranks, on_progress)
 
     def _launch(self, ranks: Sequence[int]) -> None:
-        """Start the processes of engines; they find the controller when it has said where it listens."""
+        """Start the processes of engines. They connect once the controller has written its address."""
         self._find_fork_server()
         self._wait_for_fork_server(ranks)
         started: dict[int, RankEngineLauncher] = {}
@@ -227,9 +228,9 @@ class LocalProcesses:
         self._record()
 
     def stop(self) -> None:
-        """End all processes and remove the folder; safe to call twice.
+        """End all processes and remove the folder. Safe to call twice.
 
-        By SIGKILL, without asking first: a notebook that is closed has two seconds before it is killed itself.
+        SIGKILL comes without a request first: Jupyter kills the kernel of a closed notebook two seconds later.
         """
         self._record()
         for process in self._known:
@@ -244,7 +245,7 @@ class LocalProcesses:
         self.leave()
 
     def leave(self) -> None:
-        """Need no more engines; those that run go on if they are kept."""
+        """Stop using the engines. Kept engines go on running."""
         if self._forks is not None:
             self._forks.release()
             self._forks = None
@@ -258,14 +259,14 @@ class LocalProcesses:
                 continue
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the engine's process is held, by SIGSTOP for example."""
+        """Whether the engine's process is stopped, by SIGSTOP for example."""
         try:
             return bool(self.engines[rank].status() == psutil.STATUS_STOPPED)
         except (KeyError, psutil.NoSuchProcess):
             return False
 
     def _find_fork_server(self) -> None:
-        """The server that fits the environment of now, where engines are forked: not yet where they use GPUs."""
+        """Find the fork server that fits the present environment. Engines that use GPUs are not forked."""
         if self.gpus or sys.platform != "linux":
             return
         environment = {**os.environ, **rank_environment(0, self.num_ranks)}
@@ -289,11 +290,11 @@ class LocalProcesses:
         return [rank for rank in ranks if not _is_running(self.engines[rank])]
 
     def note_oom_kills(self) -> None:
-        """From now on a SIGKILL is put down to want of memory only if the kernel says that there was one since."""
+        """Remember the kernel's count of OOM kills. `how_ended` explains a SIGKILL by lack of memory if it grows."""
         self._oom_kills = oom_kills.count()
 
     def _environment(self) -> dict[str, str]:
-        """Whom a process watches: the notebook, or if the session is kept its controller, which watches nobody."""
+        """Variables for `watchdog`. They name the process to watch: the notebook, or a kept session's controller."""
         connection = self.folder.path / "profile" / "security" / "ipcontroller-engine.json"
         environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path), watchdog.CONNECTION: str(connection)}
         if not self.keep:
@@ -303,7 +304,7 @@ class LocalProcesses:
         return environment
 
     def _write_security_settings(self) -> None:
-        """Encrypt and sign messages; without a key of our own ipyparallel stops signing where it encrypts."""
+        """Encrypt and sign messages. Without this key ipyparallel does not sign where it encrypts."""
         path = self.folder.path / "profile" / "ipcontroller_config.py"
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.touch(mode=0o600)
@@ -314,7 +315,7 @@ class LocalProcesses:
         )
 
     def how_ended(self, rank: int) -> str:
-        """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""
+        """How an engine ended, as far as it is known: ``killed by SIGKILL`` or ``exit code 3``."""
         try:
             code = self.engines[rank].wait(timeout=0.5)
             if self._forks is not None and code is None:
@@ -358,7 +359,7 @@ class LocalProcesses:
         return _indented_tail(controller.get_output() if controller is not None else "")
 
     def _record(self) -> None:
-        """Write down every process of the session, so that somebody else can end it after us."""
+        """Record every process of the session in its folder, so that another process can end them later."""
         controller = self._controller.find() if self._controller is not None else None
         for root in [*self.engines.values(), *([controller] if controller is not None else [])]:
             try:
@@ -371,7 +372,7 @@ class LocalProcesses:
             self.folder.record(self._known, self._facts(), self.keep)
 
     def _facts(self) -> EngineFacts | None:
-        """What others need to know, once all engines have been started."""
+        """What other processes need to reach the engines. None before all engines have been started."""
         if self._controller is None or len(self.engines) < self.num_ranks:
             return None
         engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}

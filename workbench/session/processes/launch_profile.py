@@ -1,7 +1,7 @@
-"""A session whose processes are started by an ipyparallel profile: SSH, MPI, Slurm and others, on any number of hosts.
+"""Starts a session's processes by an ipyparallel profile: SSH, MPI, Slurm and others, on any number of hosts.
 
-The profile decides where engines run and with which environment. They end with their controller, whose heartbeat they
-watch; the controller ends with the notebook.
+The profile decides where engines run and with which environment. They watch the controller's heartbeat and end with
+it. The controller ends with the notebook.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProfileProcesses:
         )
 
     def _watched(self) -> Config:
-        """A controller that this host starts watches the notebook, as the engines watch the controller."""
+        """Options by which a controller on this host watches the notebook."""
         environment = {watchdog.OWNER: str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
         command = [*WATCHDOG, "ipyparallel.controller"]
         return Config(LocalControllerLauncher={"controller_cmd": command, "environment": environment})
@@ -56,7 +56,7 @@ class ProfileProcesses:
         return str(self._client._config["interface"]).rpartition("/")[2]
 
     def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
-        """Start everything and return a client that sees all ranks; engine ids become ranks.
+        """Start controller and engines. Returns a client that sees all ranks; engine ids become ranks.
 
         Raises:
             EngineStartError: the profile's launchers failed, or engines did not register in time.
@@ -84,7 +84,7 @@ class ProfileProcesses:
         )
 
     def stop(self) -> None:
-        """Stop the profile's engines and controller, as far as their hosts can still be reached."""
+        """Stop the profile's engines and controller where their hosts can still be reached."""
         for end in (self._cluster.stop_engines_sync, self._cluster.stop_controller_sync):
             try:
                 end()

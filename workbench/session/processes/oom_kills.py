@@ -1,7 +1,7 @@
-"""Processes that the kernel has killed because memory ran out (OOM kills).
+"""Counts the processes that the kernel has killed because memory ran out (OOM kills).
 
-A process that is killed that way cannot say so itself, and whoever waits for it sees SIGKILL only. The kernel counts
-such kills in /proc/vmstat, for the whole machine, which everybody may read.
+A process that is killed that way cannot report it, and its parent sees only SIGKILL. The kernel counts such kills of
+the whole machine in /proc/vmstat, which every user may read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _OOM_SCORE = 500
 
 
 def count(counters: Path = _COUNTERS) -> int:
-    """How many processes the kernel has killed for lack of memory since it started; 0 where it does not say."""
+    """The number of processes that the kernel has killed for lack of memory since its start; 0 where unknown."""
     try:
         lines = counters.read_text().splitlines()
     except OSError:

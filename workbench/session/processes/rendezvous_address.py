@@ -1,7 +1,7 @@
-"""The rendezvous of engines on several hosts: the interface on the route to the controller, and an address on it.
+"""Finds a rendezvous for engines on several hosts: the interface on the route to the controller, and its address.
 
-What torch.distributed opens between hosts (its store, gloo's and NCCL's connections) is bound to that interface. None
-of it asks for a password; ``docs/security.md`` says what that means.
+torch.distributed opens connections between hosts: its store, gloo's and NCCL's. They are bound to that interface. They
+ask for no password; ``docs/security.md`` says what that means.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from workbench.errors import EngineStartError
 from workbench.session.processes.folder import SessionFolder
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What gloo and NCCL read; a user's or a profile's own choice is kept."""
+"""Variables in which gloo and NCCL look for their interface. A value of the user or the profile is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """One engine's place in the network: its host by name, and its address, interface and a port that is free there."""
+    """An engine's host name, address and interface, and a port that is free on that host."""
 
     host: str
     address: str
@@ -29,10 +29,10 @@ class RendezvousAddress:
 
 
 def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
-    """This engine's place, as seen on the way to the controller; makes gloo and NCCL keep to its interface.
+    """This engine's address on the route to the controller. Makes gloo and NCCL use the interface of that address.
 
     Raises:
-        EngineStartError: the interface that the environment names is not there, or has no address.
+        EngineStartError: the interface that the environment names does not exist or has no address.
     """
     from workbench.transport.rendezvous import host_name
 
@@ -48,7 +48,7 @@ def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
 
 
 def address_towards(other: str) -> str:
-    """This host's address on the route to another one. Sends nothing."""
+    """This host's address on the route to another host. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
@@ -67,7 +67,7 @@ def address_of(interface: str) -> str:
     """The IPv4 address of an interface.
 
     Raises:
-        EngineStartError: there is no such interface; it lists those that are there.
+        EngineStartError: there is no such interface. The message lists the interfaces of this host.
     """
     import psutil
 

@@ -1,11 +1,12 @@
 """Runs an engine or a controller that cannot outlive the notebook that started it.
 
 ``python -m workbench.session.processes.watchdog ipyparallel.engine ...`` watches its parent from a thread, which also
-works while the main thread is stuck in C. The engine ends itself. The controller, whose interpreter
-is never held for long, also ends every process of the session by id and start time and removes the
-session's folder, so that nothing is left even where an engine's own watch could not run.
+runs while the main thread is stuck in C. An engine ends itself. The controller also ends every process of the session
+by id and start time, and removes the session's folder. No C code holds its interpreter for long, so it ends engines
+whose own watch could not run.
 
-Engines that are kept for another notebook watch their controller in place of their parent, and it watches nobody.
+Engines that are kept for another notebook watch their controller instead of their parent. Their controller watches no
+process.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ PERIOD_S = 0.5
 OWNER = "WORKBENCH_OWNER_PID"
 """The environment variable with the notebook's process id, for processes that end with it."""
 CONTROLLER = "WORKBENCH_CONTROLLER"
-"""The one with the controller's process id and start time, for engines that outlive the notebook."""
+"""The variable with the controller's process id and start time, for engines that outlive the notebook."""
 CONNECTION = "WORKBENCH_CONNECTION_FILE"
-"""The one with the file in which the controller says where it listens, for engines that start along with it."""
+"""The variable with the file of the controller's address, for engines that start at the same time as it."""
 _POLL_S = 0.02
 
 
 def watch(
     is_there: Callable[[], bool], on_orphaned: Callable[[], None], period_s: float = PERIOD_S
 ) -> threading.Thread:
-    """Call ``on_orphaned`` within about ``period_s`` of the end of what this process depends on."""
+    """Call ``on_orphaned`` within about ``period_s`` of the end of the process that this one depends on."""
 
     def wait() -> None:
         while is_there():
@@ -45,12 +46,12 @@ def watch(
 
 
 def end_this_process() -> None:
-    """SIGKILL: works from any thread, whatever the main thread does."""
+    """End this process by SIGKILL. Works from any thread, whatever the main thread does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_whole_session() -> None:
-    """End what the session's folder lists, remove the folder, then end this process."""
+    """End the processes that the session's folder lists, remove the folder, then end this process."""
     try:
         from workbench.session.processes.folder import SessionFolder
 
@@ -61,7 +62,7 @@ def end_whole_session() -> None:
 
 
 def end_children() -> None:
-    """End the processes this one has started, such as the controller's heartbeat."""
+    """End the processes that this one has started, such as the controller's heartbeat."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
@@ -77,7 +78,7 @@ def has_parent(pid: int) -> Callable[[], bool]:
 
 
 def is_running(process: str) -> Callable[[], bool]:
-    """Whether the process still runs that ``CONTROLLER`` names by its id and start time."""
+    """Whether the process that ``CONTROLLER`` names still runs."""
     from workbench.session.processes.folder import ProcessId
 
     known = ProcessId.parse(process)
@@ -85,7 +86,7 @@ def is_running(process: str) -> Callable[[], bool]:
 
 
 def prepare_engine(connection_file: str) -> None:
-    """Load torch, which takes longest, while the controller starts; then pass the controller's address to the engine.
+    """Load torch while the controller starts, then pass the controller's address to the engine.
 
     There is no time limit: this process ends with its owner, and the owner notices a controller that ends.
     """
