@@ -6,7 +6,7 @@ import math
 
 DASH = "\u2013"
 NOT_CHECKED = "unchecked"
-"""Of a run that nobody wanted compared with one device."""
+"""The difference of a run that was not compared with one device."""
 TIMES = "\u00d7"
 MINUS = "\u2212"
 

@@ -1,4 +1,4 @@
-"""The panel's Strategy tab: edit a strategy, see who holds what, what is boxed, and predictions."""
+"""The panel's Strategy tab: edits a strategy, and shows each rank's slices, the boxings and the predictions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class StrategyEditor:
         """The strategy and its name.
 
         Raises:
-            StrategyError: it has mistakes; all of them are listed. Or it is for other ranks than there are.
+            StrategyError: the strategy has mistakes, all of which are listed, or is for another number of ranks.
         """
         with self._lock:
             if self._other_ranks:
@@ -98,28 +98,28 @@ class StrategyEditor:
             return self.state.strategy, self.state.label
 
     def estimate(self) -> Estimate | None:
-        """What is predicted for the strategy on the machine as it is; None where nothing can be."""
+        """The prediction for the strategy on the present machine; None if there is none."""
         with self._lock:
             return self._predictor.estimate(self.state.resolved, self._predictor.machine)
 
     def open(self, text: str) -> None:
-        """Load a strategy's text; undo brings back what was there."""
+        """Load a strategy's text. Undo restores the strategy before it."""
         self.edit(lambda state: state.set_text(text))
 
     def learn(self, costs: ModelCosts | None, problem: str = "") -> None:
-        """What the model's layers cost has become known, or why it cannot be."""
+        """Take the costs of the model's layers, or the reason why they cannot be counted."""
         with self._lock:
             self._predictor.costs, self._predictor.problem = costs, problem
             self.refresh()
 
     def forbid_runs(self, why: str) -> None:
-        """Nothing can be run from now on."""
+        """Refuse runs from now on, and show the reason."""
         with self._lock:
             self._no_run = why
             self.refresh()
 
     def plan(self) -> None:
-        """Put the planner's choice into the panel; it is searched for beside the notebook, seconds for many ranks."""
+        """Load the planner's choice. A thread searches for it, which takes seconds for many ranks."""
         self.planner.ask(self.state.num_ranks, self.state.options.precision)
 
     def _take_plan(self, strategy: Strategy) -> None:
@@ -129,7 +129,7 @@ class StrategyEditor:
         self.edit(lambda state: state.set_num_ranks(num_ranks))
 
     def calibrate(self) -> None:
-        """Measure the machine beside the notebook, and predict for it from then on."""
+        """Measure the machine in a thread, and predict for it afterwards."""
         if self._calibrate is not None and not self._is_measuring and not self.busy():
             self._is_measuring = True
             self.refresh()
@@ -145,7 +145,7 @@ class StrategyEditor:
             self.refresh()
 
     def view(self) -> dict[str, Any]:
-        """What the grid shows, for the static copy, too."""
+        """The content of the grid, also for the static copy."""
         return grid_view(self.state, self._facts_now())
 
     def predictions_html(self, ident: str = "live") -> str:
@@ -156,7 +156,7 @@ class StrategyEditor:
     # ---- the user does something --------------------------------------------------------------------------------
 
     def edit(self, action: Callable[[PanelState], Any]) -> None:
-        """Change the state and show it. What cannot be shown is not done."""
+        """Change the state and show it. A change that cannot be shown is undone."""
         with self._lock:
             try:
                 with self.state.unless_it_fails():
@@ -168,7 +168,7 @@ class StrategyEditor:
         self._on_change()
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """What the grid reports: an edit, a row, a constraint to run, or the page's theme."""
+        """Handle an event of the grid: an edit, a chosen row, a request to run, or the page's theme."""
         kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
         actions: dict[str, Callable[[PanelState], Any]] = {
             "parallel": lambda state: state.set_parallel(rows, str(value)),
@@ -190,7 +190,7 @@ class StrategyEditor:
             self._look(kind, value, rows)
 
     def _look(self, kind: str, value: Any, rows: list[str]) -> None:
-        """Events that change what is looked at, and nothing else."""
+        """Handle events that change the view but not the strategy."""
         with self._lock:
             if kind == "fold":
                 self.state.fold(rows[0])
@@ -209,7 +209,7 @@ class StrategyEditor:
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Show the state in every part: all pictures are made before any of them is shown."""
+        """Show the state in every part. Makes all pictures before it shows one."""
         with self._lock:
             view, predictions = self.view(), self.predictions_html()
             self.grid.view = view | {"tensor": self._shows_tensor}  # first: there the user has clicked
@@ -225,7 +225,7 @@ class StrategyEditor:
 
     @property
     def _other_ranks(self) -> str:
-        """Why a strategy for the ranks of the slider cannot be trained; empty where they are those that there are."""
+        """The reason why a strategy for the slider's ranks cannot be trained; empty if the session has these ranks."""
         wanted, there = self.state.num_ranks, self._num_ranks
         return "" if wanted == there else f"the strategy is for {wanted} ranks, but there are {there}"
 
@@ -237,16 +237,16 @@ class StrategyEditor:
         self.planner.show(self.state.strategy, self.state.num_ranks, self._selected_layer())
 
     def plan_html(self) -> str:
-        """The plan as it is explained now; empty before there is one."""
+        """The present explanation of the plan; empty before there is one."""
         return self.planner.html(self.state.strategy, self.state.num_ranks, self._selected_layer())
 
     def _selected_layer(self) -> str:
-        """The pattern of the selected row; empty for a block of unlike layers, and where nothing is selected."""
+        """The pattern of the selected row; empty for a block of different layers, and if no row is selected."""
         row = next((row for row in self.state.rows if row.node.pattern == self._selected), None)
         return "" if row is None or row.node.children else row.node.pattern
 
     def _show_measure(self) -> None:
-        """The button is there as long as it has something to do."""
+        """Show the button while it can do something."""
         useful = self._calibrate is not None and not self.machine.has_own
         self.measure.layout.display = "" if useful else "none"
         self.measure.disabled = self._is_measuring or self.busy()
@@ -257,7 +257,7 @@ class StrategyEditor:
         return PLANNING if self.planner.is_searching else self._predictor.missing
 
     def _facts_now(self) -> Facts:
-        """The facts with the shapes that are known by now."""
+        """The facts with all shapes that are known so far."""
         costs = self._predictor.costs
         if costs is None:
             return self._facts

@@ -1,4 +1,4 @@
-"""The bar at the top of the panel, which stays in sight: its tabs, and what opens the legend."""
+"""The bar that stays in sight at the top of the panel: its tabs, and the button that opens the legend."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ TABS = {"strategy": "Strategy", "live": "Live", "compare": "Compare"}
 
 
 class Tabs(anywidget.AnyWidget):
-    """Chooses which part of the panel is shown. The page changes it at once, whatever the kernel does meanwhile.
+    """Chooses which part of the panel is shown. The page changes it at once, also while the kernel is busy.
 
     Parts are widgets in the same panel with the class ``wb-tab`` and that of their tab, ``tab_class("live")``. A click
     on Run shows the live part, with the word "starting", until ``heard`` changes.
 
     Args:
-        on_visible: gets whether anybody can see the bar.
+        on_visible: gets whether a page shows the bar.
 
     Attributes:
-        chosen: the tab that is shown; a page that comes later shows the same.
-        names: what stands on the tabs, by tab.
+        chosen: the tab that is shown, also in a page that opens later.
+        names: the text of each tab.
     """
 
     _esm = asset("controls.js") + asset("tabs.js")
@@ -43,7 +43,7 @@ class Tabs(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def show_counts(self, num_runs: int) -> None:
-        """Say on the tab how many runs there are to compare."""
+        """Show on the tab the number of runs to compare."""
         self.names = TABS | ({"compare": f"{TABS['compare']} ({num_runs})"} if num_runs else {})
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
@@ -53,5 +53,5 @@ class Tabs(anywidget.AnyWidget):
 
 
 def tab_class(tab: str) -> str:
-    """The class of a part that its tab shows."""
+    """The style-sheet class of a tab's parts."""
     return f"wb-on-{tab}"

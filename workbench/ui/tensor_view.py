@@ -1,4 +1,4 @@
-"""The tensors of one row as pictures: its weights, and the activation that enters it; who holds which part."""
+"""Draws the tensors of one row, its weights and its input, with the part on each rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, edge: Lay
     """Pictures of a layer's largest parameters and of its input.
 
     Args:
-        index: of the layer among those of ``resolved``.
-        edge: how its input lies; None where that is not known.
+        index: the layer's index among the layers of ``resolved``.
+        edge: the layer edge of its input; None if unknown.
     """
     stages = Stages(resolved)
     choice = resolved.layers[index]
@@ -41,6 +41,6 @@ def _titled(title: str, picture: str) -> str:
 
 
 def no_tensor_html(labels: Sequence[str]) -> str:
-    """What is said where a row stands for several layers: choose one of them."""
+    """The note of a row that stands for several layers: choose one of them."""
     names = ", ".join(labels[:8])
     return element("div", element("span", text=f"unfold the row and choose a layer: {names}", css="wb-quiet"))

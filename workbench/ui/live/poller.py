@@ -38,7 +38,7 @@ class Run(Protocol):
         """
 
     def result(self) -> RunRecord:
-        """The finished run; raises what ended it."""
+        """The record of the finished run. Raises the error that ended it."""
 
 
 class Poller:
@@ -75,7 +75,7 @@ class Poller:
         return self._ended.wait(timeout_s)
 
     def tick(self) -> bool:
-        """Fetch messages and pass them on once; True when the run is done and all its messages were passed on."""
+        """Fetch messages and pass them on once. True when the run is done and all its messages were passed on."""
         done = self.run.done()
         if metrics := self.run.poll():
             self._on_metrics(metrics)

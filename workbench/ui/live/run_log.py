@@ -78,7 +78,7 @@ class RunLog:
             self.say(f"step {block.stop_step}{loss} \u00b7 {rate} samples/s")
 
     def _watch_loss(self, block: StepBlock) -> None:
-        """Say once where a loss is no number any more."""
+        """Append one line at the first step whose loss is not finite."""
         for step, loss in enumerate(block.losses, block.first_step + 1):
             if loss is not None and not isfinite(loss):
                 self._is_finite = False
@@ -106,7 +106,7 @@ class RunLog:
         return "".join(map(_row, self.lines if lines is None else lines))
 
     def head_and_tail(self, num_lines: int = 8) -> list[Line]:
-        """The first and the last lines that are still here, for a picture that does not scroll."""
+        """The first and the last of the kept lines, for a picture that does not scroll."""
         kept = list(self.lines)
         if len(kept) <= num_lines:
             return kept

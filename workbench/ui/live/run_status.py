@@ -30,7 +30,7 @@ class RunStatus:
         self.clear(0)
 
     def clear(self, num_steps: int) -> None:
-        """Begin at none of ``num_steps`` steps; 0 if their number is unknown."""
+        """Begin a run of ``num_steps`` steps; 0 if their number is unknown."""
         self.is_stopping = False
         self._show_bar(0, num_steps)
         self.elapsed.value = ""
@@ -56,7 +56,7 @@ class RunStatus:
         self._show_times(done, total, f"{detail}{left}")
 
     def show_steps(self, done: int, total: int, so_far_s: float, has_ended: bool = False) -> None:
-        """The run's own steps. What has ended has no time left, however many steps it had been given."""
+        """Show the run's own steps. An ended run has no time left, also if it has done fewer steps than planned."""
         self._show_bar(done, total)
         text = format_seconds(so_far_s) if has_ended else f"{format_seconds(so_far_s)} so far"
         if 0 < done < total and not has_ended:
@@ -73,6 +73,6 @@ class RunStatus:
 
 
 def title_html(names: Sequence[str], text: str) -> str:
-    """The strategies of a run by name, and the text of the last one where that is not its name."""
+    """The names of a run's strategies, and the text of the last one if it differs from its name."""
     title, written = " \u2192 ".join(names), "" if text in names[-1] else text
     return f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(written)}</span>'

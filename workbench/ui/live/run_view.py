@@ -1,4 +1,4 @@
-"""The part of a page that follows a run: state, progress, the one live figure, the log."""
+"""The part of a page that follows a run: its state, its progress, the live figure and the log."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from workbench.ui.live.figure_widget import LiveFigureWidget
 
 INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
-"""Seconds between two updates of a part of the view, at least."""
+"""The least number of seconds between two updates of a part of the view."""
 VIEW_CLASS = "wb-live-view"
 
 
 class RunView:
     """Shows one run at a time. ``box`` is empty until the first run.
 
-    Called from the poller's thread while a run goes on and from the notebook's thread otherwise. Nothing is sent while
-    nobody can see the view; all of it is, once, when it is seen again.
+    The poller's thread calls it while a run goes on, otherwise the notebook's thread. While no page shows the view, it
+    sends nothing. When a page shows it again, it sends everything once.
 
     Args:
-        num_ranks: of the world.
-        buttons: what stands behind the title.
+        num_ranks: the number of ranks of the world.
+        buttons: the widgets beside the title.
         patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
-        has_status: whether ``status`` is part of the view; without it somebody else shows it.
+        has_status: whether ``status`` is part of the view. Otherwise the caller shows it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunView:
     # ---- a run begins and ends ------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the figure before a run needs it: the page has a script of 5 MB to load."""
+        """Make the figure before a run needs it, because the page loads a script of 5 MB for it."""
         threading.Thread(target=self._in_thread, name="workbench-prepare-live-view", daemon=True).start()
 
     def _make_figure(self) -> LiveFigureWidget:
@@ -102,12 +102,12 @@ class RunView:
 
     @property
     def log(self) -> RunLog:
-        """What the current run did."""
+        """The reports of the current run."""
         return self.log_section.log
 
     @property
     def figure(self) -> go.Figure | None:
-        """What ``shown`` shows; None before it is made."""
+        """The figure in ``shown``; None before it is made."""
         return self.shown.figure if self.shown is not None else None
 
     def _fresh_figure(self) -> go.Figure:
@@ -117,7 +117,7 @@ class RunView:
         return fresh.update_layout(uirevision=self._num_runs)
 
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
-        """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
+        """Clear everything for a run of ``num_steps`` (0 if unknown). ``title`` is its name."""
         self.history = History(num_steps, self._num_ranks, title)
         self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
@@ -152,7 +152,7 @@ class RunView:
         )
 
     def finish(self, record: RunRecord) -> None:
-        """The run has ended: show all of it, also to those who look later."""
+        """Show the whole run after its end, also in pages that open later."""
         num_steps = len(record.losses)
         stopped = self.history is not None and 0 < num_steps < self.history.num_steps
         word = "stopped" if stopped else "finished"
@@ -171,19 +171,19 @@ class RunView:
             self._draw_marks()
 
     def leave(self, why: str) -> None:
-        """The run was given up before its first step."""
+        """Show that the run was stopped before its first step."""
         self.log.say(why)
         self.end("stopped", "before the first step")
 
     def end(self, word: str, detail: str, css: str = "done") -> None:
-        """No more steps come: show all of them, also to those who look later."""
+        """Show all steps after the last one, also in pages that open later."""
         self._ended, self._paused_at, self._seen = word, None, True
         self.status.show_state(css, word, detail)
         self.draw(everything=True)
         self._draw_marks()
 
     def fail(self, error: BaseException) -> None:
-        """Show what ended the run, once."""
+        """Show the error that ended the run, once."""
         self.failure.value = failure_html(error)
         self.end("failed", type(error).__name__, "failed")
 
@@ -196,13 +196,13 @@ class RunView:
         places: Sequence[tuple[int, int]] = (),
         limit_bytes: float | None = None,
     ) -> None:
-        """Draw what was predicted from the current step on, until another prediction comes.
+        """Draw a prediction from the current step on, until another one replaces it.
 
         Args:
             estimate: a ``cost.Estimate``, or None.
-            peak_bytes: where memory should peak, by rank.
-            places: by rank, its stage and its number there.
-            limit_bytes: memory of a rank, where it is known.
+            peak_bytes: predicted peak of memory, by rank.
+            places: by rank, its stage and its number in the stage.
+            limit_bytes: memory of a rank; None if unknown.
         """
         self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
         self._places, self._limit_bytes = tuple(places), limit_bytes
@@ -215,7 +215,7 @@ class RunView:
                 live_figure.show_expected(figure, *steps, self._colours)
 
     def add_one_device(self, block: StepBlock) -> None:
-        """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
+        """Add steps of the one-device run to the plot. It runs before the others if its losses are not known yet."""
         if block.first_step == 0:
             self._one_device = []
         self._one_device += [loss for loss in block.losses if loss is not None]
@@ -230,7 +230,7 @@ class RunView:
         self._show_one_device(block.stop_step)
 
     def show_one_device(self, losses: Sequence[float]) -> None:
-        """Put the losses of one device behind the run's, once all of them are known."""
+        """Draw the losses of one device behind those of the run, once all of them are known."""
         if len(losses) != len(self._one_device):
             self._one_device = list(losses)
             self._show_one_device()
@@ -243,11 +243,11 @@ class RunView:
             live_figure.show_steps(figure, max(last_step, self.history.last_step), self.history.num_steps)
 
     def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
-        """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
+        """Add reports, and draw the parts that are due. ``label`` returns the name of a strategy's text."""
         assert self.history is not None
         is_first = not self.history.last_step
         self.history.add(messages)
-        if is_first and self.history.last_step:  # what came before, one device and its like, is not the run's time
+        if is_first and self.history.last_step:  # the one-device run's time does not count
             self._started_s = self._clock() - sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock))
         for message in messages:
             if isinstance(message, StepBlock):
@@ -277,7 +277,7 @@ class RunView:
             self._draw_marks()
 
     def draw(self, everything: bool = False) -> None:
-        """Draw what has arrived and is due; ``everything``, whether due or not."""
+        """Draw the parts with new reports that are due; with ``everything``, all parts with new reports."""
         if self.history is None or self.shown is None:
             return
         if self.history.last_step and (everything or (self._status_seen and self._is_due("progress"))):
@@ -314,7 +314,7 @@ class RunView:
                 live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
 
     def _draw_marks(self) -> None:
-        """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""
+        """Draw over the panes: changes of the strategy, a pause, the memory limit, the ranks' colours."""
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:
@@ -339,7 +339,7 @@ class RunView:
         self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
 
     def static_html(self) -> str:
-        """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
+        """The present view without scripts: title, picture, the log's first and last lines. Empty before a run."""
         if self.history is None or not self.history.last_step:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
@@ -349,7 +349,7 @@ class RunView:
     # ---- the page -------------------------------------------------------------------------------------------------
 
     def see_status(self, seen: bool) -> None:
-        """Whether anybody can see ``status``, where it is no part of the view."""
+        """Record whether a page shows ``status``, if it is not part of the view."""
         self._status_seen = seen
         if seen and not self._ended:
             self.draw()
@@ -358,17 +358,17 @@ class RunView:
         self._seen = seen
         if self._has_status:
             self._status_seen = seen
-        if seen and not self._ended:  # what has ended was drawn at its end
+        if seen and not self._ended:  # an ended run was drawn at its end
             self.draw(everything=True)
 
     def use(self, colours: Palette) -> None:
-        """Draw in another theme from now on."""
+        """Draw in this theme from now on."""
         if colours is not self._colours:
             self._colours = colours
             self._draw_anew()
 
     def fit(self, width_px: float) -> None:
-        """Draw in so many pixels from now on: what is too narrow for four panes in a row has two rows of them."""
+        """Draw in this width, in pixels, from now on. A view too narrow for four panes in a row has two rows."""
         frame = Frame.within(width_px)
         if frame != self._frame:
             self._frame = frame

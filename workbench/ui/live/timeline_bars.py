@@ -1,6 +1,6 @@
 """The bars of a step's timeline: measured ones, the idle ground behind them, and thin simulated ones below.
 
-Pure functions from spans to arrays; a row per rank, seconds from the step's start.
+Pure functions: spans -> arrays. Each rank has a row. Times are seconds from the step's start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {
 
 @dataclass
 class Bars:
-    """Bars of one colour: row, start and length in seconds, a label, and what the tip says."""
+    """Bars of one colour: row, start and length in seconds, a label, and the text of the tip."""
 
     rows: list[int] = field(default_factory=list)
     start_s: list[float] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Bars:
     tips: list[str] = field(default_factory=list)
 
     def add(self, row: int, start_s: float, length_s: float, label: str = "", tip: str = "") -> None:
-        """One more bar."""
+        """Add a bar."""
         self.rows.append(row)
         self.start_s.append(start_s)
         self.length_s.append(length_s)
@@ -46,7 +46,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class TimelineBars:
-    """A step as bars by kind. ``simulated_s`` is None where nothing was simulated."""
+    """A step as bars by kind. ``simulated_s`` is None without a simulation."""
 
     step: int
     measured: Mapping[str, Bars]
@@ -76,9 +76,9 @@ def timeline_bars(
 
     Args:
         ranks: every rank's spans of the step.
-        expected: a simulated timeline, a row per stage. Without one the measured work of every action is put together
-            anew, as if nobody ever waited for anything but its inputs.
-        stage_of: the stage of every rank; by default the one that its spans name.
+        expected: a simulated timeline, a row per stage. Without it the step is simulated from the measured work of each
+            action, which then waits for its inputs only.
+        stage_of: the stage of every rank. Default: the stage that its spans name.
     """
     start_s = min(span.start_s for rank in ranks for span in rank.spans)
     stop_s = max(span.stop_s for rank in ranks for span in rank.spans)
@@ -104,10 +104,10 @@ def timeline_bars(
 
 
 def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
-    """The simulated step: each action takes the time that its stage's actions of that kind took, and starts at once.
+    """The simulated step. Each action takes the time of its stage's actions of that kind, and starts without delay.
 
-    None for tables that no schedule gives: ranks of one stage whose actions differ, none at all, or backwards without
-    a forward of theirs.
+    None if the actions come from no schedule: the ranks of a stage have different actions, there are no actions, or a
+    backward has no forward.
     """
     tables: dict[int, list[Action]] = {}
 

@@ -1,4 +1,4 @@
-"""A timeline as rows of bars in pixels: neighbours too thin to distinguish are one bar."""
+"""A timeline as rows of bars in pixels. Neighbours too thin to distinguish are one bar."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ActionBar:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """What one slice of the pipeline axis does."""
+    """The row of one slice of the pipeline axis."""
 
     label: str
     ranks: tuple[int, ...]
@@ -42,10 +42,10 @@ class TimelineRow:
 def timeline_rows(
     timeline: Timeline, resolved: ResolvedStrategy, width: float, shares: Sequence[tuple[float, float]] = ()
 ) -> list[TimelineRow]:
-    """A row for every slice of the pipeline axis, ``width`` pixels for the whole step.
+    """A row for every slice of the pipeline axis. The whole step is ``width`` pixels wide.
 
     Args:
-        shares: by stage, the parts of a forward and of a backward that are exchanges; none are drawn without.
+        shares: by stage, the shares of a forward and of a backward that are exchanges. Without it none are drawn.
     """
     starts = [span.start_s for spans in timeline.spans for span in spans]
     start = min(starts, default=0.0)
@@ -89,7 +89,7 @@ def _bars(
 
 
 def _share(action: Action, shares: Sequence[tuple[float, float]]) -> float:
-    """The part of an action that is exchanges. Those of backward belong to its first half, which others wait for."""
+    """The share of an action that is exchanges. A backward has them in its first half, for which other ranks wait."""
     if not shares or action.kind == "W":
         return 0.0
     forward, backward = shares[action.stage]

@@ -1,1 +1,1 @@
-"""Pictures as pure functions, data in, SVG out: a matrix product, a network, a boxing plan, stages, a timeline."""
+"""Draws matrix products, networks, boxing plans, stages and timelines by pure functions: data in, SVG out."""

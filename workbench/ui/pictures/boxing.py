@@ -1,8 +1,8 @@
-"""A boxing plan as a picture: what every rank has, what it will have, and which slice comes from whom.
+"""Draws a boxing plan: every rank's old shard, its new shard, and the rank from which each slice comes.
 
-A pure function, plan -> SVG. Every rank has a row with the outline of the whole tensor twice: on the left its old
-shard, on the right its new one. Colour and number of a slice say where it comes from; what stays on its rank has no
-line. The terms of a sum lie on one another and are drawn side by side.
+A pure function: plan -> SVG. Each rank has one row. It shows the outline of the whole tensor twice: with the old shard
+on the left, with the new shard on the right. Colour and number of a slice name its source rank. A slice that stays on
+its rank has no line. Terms of one sum are drawn side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from which rank to which.
 
     Raises:
-        ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps: draw each of its ``steps``.
+        ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps. Draw each of its ``steps``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
@@ -48,16 +48,16 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     """
     if not isinstance(plan, BoxingPlan):
         raise ValueError(
-            f"draw_boxing: a boxing path of {len(plan.steps)} boxings, and a picture shows 1. Draw each of plan.steps."
+            f"draw_boxing: a boxing path of {len(plan.steps)} boxings, but a picture shows 1. Draw each of plan.steps."
         )
     return Picture(plan_picture(plan, palette(theme)), str(plan))
 
 
 def plan_picture(plan: BoxingPlan, colours: Palette = LIGHT) -> str:
-    """The plan as SVG text; of a tensor of one or two dims, between up to 16 ranks.
+    """The plan as SVG text. The tensor has one or two dims, and at most 16 ranks take part.
 
     Raises:
-        ValueError: more dims or more ranks than fit into a picture.
+        ValueError: the tensor has other dims, or more ranks take part.
     """
     ranks = sorted({*plan.source.placement, *plan.destination.placement})
     if not 1 <= len(plan.shape) <= 2 or len(ranks) > MAX_RANKS:
@@ -121,7 +121,7 @@ class _Picture:
                 yield from self._slice(self._place(move, top), move.source, self._origin(move))
 
     def _own_shard(self, rank: int, top: float) -> Iterator[str]:
-        """Slice by slice, with the ranks that each one goes to; whole where it goes nowhere."""
+        """The old shard, slice by slice, each with the ranks that receive it. One piece if no rank receives any."""
         takers: dict[Region, list[int]] = {}
         for move in self.plan.moves_from(rank):
             takers.setdefault(move.source_region, []).append(move.destination)
@@ -132,7 +132,7 @@ class _Picture:
             yield from self._slice(box, rank, "→ " + ", ".join(others) if others else "own")
 
     def _sharing(self, move: Move) -> list[Move]:
-        """The moves into the same place: the terms of a sum."""
+        """The moves to the same place: the terms of one sum."""
         return [m for m in self.plan.moves_to(move.destination) if m.destination_region == move.destination_region]
 
     def _origin(self, move: Move) -> str:
@@ -140,7 +140,7 @@ class _Picture:
         return f"+ {name}" if self.plan.reduction == "sum" and self._sharing(move)[0] is not move else name
 
     def _place(self, move: Move, top: float) -> _Box:
-        """Where a slice arrives; terms of one sum share the place."""
+        """The place where a slice arrives. Terms of one sum share it."""
         shard = self.plan.destination.region(self.plan.shape, move.destination)
         box = self._box(self.right, top, _shifted(move.destination_region, shard))
         sharing = self._sharing(move)
@@ -148,7 +148,7 @@ class _Picture:
         return _Box(box.x + sharing.index(move) * width, box.y, width, box.height)
 
     def _lines(self) -> Iterator[str]:
-        """One line per slice that moves, as thick as it is large."""
+        """One line per slice that moves. Its width grows with the slice's elements."""
         moves = [move for move in self.plan.moves if move.source != move.destination]
         largest = max((move.num_elements for move in moves), default=1)
         for move in moves:
@@ -205,5 +205,5 @@ class _Picture:
 
 
 def _shifted(region: Region, shard: Region) -> Region:
-    """A region of a shard as one of the whole tensor."""
+    """A region of a shard, in indices of the whole tensor."""
     return tuple((base + start, base + stop) for (start, stop), (base, _) in zip(region, shard, strict=True))

@@ -1,6 +1,6 @@
-"""A matrix product as a picture: the whole of it, and what every rank holds of both factors and of the result.
+"""Draws a matrix product: the logical matrices, then each rank's slices of both factors and of the result.
 
-A pure function, product -> SVG. Samples are grey and models blue; terms of a sum are striped.
+A pure function: product -> SVG. Samples are grey, weights are blue, terms of a sum are striped.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MOST_CELLS = 16
 
 
 def draw_matmul(x: Any, w: Any, out: Any, *, names: Sequence[str] = NAMES, theme: str = "light") -> Picture:
-    """A picture of ``out = x @ w`` of live tensors: the slice of each that every rank holds.
+    """A picture of ``out = x @ w`` of live tensors, with the slice of each matrix on every rank.
 
-    It reads the layouts of the tensors and moves nothing. In the last line of a ``%%global`` cell it appears once.
-    Plain tensors are drawn as on one device. A linear layer's weight, (out features, in features), is drawn transposed.
+    It reads the tensors' layouts and moves no data. In the last line of a ``%%global`` cell it appears once. Plain
+    tensors are drawn as on one device. A linear layer's weight, (out features, in features), is drawn transposed.
 
     Args:
         x, w, out: two dims each; global tensors on up to 16 ranks, or plain ones.
-        names: labels of the three.
+        names: labels of the three tensors.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: shapes that do not make a product, or more than 16 ranks.
+        ValueError: the shapes are not those of a product, or there are more than 16 ranks.
         LayoutError: the layout of ``out`` cannot come from ``x @ w``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
@@ -90,7 +90,7 @@ def matmul_picture(one: Product, colours: Palette) -> str:
 
 
 def check_ranks(ranks: Sequence[int], where: str) -> None:
-    """Refuse what has no room."""
+    """Raise ``ValueError`` if there are more ranks than a picture has room for."""
     if len(ranks) > MAX_RANKS:
         raise ValueError(
             f"{where}: tensors on {len(ranks)} ranks ({format_ranks(list(ranks))}); a picture has room for "
@@ -99,7 +99,7 @@ def check_ranks(ranks: Sequence[int], where: str) -> None:
 
 
 def rank_label(one: Product, rank: int, y: float, colours: Palette) -> Iterator[str]:
-    """The rank's number, and its coordinates where there is more than one axis."""
+    """The rank's number, and its coordinates if the placement has several axes."""
     layout = one.out.layout
     two_lines = layout is not None and layout.placement.num_axes > 1 and rank in layout.placement
     yield text(16, y + (-3 if two_lines else 4), f"rank {rank}", anchor="start", bold=True)
@@ -109,7 +109,7 @@ def rank_label(one: Product, rank: int, y: float, colours: Palette) -> Iterator[
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the three matrices of a product stand, from left to right, and how large they are drawn."""
+    """The places of a product's three matrices, from left to right, and their drawn sizes in pixels."""
 
     one: Product
     rows: float
@@ -119,7 +119,7 @@ class Columns:
 
     @classmethod
     def of(cls, one: Product, longest: float, shortest: float) -> Columns:
-        """Sizes in proportion to the three dims of the product; room for the captions."""
+        """Columns whose sizes are in proportion to the three dims of the product, with room for captions."""
         (n, k), m = one.x.shape, one.w.shape[1]
         drawn = lengths({"n": n, "k": k, "m": m}, longest, shortest)
         sides = (drawn["k"], drawn["m"], drawn["m"])
@@ -135,7 +135,7 @@ class Columns:
         return sum(self.widths) + 2 * _SIGN
 
     def places(self, area: Box) -> Iterator[tuple[ShardedMatrix, Box]]:
-        """The matrices and their outlines in a row whose left top corner and height ``area`` gives."""
+        """The matrices and their outlines in one row. ``area`` gives its top left corner and its height."""
         sizes = ((self.inner, self.rows), (self.columns, self.inner), (self.columns, self.rows))
         left = area.x
         for held, column, (width, height) in zip(self.helds, self.widths, sizes, strict=True):
@@ -155,7 +155,7 @@ class Columns:
             left += column + _SIGN
 
     def row(self, rank: int, area: Box, colours: Palette) -> Iterator[str]:
-        """What one rank holds of the three, with captions."""
+        """One rank's slices of the three matrices, with captions."""
         if rank not in self.one.ranks:
             return
         yield from self.signs(area, colours)
@@ -172,12 +172,12 @@ class Columns:
 
 
 def role_colour(index: int, colours: Palette) -> str:
-    """Blue for the model in the middle, grey for the samples on both sides."""
+    """Blue for the weight in the middle, grey for the samples on both sides."""
     return colours.stages[0].shades[0] if index == 1 else colours.memory["gradients"]
 
 
 def draw_matrix(held: ShardedMatrix, rank: int, outline: Box, fill: str, colours: Palette) -> Iterator[str]:
-    """The outline of the whole matrix, and in it what ``rank`` holds."""
+    """The outline of the whole matrix, and in it the slice on ``rank``."""
     yield rect(outline, colours.sunk, colours.strong_line)
     region = held.region(rank)
     if region is None or any(start == stop for start, stop in region):
@@ -191,7 +191,7 @@ def draw_matrix(held: ShardedMatrix, rank: int, outline: Box, fill: str, colours
 
 
 def _whole(columns: Columns, area: Box, colours: Palette) -> Iterator[str]:
-    """The logical product, with dashed lines where it is cut and in every slice the ranks that hold it."""
+    """The logical product. Dashed lines are cuts, and each slice names the ranks that hold it."""
     yield from columns.signs(area, colours)
     for index, (held, box) in enumerate(columns.places(area)):
         yield rect(box, role_colour(index, colours), colours.strong_line, {"class": "whole"})
@@ -230,7 +230,7 @@ def _inside(region: Region, held: ShardedMatrix, outline: Box) -> Box:
 
 
 def _cells(held: ShardedMatrix, region: Region, box: Box, colours: Palette) -> Iterator[str]:
-    """Lines between the elements, where there are few."""
+    """Lines between the elements of a small matrix."""
     if max(held.shape) > _MOST_CELLS:
         return
     (row, end_row), (column, end_column) = region
@@ -243,10 +243,10 @@ def _cells(held: ShardedMatrix, region: Region, box: Box, colours: Palette) -> I
 
 
 def title_of(held: ShardedMatrix) -> str:
-    """Name and shape as drawn."""
+    """Name and shape of the drawn matrix."""
     return f"{held.name} {held.shape[0]} × {held.shape[1]}"
 
 
 def sbp_line(held: ShardedMatrix) -> str:
-    """Sbp, of the stored tensor where that is drawn turned."""
+    """The sbp. If the matrix is drawn transposed, it is that of the stored tensor, with its shape."""
     return f"{held.sbp} of {held.shape[1]} × {held.shape[0]}" if held.is_turned and held.layout else held.sbp

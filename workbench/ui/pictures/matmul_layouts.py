@@ -1,6 +1,6 @@
-"""Matrix products of live tensors as data: how both factors and the result lie, and what has to be boxed.
+"""Describes matrix products of live tensors as data: the layouts of factors and result, and the boxings they need.
 
-Nothing is computed or moved here; layouts, and the boxings between them, are what the tensors themselves say.
+It reads the tensors' layouts. It computes nothing and moves no data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LETTERS = {"n": "data parallel", "m": "model parallel", "k": "split sum", "": "
 
 @dataclass(frozen=True, slots=True)
 class ShardedMatrix:
-    """A matrix as it is drawn: its name, logical shape, and who holds what of it (``layout`` None: one device).
+    """A drawn matrix: its name, logical shape and layout (None on one device).
 
-    ``is_turned``: the tensor is stored as (columns, rows) of the drawing, as the weight of a linear layer is.
+    ``is_turned``: the stored tensor has the shape (columns, rows) of the drawing, like the weight of a linear layer.
     """
 
     name: str
@@ -34,21 +34,21 @@ class ShardedMatrix:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold some of it, in the placement's order; rank 0 where there is one device."""
+        """The ranks of the matrix, in the placement's order; rank 0 on one device."""
         return self.layout.placement.grid if self.layout else (0,)
 
     @property
     def sbp(self) -> str:
-        """``"S(0)"``, or nothing on one device."""
+        """The sbp as text, ``"S(0)"``. Empty on one device."""
         return format_sbp(self.layout.sbp) if self.layout else ""
 
     @property
     def is_term(self) -> bool:
-        """Whether what a rank holds is one term of a sum."""
+        """Whether each rank holds one term of a sum."""
         return self.layout is not None and self.layout.has_partial
 
     def region(self, rank: int) -> Region | None:
-        """Rows and columns of the drawing that ``rank`` holds; None on a rank that holds nothing."""
+        """Rows and columns of the drawing that ``rank`` holds; None if it holds nothing."""
         if self.layout is None:
             return tuple((0, size) for size in self.shape)
         if rank not in self.layout.placement:
@@ -58,7 +58,7 @@ class ShardedMatrix:
         return region[::-1] if self.is_turned else region
 
     def words(self, rank: int) -> str:
-        """What ``rank`` holds, in the words of torch: ``"x[0:2, :]"``, as it is stored."""
+        """The slice of the stored tensor on ``rank``, in torch's notation: ``"x[0:2, :]"``."""
         region = self.region(rank)
         if region is None or any(start == stop for start, stop in region):
             return "nothing"
@@ -71,7 +71,7 @@ class ShardedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``x @ w = out``: the matrices as the local products see them, and the boxings that brought them there."""
+    """``x @ w = out``: the matrices in the layouts of the local products, and the boxings before these."""
 
     x: ShardedMatrix
     w: ShardedMatrix
@@ -85,12 +85,12 @@ class Product:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that compute it."""
+        """The ranks that compute the product."""
         return self.out.ranks
 
     @property
     def kind(self) -> str:
-        """``"data parallel on 2 ranks"``, one kind per axis of the placement."""
+        """The kind of parallelism, per axis of the placement: ``"data parallel on 2 ranks"``."""
         if self.out.layout is None:
             return "one device"
         sizes = self.out.layout.placement.shape
@@ -106,11 +106,11 @@ def layout_of(tensor: Any) -> Layout | None:
 
 
 def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str = "draw_matmul") -> Product:
-    """What there is to know of ``out``, the product of ``x`` and ``w`` (or ``x`` and ``w.T``: a linear layer).
+    """The description of ``out``, the product of ``x`` and ``w`` or, in a linear layer, of ``x`` and ``w.T``.
 
     Raises:
-        ValueError: shapes that are none of a product, or tensors of which some are global and some are not.
-        LayoutError: layouts from which this result does not come.
+        ValueError: the shapes are not those of a product, or only some of the tensors are global.
+        LayoutError: the layout of ``out`` cannot come from those of ``x`` and ``w``.
     """
     shapes = [tuple(tensor.shape) for tensor in (x, w, out)]
     is_turned = _is_turned(shapes, where)
@@ -159,7 +159,7 @@ def _is_turned(shapes: list[Shape], where: str) -> bool:
 def _consumed(
     x: Any, w: Any, out: Layout, is_turned: bool, where: str
 ) -> tuple[tuple[Layout, Layout], tuple[str, ...]]:
-    """The layouts under which the local products were made, and the dim of the equation that each axis splits."""
+    """The layouts of the local products, and for each axis the dim of the equation that it splits."""
     equation = "nk, mk -> nm" if is_turned else "nk, km -> nm"
     tensors = (x, w)
     known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
@@ -182,7 +182,7 @@ def _consumed(
 
 
 def joint(before: Any, after: Product) -> tuple[Plan, ...]:
-    """The boxings between a layer's result and what the next layer's products use, those that the code wrote first."""
+    """The boxings between a layer's result and the next layer's local products. Those of the user's code come first."""
     start, given = layout_of(before), layout_of(after.given)
     goal = after.x.layout
     if start is None or given is None or goal is None:
@@ -193,7 +193,7 @@ def joint(before: Any, after: Product) -> tuple[Plan, ...]:
 
 
 def backward_of(plan: Plan) -> Plan | None:
-    """The boxing of the gradient; None for one that has none."""
+    """The boxing of the gradient; None if the gradient needs no boxing."""
     cost = plan.steps[0].cost
     if cost is None:
         return None
@@ -201,7 +201,7 @@ def backward_of(plan: Plan) -> Plan | None:
 
 
 def gradient_sum(one: Product) -> Plan | None:
-    """How the weight's gradient gets to the weight's layout: what an optimizer's step boxes. None on one device."""
+    """The boxing of the weight's gradient to the weight's layout, before an optimizer's step. None on one device."""
     layout = layout_of(one.weight)
     cost = one.weight.boxing_plan().steps[0].cost if layout else None
     if layout is None or cost is None:

@@ -1,7 +1,7 @@
-"""Layer after layer of products as one picture: what every rank holds, the boxings between layers, and of gradients.
+"""Draws the products of several layers: each rank's slices, the boxings between layers, and those of gradients.
 
-A pure function, products -> SVG. Where one layer leaves its result as the next one needs it, they share the matrix;
-where not, the boxing stands between them with its kind, layouts and bytes, and a line for every slice that moves.
+A pure function: products -> SVG. If a layer's result already has the layout that the next layer needs, both share the
+matrix. Otherwise the boxing is drawn between them: its kind, layouts and bytes, and a line for every slice that moves.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Layer = tuple[Any, Any, Any]
 def draw_network(
     *layers: Layer, names: Sequence[str] | None = None, backward: bool | None = None, theme: str = "light"
 ) -> Picture:
-    """A picture of several matrix products in a row, with the boxings between them, from live tensors.
+    """A picture of several matrix products of live tensors in a row, with the boxings between them.
 
     Args:
         layers: ``(x, w, out)`` of every layer, in order; see ``wb.draw.matmul``. A layer's ``x`` is the ``out`` of the
             layer before, or a tensor made from it: in another layout, on another placement (the next stage of a
             pipeline), after an activation.
-        names: of the weights; default ``w0``, ``w1``, ...
-        backward: whether to draw the boxings of gradients; default: if a weight requires a gradient.
+        names: names of the weights. Default: ``w0``, ``w1``, ...
+        backward: whether to draw the boxings of gradients. Default: if a weight requires a gradient.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: no layer, shapes that do not follow each other, or more than 16 ranks.
+        ValueError: no layer, a layer's ``x`` has another shape than the ``out`` before it, or more than 16 ranks.
         LayoutError: the layout of an ``out`` cannot come from ``x @ w``.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
@@ -63,12 +63,12 @@ class Network:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that compute something."""
+        """The ranks of all layers."""
         return tuple(sorted({rank for one in self.products for rank in one.ranks}))
 
 
 def read_network(layers: Sequence[Layer], names: Sequence[str] | None = None) -> Network:
-    """The products and what is boxed between them."""
+    """The products and the boxings between them."""
     if not layers:
         raise ValueError(
             "draw_network(): 0 layers; give (x, w, out) of at least one, as in draw_network((x, w, x @ w))."
@@ -110,7 +110,7 @@ def _in_words(plan: Plan) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """The pattern, of every step; a sum on one rank is none."""
+    """The kind of each step of a boxing. A sum on one rank counts as none."""
     return "stays" if _is_nothing(plan) else " + ".join(step.kind for step in plan.steps)
 
 
@@ -135,7 +135,7 @@ def network_picture(network: Network, backward: bool, colours: Palette) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A matrix (of ``held``, as large as ``size``), a sign, or the boxings before it, from ``left`` to ``right``."""
+    """A column from ``left`` to ``right``: a matrix (``held``, drawn as large as ``size``), a sign, or boxings."""
 
     left: float
     right: float
@@ -244,7 +244,7 @@ class _Picture:
         return Box(column.middle - width / 2, top + (self.height - height) / 2, width, height)
 
     def _lines(self, column: _Column) -> Iterator[str]:
-        """From the ranks that have to the ranks that get: one line per pair, grey where a rank keeps its own."""
+        """One line from each sending rank to each receiving rank. Grey if a rank keeps its own slice."""
         if not column.plans:
             return
         pairs = {(rank, rank) for rank in self.ranks}
@@ -294,7 +294,7 @@ class _Picture:
 
 
 def _badge(x: float, y: float, plan: Plan, colours: Palette) -> Iterator[str]:
-    """Kind, layouts and bytes of a boxing, in a box; grey where nothing moves."""
+    """Kind, layouts and bytes of a boxing, in a box. Grey if no data moves."""
     free = plan.wire_bytes == 0
     width, height = _BADGE
     fill, edge = (colours.sunk, colours.strong_line) if free else (colours.boxing_tint, colours.boxing)

@@ -1,4 +1,4 @@
-"""SVG of the panel's pictures: bars, lines, text and axes in colours that are variables of the page."""
+"""SVG shapes of the panel's pictures: bars, lines, text and axes. Their colours are variables of the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def section(title: str, detail: str, picture: str, legend: str, css: str) -> str
 
 
 def svg(width: float, height: float, summary: str, *parts: str) -> str:
-    """A picture with one sentence for those who cannot see it."""
+    """A picture. ``summary`` is its description for screen readers, one sentence."""
     return element(
         "svg",
         *parts,
@@ -51,7 +51,7 @@ def text(x: float, y: float, text: str, css: str = "") -> str:
 
 
 def hatch(ident: str) -> str:
-    """Waiting is striped wherever it appears."""
+    """The striped pattern of waiting time, under the id ``ident``."""
     stripe = element(
         "path", d="M-1 7L7 -1M5 9L9 5M-1 1L1 -1", style="stroke: var(--wb-idle); stroke-width: 1.2; fill: none"
     )
@@ -60,7 +60,7 @@ def hatch(ident: str) -> str:
 
 
 def swatch(colour: str, text: str, value: str = "") -> str:
-    """A colour and what it means."""
+    """A square of a colour and its meaning."""
     parts = [element("i", style=f"background: {colour}") if colour != "idle" else element("i", css="idle")]
     return element("span", *parts, element("span", text=f"{text} {value}".strip()), css="key")
 
@@ -93,13 +93,13 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """For these numbers; from zero, except where that would leave the lower half empty."""
+        """The axis for these numbers. It begins at zero, unless that leaves its lower half empty."""
         least, most = min(values), max(values) or 1.0
         low = 0.0 if least < most / 2 else least - 0.25 * (most - least or least)
         return cls(low, most + 0.1 * (most - low), start, end)
 
     def at(self, value: float) -> float:
-        """Where a number lies."""
+        """The pixel of a number."""
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
     def ticks(self, wanted: int = 4) -> list[float]:
@@ -141,10 +141,10 @@ def row_height(num_rows: int, roomy: float = 18) -> float:
 
 
 def is_labelled(index: int, num_rows: int) -> bool:
-    """All of few rows have labels; of many, one in so many pixels."""
+    """Whether a row has a label. All rows have one, unless labels would then overlap."""
     return index % ceil(14 / row_height(num_rows)) == 0
 
 
 def ranks_of(ranks: Sequence[int]) -> str:
-    """What lights up together with the ranks' column in the grid."""
+    """Ranks as an attribute of a shape: the page highlights the shape together with the ranks' column in the grid."""
     return " ".join(map(str, ranks[:64]))

@@ -1,7 +1,7 @@
-"""The grid of a large run as one picture: pipeline stages, in each of them the data and the model axis.
+"""Draws the grid of a large run: pipeline stages, and in each of them the data axis and the model axis.
 
-A pure function, one weight per stage -> SVG. Grids of thousands of ranks stay readable because they are regular: one
-stage is drawn rank by rank, the others as cards that say which ranks they are.
+A pure function: one weight per stage -> SVG. In a large grid one stage is drawn rank by rank. The other stages are
+cards with the numbers of their ranks. So grids of thousands of ranks stay readable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.ui.pictures.svg import Box, Picture, arrow, document, lengths, re
 from workbench.units import format_bytes, format_count, format_ranks
 
 _OPEN_RANKS = 16
-"""Grids of up to so many ranks are drawn stage by stage."""
+"""In grids of at most so many ranks, every stage is drawn rank by rank."""
 _MOST_SHOWN = 8
 _MOST_LINES = 32
 _CELL = (56.0, 34.0)
@@ -34,17 +34,17 @@ Stage = Any
 def draw_stages(
     *stages: Stage, names: Sequence[str] = ("data", "model"), itemsize: int = 4, theme: str = "light"
 ) -> Picture:
-    """A picture of a pipeline of stages, each a grid of ranks: which rank holds which slice of a weight.
+    """A picture of a pipeline of stages. Each stage is a grid of ranks with their slices of a weight.
 
     Args:
-        stages: for each stage a weight of two dims on the stage's ranks, with a placement of one or two axes: a live
-            tensor, or ``(layout, shape)`` of one that is too large for this machine.
-        names: of the two axes of ranks, e.g. ``("host", "GPU")``.
+        stages: for each stage a weight of two dims on the stage's ranks. Its placement has one or two axes. Give a live
+            tensor, or ``(layout, shape)`` of a weight that is too large for this machine.
+        names: names of the two axes of ranks, e.g. ``("host", "GPU")``.
         itemsize: bytes per element.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: no stage, a tensor without a layout, one without two dims, or a placement of more axes.
+        ValueError: no stage, a tensor without a layout or without two dims, or a placement of more than two axes.
 
     >>> from workbench.core.layout import Layout
     >>> from workbench.core.placement import Placement
@@ -76,7 +76,7 @@ def _stage(stage: Stage, number: int) -> ShardedMatrix:
 
 @dataclass(frozen=True)
 class Grid:
-    """One weight per stage, what the axes are called, bytes per element."""
+    """One weight per stage, the names of the axes, and the bytes per element."""
 
     stages: tuple[ShardedMatrix, ...]
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class Grid:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of all stages."""
+        """The number of ranks of all stages."""
         return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
@@ -94,7 +94,7 @@ class Grid:
 
     @property
     def is_regular(self) -> bool:
-        """Whether all stages are like the first one, on ranks that follow."""
+        """Whether all stages have the first one's layout, on consecutive ranks."""
         first = self.stages[0]
         return all(
             stage.shape == first.shape
@@ -106,7 +106,7 @@ class Grid:
 
     @property
     def size(self) -> str:
-        """``"64 stages x 6 x 8 = 3072 ranks"``."""
+        """The size in words: ``"64 stages x 6 x 8 = 3072 ranks"``."""
         shape = layout_of_stage(self.stages[0]).placement.shape
         stages = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
         grid = " x ".join(map(str, shape)) if self.is_regular else "unlike grids"
@@ -125,7 +125,7 @@ class Grid:
         return "\n".join([*lines, *(f"{name}: {description}" for name, description in self.axes())])
 
     def axes(self) -> list[tuple[str, str]]:
-        """What each axis of a stage does, in words."""
+        """The name of each axis of a stage, and its use in words."""
         stage = self.stages[0]
         layout = layout_of_stage(stage)
         found = []
@@ -142,13 +142,13 @@ class Grid:
 
 
 def layout_of_stage(stage: ShardedMatrix) -> Layout:
-    """The layout, which every stage has."""
+    """The layout of a stage, which is never None."""
     assert stage.layout is not None
     return stage.layout
 
 
 def stage_text(stage: ShardedMatrix) -> str:
-    """``"ranks 0-47, weight [12288, 49152] (B, S(1)), 6144 columns each"``."""
+    """A stage in words: ``"ranks 0-47, weight [12288, 49152] (B, S(1)), 6144 columns each"``."""
     layout = layout_of_stage(stage)
     rows, columns = layout.local_shape(stage.shape, stage.ranks[0])
     parts = [f"{rows} rows"] if rows < stage.shape[0] else []
@@ -189,7 +189,7 @@ def stages_picture(grid: Grid, colours: Palette) -> str:
 
 
 def shown(size: int) -> list[int | None]:
-    """Which of so many are drawn; None stands for the dots.
+    """The indices below ``size`` that are drawn. None is drawn as dots.
 
     >>> shown(3), shown(96)
     ([0, 1, 2], [0, 1, 2, 3, 4, None, 95])
@@ -198,7 +198,7 @@ def shown(size: int) -> list[int | None]:
 
 
 class _Stage:
-    """One stage, rank by rank: the second axis from left to right, the first from top to bottom."""
+    """One stage, rank by rank. The second axis runs from left to right, the first from top to bottom."""
 
     def __init__(self, grid: Grid, number: int, left: float, colours: Palette) -> None:
         self.grid, self.number, self.left, self.colours = grid, number, left, colours

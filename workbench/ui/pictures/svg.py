@@ -11,7 +11,7 @@ from pathlib import Path
 from workbench.theme import CODE_FONT, UI_FONT, Palette
 
 _LETTER = {"ui": 0.56, "code": 0.61}
-"""Width of a letter by its size, on average; fonts differ, so texts get room."""
+"""Average width of a letter, in font sizes. Fonts differ, so texts get room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Picture:
 
 
 def document(size: tuple[float, float], title: str, colours: Palette, parts: Iterable[str]) -> str:
-    """A page of that width and height on the palette's ground."""
+    """An SVG page of this width and height on the palette's background."""
     width, height = size
     sizes = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     font = f'font-family="{escape(UI_FONT)}" font-size="12" fill="{colours.ink}"'
@@ -82,7 +82,7 @@ def text(
     bold: bool = False,
     code: bool = False,
 ) -> str:
-    """A line of text around (or from, or up to) ``x``."""
+    """A line of text. ``anchor`` says whether ``x`` is its middle, its start or its end."""
     style = "".join(
         [
             f' text-anchor="{anchor}"' if anchor != "start" else "",
@@ -96,7 +96,7 @@ def text(
 
 
 def text_width(content: str, size: float = 12, code: bool = False) -> float:
-    """About how wide a text is."""
+    """The approximate width of a text in pixels."""
     return len(content) * size * _LETTER["code" if code else "ui"]
 
 
@@ -117,7 +117,7 @@ def line(start: tuple[float, float], end: tuple[float, float], stroke: str, dash
 
 
 def curve(start: tuple[float, float], end: tuple[float, float], stroke: str, width: float = 1.5) -> str:
-    """A line that leaves and arrives horizontally."""
+    """A curve whose ends are horizontal."""
     bend = (end[0] - start[0]) / 2
     return (
         f'<path d="M{start[0]:.1f} {start[1]:.1f}C{start[0] + bend:.1f} {start[1]:.1f} {end[0] - bend:.1f} '
@@ -126,7 +126,7 @@ def curve(start: tuple[float, float], end: tuple[float, float], stroke: str, wid
 
 
 def arrow(start: tuple[float, float], end: tuple[float, float], stroke: str) -> Iterator[str]:
-    """A horizontal line with a head at its end."""
+    """A horizontal arrow."""
     step = 5 if end[0] > start[0] else -5
     yield line(start, end, stroke)
     x, y = end
@@ -134,7 +134,7 @@ def arrow(start: tuple[float, float], end: tuple[float, float], stroke: str) -> 
 
 
 def lengths(sizes: Mapping[str, int], longest: float, shortest: float) -> dict[str, float]:
-    """Pixels for every dim: in proportion where that is readable, pressed together where sizes differ too much."""
+    """Pixels for every dim: in proportion to the sizes, or closer together if the sizes differ too much."""
     positive = [size for size in sizes.values() if size > 0] or [1]
     most, least = max(positive), min(positive)
     power, wanted = 1.0, shortest / longest

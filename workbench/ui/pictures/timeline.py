@@ -1,6 +1,6 @@
-"""A pipeline's timeline as a picture: which rank works on which micro-batch when, and when it waits.
+"""Draws a pipeline's timeline: when each rank works on which micro-batch, and when it waits.
 
-A pure function, timeline -> SVG; measured timelines and simulated ones look alike.
+A pure function: timeline -> SVG. Measured and simulated timelines look the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "grad
 
 
 class TimelineLike(Protocol):
-    """What ``wb.debug.timeline(model)``, a graph's ``timeline()`` and ``simulate`` give."""
+    """A timeline: the result of ``wb.debug.timeline(model)``, a graph's ``timeline()`` or ``simulate``."""
 
     @property
     def spans(self) -> Any:
@@ -30,18 +30,18 @@ class TimelineLike(Protocol):
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which ranks wait."""
+        """The share of the time in which ranks wait, from 0 to 1."""
 
 
 def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
-    """A picture of a pipeline's step: a row per rank, a bar per action with the number of its micro-batch.
+    """A picture of a pipeline's step. Each rank is a row, and each action is a bar with the number of its micro-batch.
 
     Args:
-        timeline: from ``wb.debug.timeline(model)`` or from ``simulate``; up to 64 ranks.
+        timeline: the result of ``wb.debug.timeline(model)`` or ``simulate``, with at most 64 ranks.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: no actions, or more than 64 ranks.
+        ValueError: the timeline has no actions, or more than 64 ranks.
 
     >>> from workbench.pipeline.schedules import make_table
     >>> from workbench.pipeline.simulate import simulate
@@ -85,7 +85,7 @@ def timeline_picture(rows: Any, description: str, colours: Palette) -> str:
 
 
 def _bar(span: Any, box: Box, scale: float, colours: Palette) -> Iterator[str]:
-    """An action; the part in which it waited is striped."""
+    """A bar of one action. The part in which the rank waited is striped."""
     kind = span.action.kind
     yield rect(box, _colour(kind, colours), colours.background, {"class": "action"})
     waited = min(box.width, span.waited_s * scale)
