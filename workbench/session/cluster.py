@@ -281,8 +281,8 @@ class Session:
         """
         if not self.keep:
             raise SessionError(
-                "Session.detach(): these engines watch this notebook and end with it. Engines that another notebook "
-                "is to find are started with keep=True (%workbench start --keep)."
+                "Session.detach(): these engines watch this notebook and end with it. Only engines started with "
+                "keep=True (%workbench start --keep) can go on without it."
             )
         if self._forget():
             self._pool.detach()
@@ -366,8 +366,8 @@ def _choose_gpus(device: str) -> list[str]:
     gpus = [] if device == "cpu" else find_gpus()
     if device == "cuda" and not gpus:
         raise SessionError(
-            "Session(device='cuda'): 0 GPUs found (nvidia-smi and CUDA_VISIBLE_DEVICES), at least 1 needed. "
-            "Use device='cpu', or 'auto' to take what is there."
+            "Session(device='cuda'): 0 GPUs found (nvidia-smi and CUDA_VISIBLE_DEVICES), at least 1 is needed. "
+            "Use device='cpu', or device='auto', which takes GPUs if there are any."
         )
     return gpus
 

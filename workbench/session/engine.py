@@ -78,7 +78,7 @@ def pull(name: str) -> bytes:
     """A variable of the engine's namespace, pickled; the logical tensor for a global tensor (collective)."""
     namespace = shell().user_ns
     if name not in namespace:
-        raise NameError(f"pull: the engines have no variable {name!r}")
+        raise NameError(f"pull: the engines have no variable {name!r}. Assign it in a %%global cell first.")
     tag = current_tag()
     collective = tag is not None and tag.all_ranks
     if collective and engine_values.is_global(namespace[name]):

@@ -131,7 +131,9 @@ class SessionMagics(Magics):
         names = _names("%push", line)
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
-            raise UsageError(f"%push {line}: the notebook has no variable {missing[0]!r}")
+            raise UsageError(
+                f"%push {line}: the notebook has no variable {missing[0]!r}. Assign it, or check its name."
+            )
         cluster.current().push(**{name: self.shell.user_ns[name] for name in names})
 
     @line_magic("pull")  # type: ignore[arg-type]

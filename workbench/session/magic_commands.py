@@ -22,7 +22,8 @@ def start(options: Namespace) -> None:
     running = cluster.find_current()
     if isinstance(running, ObservedSession):
         raise UsageError(
-            f"%workbench start: this notebook looks at engines that serve {running.user}. First: %workbench detach"
+            f"%workbench start: this notebook observes engines that serve {running.user}, so it cannot start others. "
+            "First: %workbench detach"
         )
     if running is not None and options.engines in (None, running.num_engines):
         print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
@@ -47,7 +48,8 @@ def attach(options: Namespace) -> None:
     """Take over the engines that an earlier notebook has left, or observe those that serve another one."""
     if cluster.find_current() is not None:
         raise UsageError(
-            "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
+            "%workbench attach: this notebook has a session already. First end it (%workbench stop), or leave it "
+            "(%workbench detach)."
         )
     if not _has_unused_session(options.name):
         _report_observed(observe(options.name, "%workbench attach", "--name"))
@@ -143,7 +145,7 @@ def debug(options: Namespace) -> None:
     ranks = text_reports.ranks_of(here, options.ranks)
     if options.ranks is None:
         raise UsageError(
-            f"%workbench debug: name the ranks, of 0 to {here.num_engines - 1}, e.g. %workbench debug --ranks 1"
+            f"%workbench debug: name the ranks, from 0 to {here.num_engines - 1}, e.g. %workbench debug --ranks 1"
         )
     for rank in ranks:
         port = here.ask(rank, "debug", _DEBUGGER_START_S)

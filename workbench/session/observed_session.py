@@ -112,14 +112,17 @@ class ObservedSession(Session):
     def _check(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         self._live()
         raise SessionError(
-            f"These engines serve {self.user}, and run cells for one notebook at a time; here %workbench status, dump, "
-            f"log and interrupt work. To run cells on them from here, leave them there (%workbench detach, which needs "
-            f"engines started with --keep) and attach again. To run cells on engines of this notebook's own: "
-            f"%workbench detach, then %workbench start."
+            f"These engines serve {self.user}, and run cells for one notebook at a time. Here only %workbench status, "
+            f"dump, log and interrupt work. To run cells on them, run %workbench detach in that notebook (its engines "
+            f"must have been started with --keep), then attach here again. To run cells on engines of this notebook's "
+            f"own, run %workbench detach, then %workbench start."
         )
 
     def _live(self) -> Any:
         if not self._facts.is_alive():
             self.detach()
-            raise NotStartedError("the session that this notebook looked at has ended, and its engines with it.")
+            raise NotStartedError(
+                "the session that this notebook observed has ended, and its engines with it. Start engines: "
+                "%workbench start"
+            )
         return super()._live()

@@ -51,7 +51,9 @@ class RemoteCall:
             TimeoutError: it still runs; the call goes on.
         """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"RemoteCall({self.name}).result: still running after {timeout} s")
+            raise TimeoutError(
+                f"RemoteCall({self.name}).result: still running after {timeout} s. Wait again, or call request_stop()."
+            )
         error = self.exception()
         if error is not None:
             raise error

@@ -66,7 +66,9 @@ class SavedRuns:
         lines = list(self._lines(run_id))
         head = next((line["record"] for line in lines if line["line"] == "run"), None)
         if head is None:
-            raise SessionError(f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run: its first line is broken.")
+            raise SessionError(
+                f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run: its first line is broken. Remove the file."
+            )
         last = next((line["record"] for line in reversed(lines) if line["line"] == "record"), None)
         record: RunRecord = RunRecord.from_dict(last or head)
         if last is None:

@@ -63,6 +63,6 @@ def shell() -> Any:
     if found is None or not hasattr(found, "data_pub"):
         raise SessionError(
             "workbench.session.engine: this process is not an engine of a session. "
-            "It works inside %%global cells and functions given to session.submit."
+            "Call its functions in %%global cells, or in functions given to session.submit."
         )
     return found

@@ -214,8 +214,8 @@ def _divergence_line(outcome: Outcome, what: str) -> str:
     waiting = f"{describe_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
     them = f"{describe_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"
     return (
-        f"The ranks have diverged in this {what}: {waiting}, but {them}. What moves data between ranks is run by all "
-        f"of them alike: look for a test of the rank, or a loop of another length, around it."
+        f"The ranks have diverged in this {what}: {waiting}, but {them}. All ranks must run the same calls that move "
+        f"data. Look for a condition on the rank, or a loop of another length, around such a call."
     )
 
 

@@ -69,7 +69,7 @@ def take_over(name: str | None = None) -> Found:
         known = ", ".join(session.name for session in kept_sessions()) or "none"
         raise SessionError(
             f"{asked}: no engines of an earlier notebook are there{'' if name is None else ' by that name'} (kept: "
-            f"{known}). Only those outlive their notebook that were started with keep=True (%workbench start --keep)."
+            f"{known}). Only engines started with keep=True (%workbench start --keep) outlive their notebook."
         )
     if len(found) > 1:
         names = ", ".join(name_of(folder) for folder, _ in found)
@@ -79,7 +79,7 @@ def take_over(name: str | None = None) -> Found:
         raise SessionError(
             f"{asked}: these engines are used by {describe(folder, facts).user}, and serve one notebook at a time. "
             f"Leave them there first (%workbench detach), or end that notebook's kernel. Until then %workbench attach "
-            f"only looks at them."
+            f"only observes them."
         )
     return folder, facts
 

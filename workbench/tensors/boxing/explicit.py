@@ -53,9 +53,8 @@ def check_explicit(function: str, needs: Sequence[Need]) -> None:
     texts = [text for need in needs if (text := _describe(need, given))]
     if texts:
         raise ExplicitBoxingError(
-            f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.debug.explicit_boxing() only what moves "
-            f"nothing "
-            "happens by itself."
+            f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.debug.explicit_boxing() only boxings that "
+            "move no data happen by themselves."
         )
 
 
@@ -75,8 +74,8 @@ def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
         return f"{change} of {need.argument}, {moved}, that the code does not write {price}: write {line}"
     line = to_global_line(cause, cause._spec.layout.broadcast())
     return (
-        f"{change} of an intermediate result, {moved} {price}, because an operand lies as {cause._spec.layout}: where "
-        f"it lies as B, or split along another dim, nothing has to move inside; write {line}"
+        f"{change} of an intermediate result, {moved} {price}, because an operand has the layout "
+        f"{cause._spec.layout}: with B, or a split along another dim, no data moves inside; write {line}"
     )
 
 

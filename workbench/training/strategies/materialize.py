@@ -56,8 +56,8 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
     if missing:
         raise StrategyError(
             f"parallelize: {len(missing)} of {len(names)} tensors on meta got no value: {', '.join(missing[:20])}. "
-            "What lies on meta is filled by the modules' reset_parameters (transformers: _init_weights) or from files. "
-            "Give init=function(module) that fills them in place, or build what constructors compute (buffers) on cpu."
+            "Tensors on meta get values from modules' reset_parameters (transformers: _init_weights) or from files. "
+            "Give init=function(module) that fills them in place, or build buffers that constructors compute on cpu."
         )
 
 

@@ -40,7 +40,7 @@ class OptimizerState:
         if others:
             raise StrategyError(
                 f"parallelize(optimizer=): {others} of the optimizer's {len(self.parameters)} parameters are not among "
-                f"the module's {len(own)}. Its state moves with the module's parameters: give the module that has all."
+                f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
             )
         self.specs = [_state_spec(p) for p in self.parameters]
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]

@@ -92,7 +92,10 @@ class SafetensorsFiles:
         while len(view):
             count = os.preadv(self._descriptors[entry.path], [view], position)
             if count == 0:
-                raise CheckpointError(f"{entry.path} ended at byte {position} while it was read.")
+                raise CheckpointError(
+                    f"{entry.path} ended at byte {position} while it was read. A file must not change during a load: "
+                    "copy it again."
+                )
             view, position = view[count:], position + count
 
 
@@ -130,11 +133,15 @@ def _files_of_index(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files: {error!r}.") from error
+        raise CheckpointError(
+            f"{index} is no index of safetensors files: {error!r}. An index has a weight_map from tensors to files: "
+            "copy it again, or give one of the files."
+        ) from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index} names {len(names)} files, of which {len(missing)} are not there: {', '.join(missing)}."
+            f"{index} names {len(names)} files, of which {len(missing)} are not there: {', '.join(missing)}. All of "
+            "them must be in the directory of the index: copy them there."
         )
     return [index.parent / name for name in names]
 
@@ -152,7 +159,10 @@ def _read_header(path: Path) -> dict[str, Entry]:
             for name, info in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} of {size} bytes is no safetensors file: its header cannot be read.") from error
+        raise CheckpointError(
+            f"{path} of {size} bytes is no safetensors file: its header cannot be read. Copy it again, or give another "
+            "file."
+        ) from error
     end = max((e.offset + math.prod(e.shape) * e.dtype.itemsize for e in found.values()), default=0)
     if end > size:
         raise CheckpointError(f"{path} has {size} bytes, its header promises {end}: it is cut short. Copy it again.")
