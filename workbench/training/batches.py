@@ -20,13 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from workbench.core.suggest import suggest
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.training.sample_rows import Rows, check_rows, rows_by_grids, split_rows
+from workbench.training.sample_rows import (
+    Rows,
+    batch_leaves,
+    check_rows,
+    lists_samples,
+    rows_by_grids,
+    split_list,
+    split_rows,
+)
 
 TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
 """Entries of a dict that are targets: the second argument of ``loss_fn``, needed where the loss is."""
@@ -107,8 +115,9 @@ class Batch:
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one sample of the first input with one row per sample; () if there is none."""
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
-        rows = count_samples(tree_leaves(self.inputs))
+        leaves = batch_leaves(self.inputs)
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        rows = count_samples(leaves)
         return next((shape[1:] for shape in shapes if shape and shape[0] == rows), ())
 
     def loss(self, model: nn.Module, loss_fn: LossFunction | None) -> torch.Tensor:
@@ -135,12 +144,14 @@ class Batch:
         of_samples = {id(named[name]): given for name, given in self._rows(named).items()}
 
         def parts_of(value: Any) -> Sequence[Any]:
+            if lists_samples(value):
+                return split_list(value, sizes)
             if parts > 1 and id(value) in of_samples:
                 return split_rows(value, of_samples[id(value)], sizes)
             is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
             return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
 
-        leaves, structure = tree_flatten((self.inputs, self.targets))
+        leaves, structure = tree_flatten((self.inputs, self.targets), is_leaf=lists_samples)
         pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
         if count is None:
             terms = list(map(float, sizes))
@@ -207,7 +218,7 @@ def num_samples(batch: Any) -> int:
     Raises:
         RunError: tensors with different numbers of rows, or no row at all.
     """
-    leaves = tree_leaves(batch)
+    leaves = batch_leaves(batch)
     found = count_samples(leaves)
     if found is None:
         told = [f"{name} {tuple(leaf.shape)}" for name, leaf in named_tensors(batch).items()]
@@ -226,12 +237,12 @@ def num_samples(batch: Any) -> int:
 
 
 def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by where they are in it.
+    """The tensors of a batch by where they are in it, without those of lists of samples.
 
     >>> list(named_tensors({"inputs": (torch.ones(2), 3), "targets": torch.ones(2)}))
     ['inputs.0', 'targets']
     """
-    paths = tree_flatten_with_path(batch)[0]
+    paths = tree_flatten_with_path(batch, is_leaf=lists_samples)[0]
     return {_name_of(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
@@ -16,6 +17,37 @@ Rows = Mapping[str, Sequence[int] | None]
 """By the name of a tensor in a batch: the rows of each sample, in order; None for a tensor that belongs to all."""
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 """In vision-language models of transformers: patches of each image (time, height, width), and the tensor of patches."""
+
+
+def lists_samples(value: Any) -> bool:
+    """Whether it is a list with a dict for each sample, as labels of detection are: boxes and classes of an image.
+
+    The tensors inside belong to one sample each, whatever their rows are.
+    """
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def batch_leaves(batch: Any) -> list[Any]:
+    """The leaves of a batch; a list of samples is one.
+
+    >>> len(batch_leaves({"pixels": torch.ones(2, 3), "labels": [{"boxes": torch.ones(5, 4)}, {}]}))
+    2
+    """
+    return tree_leaves(batch, is_leaf=lists_samples)
+
+
+def split_list(samples: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """The entries of a list of samples for each micro-batch.
+
+    Raises:
+        RunError: the list has more or fewer entries than the batch has samples.
+    """
+    if len(samples) != sum(sizes):
+        raise RunError(
+            f"the batch has a list of {len(samples)} dicts and tensors of {sum(sizes)} samples. A list of dicts has "
+            "one for each sample, in order."
+        )
+    return [samples[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def rows_by_grids(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:

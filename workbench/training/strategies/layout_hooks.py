@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, Split, split
@@ -19,6 +19,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.training.batches import count_samples
+from workbench.training.sample_rows import batch_leaves
 from workbench.training.strategies.layouts import LayoutsInUse
 from workbench.training.strategies.state import record_module_call, state_of
 
@@ -151,9 +152,8 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
     """
 
     def prepare_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = (
-            args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
-        )
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        leaves = args if is_one else batch_leaves((args, kwargs))
         layouts = in_use.layouts
         context = layouts.world.context
         if context.running is None:  # a scheduled step compares its batch before its ranks go their own ways
