@@ -1,6 +1,6 @@
 """Mathematics of programs: torch's functions under the names and with the arguments of the older documents.
 
-In a job they run where its scope says; outside, where their operands lie.
+In a job they run on the devices of its scope, outside of jobs on those of their operands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Newer programs call some functions as torch does: with ``dim=``, or a number in the second place."""
+    """Accept torch's arguments too (``dim=``, or a number in the second place), as newer programs write them."""
 
     def choose(older: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(older)
@@ -48,7 +48,7 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False,
 
 @in_scope
 def reshape(x: Any, shape: Sequence[int], name: str | None = None) -> Any:
-    """The same elements in another logical shape; one size may be -1."""
+    """``x`` in another logical shape. One size may be -1."""
     return torch.reshape(x, tuple(shape))
 
 
@@ -60,7 +60,7 @@ def flatten(input: Any, start_dim: int = 0, end_dim: int = -1, name: str | None 
 
 @_accepts_torch_arguments(torch.transpose)
 def transpose(a: Any, perm: Sequence[int] | None = None, name: str | None = None) -> Any:
-    """Dims in the order ``perm``, by default reversed."""
+    """``a`` with its dims in the order ``perm``. Default: reversed."""
     return a.permute(tuple(reversed(range(a.dim()))) if perm is None else tuple(perm))
 
 
@@ -72,13 +72,13 @@ def concat(inputs: Sequence[Any], axis: int = 0, name: str | None = None) -> Any
 
 @in_scope
 def cast(x: Any, dtype: torch.dtype, name: str | None = None) -> Any:
-    """Another dtype."""
+    """``x`` in another dtype."""
     return x.to(dtype)
 
 
 @_accepts_torch_arguments(torch.squeeze)
 def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> Any:
-    """Without dims of size 1."""
+    """``input`` without dims of size 1."""
     if axis is None:
         return torch.squeeze(input)
     return torch.squeeze(input, axis if isinstance(axis, int) else tuple(axis))
@@ -86,7 +86,7 @@ def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | Non
 
 @_accepts_torch_arguments(torch.unsqueeze)
 def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
-    """With a dim of size 1 before dim ``axis``."""
+    """``input`` with a new dim of size 1 before dim ``axis``."""
     return torch.unsqueeze(input, axis)
 
 
@@ -94,7 +94,7 @@ def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
 def slice(  # noqa: A001 - as programs write it
     x: Any, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
 ) -> Any:
-    """``size[d]`` elements from ``begin[d]`` on, for each dim; None for all of a dim, -1 for the rest of it."""
+    """``size[d]`` elements from ``begin[d]`` on, for each dim. None means all of a dim, -1 the rest of it."""
     for dim, (start, count) in enumerate(zip(begin, size, strict=True)):
         if start is not None:
             x = torch.narrow(x, dim, start, x.shape[dim] - start if count in (None, -1) else int(count or 0))
@@ -103,7 +103,7 @@ def slice(  # noqa: A001 - as programs write it
 
 @_accepts_torch_arguments(torch.gather)
 def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) -> Any:
-    """Slices of ``params`` along ``axis`` by number: rows of a table, for example."""
+    """Slices of ``params`` along ``axis`` by their indices: rows of a table, for example."""
     if axis == 0:
         return torch.nn.functional.embedding(indices.long(), params)
     return torch.index_select(params, axis, indices.long())
@@ -118,7 +118,7 @@ def identity(x: Any, name: str | None = None) -> Any:
 def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any = None, name: str | None = None) -> Any:
     """``input`` in another layout on the devices of the scope: ``distribute=flow.distribute.split(axis=0)``.
 
-    Gradients come back in the layout that ``input`` has.
+    Its gradient has the layout of ``input``.
     """
     from workbench.core.sbp import Broadcast
     from workbench.tensors.boxing.box import box

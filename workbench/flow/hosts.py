@@ -1,4 +1,4 @@
-"""Devices of a world as scopes name them: ``"0:1"`` is device 1 of host 0."""
+"""The devices of a world under the names of scopes: ``"0:1"`` is device 1 of host 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceRange:
         """Read ``"0:1"`` or ``"0:0-3"``.
 
         Raises:
-            PlacementError: it is something else.
+            PlacementError: the text has another form.
         """
         found = _GRAMMAR.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None:
@@ -50,7 +50,7 @@ class DeviceRange:
 
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[DeviceRange, ...]:
-    """One text, or a list of them.
+    """Read one range of devices, or a list of them.
 
     >>> [str(part) for part in parse_devices(["0:0-1", "1:2"])]
     ['0:0-1', '1:2']
@@ -70,23 +70,23 @@ class Devices:
 
     @classmethod
     def of_world(cls, world: World) -> Devices:
-        """Ask all ranks for their hosts; all of them call it. Hosts are counted in the order of their first ranks."""
+        """The devices of a world. All ranks call it. Hosts are counted in the order of their first ranks."""
         names = all_gather_object(host_name(), world, "the hosts of the ranks")
         hosts = dict.fromkeys(names)
         by_host = tuple(tuple(rank for rank, name in enumerate(names) if name == host) for host in hosts)
         return cls(world.device.type, by_host)
 
     def ranks(self, wanted: Iterable[DeviceRange], what: str) -> list[int]:
-        """The ranks that these ranges name, in their order; errors begin with ``what``.
+        """The ranks that these ranges name, in their order. Errors begin with ``what``.
 
         Raises:
-            PlacementError: there is no such host or device, or one is named twice.
+            PlacementError: a host or device does not exist, or a device is named twice.
         """
         ranks: list[int] = []
         for part in wanted:
             there = self.by_host[part.host] if part.host < len(self.by_host) else ()
             if part.last >= len(there):
-                raise PlacementError(f"{what}: there is no device {part}. There are {self}. Name devices among those.")
+                raise PlacementError(f"{what}: there is no device {part}. There are {self}. Name some of those.")
             ranks += there[part.first : part.last + 1]
         if len(set(ranks)) < len(ranks):
             raise PlacementError(f"{what}: {len(ranks)} devices, {len(set(ranks))} different ones. Name each once.")

@@ -82,7 +82,7 @@ def truncated_normal(stddev: float = 1.0) -> Initializer:
 def variance_scaling_initializer(
     scale: float = 1.0, mode: str = "fan_in", distribution: str = "truncated_normal", data_format: str = "NCHW"
 ) -> Initializer:
-    """Numbers whose variance is ``scale`` over the fan of the variable, whose dim 0 is what comes out of the layer.
+    """Numbers whose variance is ``scale`` over the fan of the variable. Its dim 0 is the outputs of the layer.
 
     Args:
         mode: ``fan_in``, ``fan_out`` or ``fan_avg``.
@@ -109,12 +109,12 @@ def variance_scaling_initializer(
 
 
 def glorot_uniform_initializer(data_format: str = "NCHW") -> Initializer:
-    """Uniform, variance one over the mean of what goes in and what comes out (Glorot and Bengio 2010)."""
+    """Uniform numbers. Their variance is one over the mean of inputs and outputs (Glorot and Bengio 2010)."""
     return variance_scaling_initializer(1.0, "fan_avg", "random_uniform", data_format)
 
 
 def glorot_normal_initializer(data_format: str = "NCHW") -> Initializer:
-    """Normal numbers cut at two standard deviations, with the same variance."""
+    """Normal numbers cut at two standard deviations, with the variance of ``glorot_uniform_initializer``."""
     return variance_scaling_initializer(1.0, "fan_avg", "truncated_normal", data_format)
 
 
@@ -130,7 +130,7 @@ def kaiming_initializer(
     negative_slope: float = 0.0,
     data_format: str = "NCHW",
 ) -> Initializer:
-    """Variance for rectifiers (He et al. 2015); ``shape`` is the variable's own and need not be given."""
+    """Numbers with the variance for rectifiers (He et al. 2015). ``shape`` has no effect: the variable's own counts."""
     gain = torch.nn.init.calculate_gain(nonlinearity, negative_slope)  # type: ignore[arg-type]
     return variance_scaling_initializer(gain**2, mode, distribution, data_format)
 

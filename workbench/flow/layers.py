@@ -1,4 +1,4 @@
-"""Layers of job functions: variables by name, and what is computed with them."""
+"""Layers of job functions. They make their variables by name."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def dense(
     """``activation(inputs @ weight.T + bias)`` over the last dim of ``inputs``.
 
     Args:
-        units: features that come out.
-        name: of the layer: its variables are ``name-weight`` (units, in) and ``name-bias`` (units,). Without a name it
+        units: number of output features.
+        name: name of the layer. Its variables are ``name-weight`` (units, in) and ``name-bias`` (units,). The default
             is ``job-Dense_0`` and so on.
-        model_distribute: how both lie on the devices of the scope: ``flow.distribute.split(axis=0)`` cuts the units, so
-            that every device computes some columns of the result for all rows.
+        model_distribute: sbp of both variables on the devices of the scope. ``flow.distribute.split(axis=0)`` splits
+            the units: every device computes some columns of the result for all rows.
 
     ``hidden = flow.layers.dense(x, 512, activation=flow.nn.relu, kernel_initializer=flow.truncated_normal(0.1))``
     """
@@ -75,9 +75,10 @@ def conv2d(
     """Convolution of images, and a bias for each channel.
 
     Args:
-        filters: channels that come out.
+        filters: number of output channels.
         padding: ``"SAME"``, ``"VALID"``, or (before, after) for each dim.
-        name: of the layer: its variables are ``name-weight`` (filters, in, height, width) and ``name-bias`` (filters,).
+        name: name of the layer. Its variables are ``name-weight`` (filters, in, height, width) and ``name-bias``
+            (filters,).
 
     ``conv = flow.layers.conv2d(images, 32, 5, padding="SAME", activation=flow.nn.relu)`` keeps height and width.
     """

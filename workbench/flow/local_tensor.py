@@ -27,9 +27,9 @@ class LocalTensor(torch.Tensor):
     ) -> GlobalTensor:
         """The ranks' local tensors as one global tensor. All ranks of the world call it.
 
-        Tensors of ranks outside the placement do not count: on ``ranks=[0]``, rank 0's is the whole. S concatenates
-        the ranks' tensors, P adds them up. B says that they are equal, which is checked (OneFlow takes the first
-        rank's unseen: give ``broadcast_from=0`` for that).
+        Tensors of ranks outside the placement do not count: on ``ranks=[0]``, rank 0's tensor is the whole. S
+        concatenates the ranks' tensors, P adds them up. B means that they are equal, and their values are compared.
+        (OneFlow takes the first rank's tensor without a comparison, as ``broadcast_from=0`` does.)
 
         Raises:
             LayoutError: no placement or no sbp; ranks disagree about dtype, dims, or the values of B.
@@ -47,7 +47,7 @@ class LocalTensor(torch.Tensor):
         return self.to_global(placement, sbp)
 
     def to_local(self) -> LocalTensor:
-        """Itself."""
+        """This tensor itself."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ class LocalTensor(torch.Tensor):
         return self.to("cuda" if device is None else device)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.Tensor.backward``; inside a step of ``nn.Graph`` it waits until the schedule comes to it."""
+        """``torch.Tensor.backward``. Inside a step of ``nn.Graph`` the schedule decides when it runs."""
         running = join().context.running
         if running is None or not running.defers_backward([self], is_plain=not args and not kwargs):
             super().backward(*args, **kwargs)

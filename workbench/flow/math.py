@@ -1,4 +1,4 @@
-"""``flow.math``: elementwise functions and reductions, by the names of the older documents."""
+"""``flow.math``: elementwise functions and reductions under the names of the older documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.flow.jobs.context import in_scope
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Programs give every operation a ``name``, which has no meaning here."""
+    """The function with an additional argument ``name``, which programs give and which has no effect."""
 
     def run(*args: Any, name: str | None = None) -> Any:
         return function(*args)

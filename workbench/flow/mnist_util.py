@@ -1,8 +1,8 @@
 """Handwritten digits in batches: ``from workbench.flow import mnist_util``.
 
-MNIST is read from the four standard files (``train-images-idx3-ubyte`` and so on, also ``.gz``) in the folder that the
-environment variable ``WORKBENCH_MNIST`` names, by default ``~/.cache/workbench/mnist``. Nothing is downloaded. Where
-they are not, the 1797 digits of scikit-learn (8 x 8) take their place, resized to 28 x 28; standard error says so once.
+It reads the four standard files of MNIST (``train-images-idx3-ubyte`` and so on, also ``.gz``) and downloads nothing.
+The environment variable ``WORKBENCH_MNIST`` names their folder; the default is ``~/.cache/workbench/mnist``. Without
+these files it uses the 1797 digits of scikit-learn (8 x 8), resized to 28 x 28, and says so once on standard error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPES = {0x08: np.uint8}
 def load_data(
     train_batch_size: int = 100, test_batch_size: int = 100, data_format: str = "NCHW"
 ) -> tuple[Batches, Batches]:
-    """The digits for training and for testing, each as images and labels by batch; a rest below a batch is left out.
+    """The digits for training and for testing, each as images and labels by batch, without incomplete batches.
 
     Args:
         data_format: ``"NCHW"``, or ``"NHWC"`` for images (batches, rows, 28, 28, 1).
 
     Raises:
-        ValueError: a batch that is larger than what there is, or a damaged file.
+        ValueError: there are fewer digits than one batch needs, or a file is damaged.
     """
     with _reading:  # simulated ranks are threads
         found = _read_all(str(_folder()))
@@ -101,7 +101,7 @@ def read_idx(path: Path) -> np.ndarray:
     """An array from a file in IDX format, also compressed: two zero bytes, type, number of dims, sizes, elements.
 
     Raises:
-        ValueError: the file is something else, or shorter or longer than its header says.
+        ValueError: the file has another format, or is shorter or longer than its header says.
     """
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
@@ -110,7 +110,9 @@ def read_idx(path: Path) -> np.ndarray:
     shape = struct.unpack_from(f">{num_dims}I", content, 4)
     start, size = 4 + 4 * num_dims, int(np.prod(shape))
     if len(content) != start + size:
-        raise ValueError(f"{path}: {len(content) - start} bytes of elements, {size} for shape {shape}: it is damaged.")
+        raise ValueError(
+            f"{path}: {len(content) - start} bytes of elements, {size} for shape {shape}: it is damaged. Copy it again."
+        )
     return np.frombuffer(content, _DTYPES[content[2]], offset=start).reshape(shape)
 
 

@@ -23,7 +23,7 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A learning rate over the steps of a job; calling it gives that of one step, warm-up included."""
+    """A learning rate over the steps of a job. A call returns the rate of one step, with warm-up."""
 
     rate: Rate
     warmup: Callable[[Rate, int], float] | None = None
@@ -33,16 +33,16 @@ class Scheduler:
 
 
 class warmup:  # noqa: N801 - programs write flow.optimizer.warmup.linear(...)
-    """How a rate begins: ``flow.optimizer.warmup.linear(100, 0.1)``, or ``constant(100, 0.1)``."""
+    """The warm-up of a rate: ``flow.optimizer.warmup.linear(100, 0.1)``, or ``constant(100, 0.1)``."""
 
     @staticmethod
     def constant(steps: int, multiplier: float) -> Any:
-        """``multiplier`` times the rate, for ``steps`` steps."""
+        """For the first ``steps`` steps, ``multiplier`` times the rate."""
         return lambda rate, step: rate(step) * (multiplier if step < steps else 1.0)
 
     @staticmethod
     def linear(steps: int, start_multiplier: float) -> Any:
-        """From ``start_multiplier`` times the rate that follows to that rate, in ``steps`` steps."""
+        """For the first ``steps`` steps, a line from ``start_multiplier`` times the rate after them to that rate."""
 
         def rising(rate: Rate, step: int) -> float:
             if step >= steps:
@@ -55,7 +55,7 @@ class warmup:  # noqa: N801 - programs write flow.optimizer.warmup.linear(...)
 def PiecewiseConstantScheduler(  # noqa: N802 - as programs write it
     boundaries: Sequence[int], values: Sequence[float], warmup: Any = None
 ) -> Scheduler:
-    """``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]``, and so on.
+    """``values[0]`` until step ``boundaries[0]``, inclusive, then ``values[1]``, and so on.
 
     >>> [PiecewiseConstantScheduler([2], [0.1, 0.01])(step) for step in range(5)]
     [0.1, 0.1, 0.1, 0.01, 0.01]
@@ -71,7 +71,7 @@ def PiecewiseConstantScheduler(  # noqa: N802 - as programs write it
 def PiecewiseScalingScheduler(  # noqa: N802
     base_lr: float, boundaries: Sequence[int], scale: float | Sequence[float], warmup: Any = None
 ) -> Scheduler:
-    """``base_lr``, scaled at every boundary (by one factor, or by one of several)."""
+    """``base_lr``, scaled at every boundary by the same factor, or by each boundary's own."""
     factors = list(scale) if isinstance(scale, Sequence) else [scale] * len(boundaries)
 
     def rate(step: int) -> float:
@@ -93,7 +93,7 @@ def CosineScheduler(base_lr: float, steps: int, alpha: float = 0.0, warmup: Any 
 def ExponentialScheduler(  # noqa: N802
     base_lr: float, steps: int, decay_rate: float, staircase: bool = False, warmup: Any = None
 ) -> Scheduler:
-    """``base_lr * decay_rate ** (step / steps)``; whole powers only with ``staircase``."""
+    """``base_lr * decay_rate ** (step / steps)``. With ``staircase`` the power is rounded down."""
     return Scheduler(lambda step: base_lr * decay_rate ** _periods(step, steps, staircase), warmup)
 
 
@@ -119,7 +119,10 @@ def PolynomialScheduler(  # noqa: N802
     cycle: bool = False,
     warmup: Any = None,
 ) -> Scheduler:
-    """From ``base_lr`` to ``end_learning_rate`` by a power of what is left; ``cycle`` begins again."""
+    """From ``base_lr`` to ``end_learning_rate``, by a power of the share of steps that is left.
+
+    With ``cycle`` the period grows by ``steps`` whenever it ends.
+    """
 
     def rate(step: int) -> float:
         length = steps * max(1, math.ceil(step / steps)) if cycle else steps
@@ -130,7 +133,7 @@ def PolynomialScheduler(  # noqa: N802
 
 
 PolynomialSchduler = PolynomialScheduler
-"""As older programs spell it."""
+"""The spelling of older programs."""
 
 
 def CustomScheduler(rate: Rate) -> Scheduler:  # noqa: N802
@@ -159,7 +162,7 @@ class UpdateRule:
         kind: a name of ``MAKERS``.
         rate: learning rate of a step.
         options: hyperparameters of the kind.
-        max_norm: of all gradients together; None for no limit.
+        max_norm: limit of the common norm of all gradients; None for no limit.
     """
 
     kind: str
@@ -169,11 +172,11 @@ class UpdateRule:
 
     @property
     def settings(self) -> tuple[str, dict[str, Any]]:
-        """What an optimizer is made by; the rate is set in every step."""
+        """The kind and options from which an optimizer is made. Each step sets the rate."""
         return self.kind, dict(self.options)
 
     def minimize(self, model_diff_lbn: Any) -> None:
-        """Train on this loss (its mean over all elements): what the job does when its body has ended.
+        """Train on this loss (its mean over all elements). The job takes the step when its body has ended.
 
         Raises:
             JobError: outside of a job function, or in one of type ``"predict"``.
@@ -183,11 +186,11 @@ class UpdateRule:
         name_loss(model_diff_lbn, self, "optimizer.minimize")
 
     def make(self, variables: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """A torch optimizer over variables."""
+        """A torch optimizer of these variables."""
         return MAKERS[self.kind](variables, self.options)
 
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Give the optimizer what holds in this step."""
+        """Set the optimizer's rate for this step."""
         changes: dict[str, Any] = {"lr": self.rate(step)}
         if self.kind == "adam" and not self.options.get("do_bias_correction", False):
             changes = _without_bias_correction(changes["lr"], step + 1, self.options)
@@ -229,7 +232,7 @@ def update_rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> UpdateRule:
     """The rule that ``config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})`` asks for.
 
     Raises:
-        JobError: none, several or an unknown one.
+        JobError: ``conf`` has no rule, several rules, or an unknown one.
     """
     kinds = [name for name in conf if name.endswith("_conf")]
     kind = kinds[0].removesuffix("_conf") if len(kinds) == 1 and len(conf) == 1 else ""
@@ -264,7 +267,7 @@ def Adam(  # noqa: N802
     do_bias_correction: bool = False,
     grad_clipping: float | None = None,
 ) -> UpdateRule:
-    """Adam (Kingma and Ba 2015); without bias correction by default, as the older documents have it."""
+    """Adam (Kingma and Ba 2015). As in the older documents, the default is without bias correction."""
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "do_bias_correction": do_bias_correction}
     return UpdateRule("adam", _rate_of(lr_scheduler), options, grad_clipping)
 
@@ -289,6 +292,6 @@ def RMSProp(  # noqa: N802
     centered: bool = False,
     grad_clipping: float | None = None,
 ) -> UpdateRule:
-    """RMSProp; epsilon is added to the root, as torch does it."""
+    """RMSProp. Epsilon is added to the root, as in torch."""
     options = {"decay_rate": decay_rate, "epsilon": epsilon, "centered": centered}
     return UpdateRule("rmsprop", _rate_of(lr_scheduler), options, grad_clipping)

@@ -1,4 +1,4 @@
-"""``flow.placement``: on which ranks a tensor lies, in the newer spelling and the older ones."""
+"""``flow.placement``: the ranks of a tensor, in the newer spelling and the older ones."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class _PlacementFactory:
 
         Args:
             type: ``"cuda"`` (or ``"gpu"``; the CPU where the ranks have no GPUs) or ``"cpu"``.
-            ranks: a list, or nested lists for several axes; their order is meaningful. The older spelling is a dict
-                from machine to its devices, ``{0: [0, 1]}``.
-            hierarchy: of the older spelling, the sizes of the axes.
+            ranks: a list, or nested lists for several axes. Their order matters. The older spelling is a dict from
+                machine to its devices, ``{0: [0, 1]}``.
+            hierarchy: the sizes of the axes, in the older spelling.
             device_type: the older name of ``type``.
 
         Raises:
-            PlacementError: a device type or a rank that is not there (the message says what is), or a rank twice.
+            PlacementError: a device type or a rank does not exist (the message lists those that do), or a rank is named
+                twice.
 
         >>> flow.placement("cuda", ranks=[[0, 1]]).shape
         (1, 2)
@@ -74,7 +75,7 @@ placement = _PlacementFactory()
 
 
 def _ranks_of(machines: Mapping[Any, Any], world_size: int) -> list[int]:
-    """The ranks of ``{machine: devices}``: machines hold equally many, those of machine 0 come first."""
+    """The ranks of ``{machine: devices}``. All machines have as many ranks; those of machine 0 come first."""
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     num_machines = max(1, world_size // per_machine)
     found = []
@@ -91,7 +92,7 @@ def _ranks_of(machines: Mapping[Any, Any], world_size: int) -> list[int]:
 
 
 def _folded(ranks: list[int], hierarchy: Any) -> Any:
-    """A flat list of ranks as nested lists of the sizes of ``hierarchy``."""
+    """A flat list of ranks as nested lists with the sizes of ``hierarchy``."""
     if hierarchy is None:
         return ranks
     sizes = tuple(hierarchy)

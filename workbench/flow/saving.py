@@ -18,12 +18,12 @@ from workbench.tensors.world import barrier
 def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
     """Write tensors, and containers of them, with their logical values. All ranks of the world call it.
 
-    An optimizer's state is not for this: each rank holds its part of it. ``wb.checkpoint.save`` writes that.
+    Do not save an optimizer's state by it, because each rank holds a part of that. ``wb.checkpoint.save`` writes it.
 
     Args:
         obj: e.g. ``module.state_dict()``.
-        path: the file; one rank writes it.
-        global_dst_rank: that rank.
+        path: the file, which one rank writes.
+        global_dst_rank: the rank that writes the file.
     """
     world = join()
     whole = tree_map(_whole, obj)
@@ -33,10 +33,10 @@ def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
 
 
 def load(path: str | Path, global_src_rank: int | None = None) -> Any:
-    """What ``save`` wrote, as local tensors; every rank reads the file.
+    """The values in a file of ``save``, as local tensors. Every rank reads the file.
 
-    ``module.load_state_dict`` takes it, whatever the layouts of the module's parameters. ``global_src_rank`` is
-    accepted and not needed.
+    ``module.load_state_dict`` accepts them for any layouts of the module's parameters. ``global_src_rank`` has no
+    effect.
     """
     return tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, torch.load(path))
 

@@ -1,4 +1,4 @@
-"""Views of a job, and on which devices a part of it runs."""
+"""The views of a job, and the devices of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class View:
     name: str
 
     def __enter__(self) -> View:
-        """Old programs write ``with flow.scope.consistent_view():`` in a job; it must be the job's own view."""
+        """Check that this is the job's own view. Old programs write ``with flow.scope.consistent_view():`` in a job."""
         from workbench.flow.jobs.context import running_job
 
         running_job(f"scope.{self.name}_view()").check_view(self.name)
@@ -33,7 +33,7 @@ class View:
 
 
 def consistent_view() -> View:
-    """All devices are one: a job takes and gives logical arrays, and layouts say who computes what."""
+    """All devices act as one: a job takes and returns logical arrays, and layouts divide the work."""
     return View("consistent")
 
 
@@ -44,15 +44,15 @@ def mirrored_view() -> View:
 
 @dataclass
 class placement:  # noqa: N801 - programs write flow.scope.placement("gpu", "0:1")
-    """``with flow.scope.placement("gpu", "0:1"):`` - what is written inside runs on device 1 of host 0.
+    """``with flow.scope.placement("gpu", "0:1"):`` runs the code inside on device 1 of host 0.
 
     Args:
-        device_tag: ``"gpu"``, ``"cuda"`` or ``"cpu"``: the devices that the engines work on, whichever that is.
+        device_tag: ``"gpu"``, ``"cuda"`` or ``"cpu"``. Each of them means the devices of the engines.
         machine_device_ids: ``"host:device"``, ``"host:first-last"``, or a list of them.
         hierarchy: the devices as a grid of this shape.
 
     Raises:
-        PlacementError: it does not parse; when the job runs, a device is not there.
+        PlacementError: an argument does not parse. When the job runs: a device does not exist.
     """
 
     device_tag: str

@@ -1,4 +1,4 @@
-"""Checkpoints of what jobs have learned."""
+"""Checkpoints of the variables of jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckPoint:
     def init(self) -> None:
         """Give all variables their initial values: the next call of a job makes them anew.
 
-        A program's first call does so by itself.
+        Programs need not call it before their first job.
         """
         world = launched_world()
         if world is not None:
@@ -37,7 +37,7 @@ class CheckPoint:
             driver.call_on_engines(remote.init_variables, config.chosen())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the folder ``path``, of which every device writes its part.
+        """Write the folder ``path``. Every device writes its part.
 
         Raises:
             CheckpointError: no job has run yet, or the folder cannot be written.
@@ -48,10 +48,10 @@ class CheckPoint:
         """Read the folder ``path``, also before the first call of a job.
 
         Args:
-            strict: refuse variables of jobs that the checkpoint does not have; else they get their initial values.
+            strict: raise an error if the checkpoint lacks variables of jobs. Otherwise they get their initial values.
 
         Raises:
-            CheckpointError: there is none, or it is of another model (names and shapes are listed).
+            CheckpointError: there is no checkpoint, or it is of another model. The message lists names and shapes.
         """
         self._everywhere("load", path, strict)
 

@@ -1,7 +1,7 @@
 """Types of the arguments and results of job functions: ``tp.Numpy.Placeholder((100, 1, 28, 28), dtype=flow.float)``.
 
-``Numpy`` is one logical array (consistent view), ``ListNumpy`` a list with one array per device (mirrored view). Both
-are annotations of results as well, also inside ``Tuple``, ``List`` and ``Dict``.
+``Numpy`` is one logical array (consistent view). ``ListNumpy`` is a list with one array per device (mirrored view).
+Both can also annotate results, alone or inside ``Tuple``, ``List`` and ``Dict``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMPY_DTYPES = {
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What an argument of a job function must be.
+    """The type of an argument of a job function.
 
     Attributes:
         shape: of the logical array, or of each device's array where ``is_list``.
@@ -34,7 +34,7 @@ class Placeholder:
     is_list: bool = False
 
     def with_default(self, dtype: torch.dtype) -> Placeholder:
-        """The same, of a dtype where it had none."""
+        """This placeholder, with ``dtype`` if it has none."""
         if self.dtype is not None:
             return self
         return _placeholder(self.shape, dtype, self.is_list, "ListNumpy" if self.is_list else "Numpy")
@@ -43,8 +43,8 @@ class Placeholder:
         """``value`` as an array, or as a list of arrays.
 
         Raises:
-            TypeError: one array for a list, a list for one array, or another dtype.
-            ValueError: another shape.
+            TypeError: the value is an array instead of a list, a list instead of an array, or has another dtype.
+            ValueError: the value has another shape.
         """
         if self.is_list:
             if not isinstance(value, (list, tuple)):
@@ -76,7 +76,7 @@ class Placeholder:
         wanted = _numpy_dtype(self.dtype)
         if value.dtype != wanted:
             raise TypeError(
-                f"{where} has dtype {value.dtype}, but its placeholder has {wanted}. Nothing is cast unasked: pass "
+                f"{where} has dtype {value.dtype}, but its placeholder has {wanted}. A job casts no argument: pass "
                 f"x.astype(np.{wanted}), or change the placeholder."
             )
         return value
@@ -128,12 +128,12 @@ class ListNumpy:
     def Placeholder(  # noqa: N802 - as programs write it
         shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Any:
-        """An argument; ``shape`` is that of one device's array."""
+        """An argument. ``shape`` is that of one device's array."""
         return _placeholder(shape, dtype, True, "ListNumpy")
 
 
 class Callback:
-    """``-> tp.Callback[tp.Numpy]``: calling the job gives a function that takes what to do with the result.
+    """``-> tp.Callback[tp.Numpy]``: the job returns a function, which calls its argument with the job's result.
 
     ``train_job(images, labels)(lambda loss: print(loss.mean()))``
     """

@@ -1,4 +1,4 @@
-"""Joining the world at first use: an eager program says ``from workbench import flow`` and no ``init()``."""
+"""Joins the world at first use: an eager program imports ``flow`` and calls no ``init()``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 
 
 def join() -> World:
-    """The world of this process; in one that a launcher has started, joined now if nothing has joined it before.
+    """The world of this process. If a launcher has started the process and it has no world yet, it joins one now.
 
-    All ranks get here, for they run the same program. A process that nobody launched is a world of its own.
+    All ranks call this, because they run the same program. A process without a launcher is a world of one rank.
     """
     if joined() is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return init()
@@ -19,9 +19,10 @@ def join() -> World:
 
 
 def join_if_launched() -> None:
-    """What the modules of eager programs call when they are imported: weights must be made after the ranks have met.
+    """Join the world if a launcher has started this process.
 
-    The ranks go on with one rank's random numbers from then on, so that their modules are equal.
+    Modules of eager programs call it at their import, because a program must not make weights before the ranks have
+    joined. From then on all ranks use one rank's random numbers, so that their modules are equal.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join()

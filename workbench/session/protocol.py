@@ -1,4 +1,4 @@
-"""Everything that crosses the wire between the notebook and its engines, as plain frozen values.
+"""The values that the notebook and its engines send each other, as plain frozen classes.
 
 Requests are ipyparallel's own (execute, apply); what they carry besides code is a `CellTag` in the
 request's label. Engines send `Failure`, `Value` and `Published` while they work, and answer control
@@ -16,7 +16,7 @@ from typing import Any
 #: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
-#: Begins the name of a wait in which all that is sent is there at once: between ranks that share memory.
+#: The name of a wait between ranks that share memory begins with it: their messages arrive at once.
 LOCAL = "near"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
@@ -42,7 +42,7 @@ class CellTag:
 
     @classmethod
     def parse(cls, text: str | None) -> CellTag | None:
-        """The tag in a request's label, or None where the request is not ours."""
+        """The tag in a request's label; None for a request of another client."""
         try:
             return cls(**json.loads(text or ""))
         except (ValueError, TypeError):

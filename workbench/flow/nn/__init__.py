@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def _from_torch(name: str) -> Any:
-    """A module of torch's, with the methods of this ``Module``; a function or a namespace of torch.nn as it is."""
+    """A module of torch with the methods of this ``Module``. Functions and namespaces of torch.nn are unchanged."""
     return import_module(f"{__name__}.modules").from_torch(name)
 
 

@@ -1,4 +1,4 @@
-"""Functions of layers. In a job they run where its scope says; outside, where their operands lie.
+"""Functions of layers. In a job they run on the devices of its scope, outside of jobs on those of their operands.
 
 Names and arguments are those of the older documents.
 """
@@ -61,8 +61,8 @@ def conv2d(
 ) -> Any:
     """Convolution with ``filters`` (out, in, height, width).
 
-    ``padding="SAME"`` gives ``ceil(size / stride)`` outputs; of an odd padding the larger half comes after the image
-    (before it for ``"SAME_LOWER"``).
+    ``padding="SAME"`` gives ``ceil(size / stride)`` outputs. An odd padding adds one more row after the image than
+    before it; ``"SAME_LOWER"`` adds it before the image.
     """
     x = to_channels_first(input, data_format)
     strides, dilations = pair(strides), pair(dilations)
@@ -83,7 +83,7 @@ def max_pool2d(
     data_format: str = "NCHW",
     name: str | None = None,
 ) -> Any:
-    """Maximum over windows; padding never wins."""
+    """Maximum over windows. Padding does not count."""
     x = to_channels_first(input, data_format)
     ksize, strides = pair(ksize), pair(strides)
     pads = edges(padding, x.shape[2:], ksize, strides, (1, 1))
@@ -115,13 +115,13 @@ def avg_pool2d(
 def dropout(
     x: Any, rate: float = 0.5, noise_shape: Any = None, seed: int | None = None, name: str | None = None
 ) -> Any:
-    """Zero a share ``rate`` of the elements and scale the others, in training jobs; ``x`` in others.
+    """In training jobs, set a share ``rate`` of the elements to zero and scale the others. In other jobs, return ``x``.
 
-    Which elements follows from the job, its step and their logical positions: the same for every number of devices and
-    in both views.
+    The job, its step and the logical positions decide which elements are zero. So they are the same for every number of
+    devices and in both views.
 
     Raises:
-        ValueError: a rate that is not from [0, 1).
+        ValueError: ``rate`` is outside of [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout(rate={rate}): the share of elements to drop is from 0 to below 1, e.g. 0.5.")
@@ -136,7 +136,7 @@ def dropout(
 
 
 def _own_mask(x: torch.Tensor, rate: float, job: Any) -> torch.Tensor:
-    """This device's rows of the mask of the whole batch; exchanges nothing."""
+    """This device's rows of the mask of the whole batch. Moves no data."""
     from workbench.core.layout import Layout
     from workbench.core.sbp import Split
 
@@ -157,7 +157,7 @@ def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: str
 
 @in_scope
 def softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None = None) -> Any:
-    """The same for ``labels`` (rows, classes) of probabilities."""
+    """Cross-entropy of each row, for ``labels`` (rows, classes) of probabilities. Shape (rows,)."""
     return -(labels * torch.log_softmax(logits, -1)).sum(-1)
 
 

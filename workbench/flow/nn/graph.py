@@ -29,20 +29,21 @@ from workbench.training.pipelining.timeline import timeline_of
 
 
 class Graph(ABC):
-    """A step of a model: subclasses set modules in ``__init__`` and write ``build``; calling it runs the step.
+    """A step of a model. Subclasses set modules in ``__init__`` and write ``build``. A call runs the step.
 
-    With an optimizer a call trains: the batch is cut into the micro-batches of
-    ``config.set_gradient_accumulation_steps``, ``build`` runs on each and calls ``loss.backward()``, the gradients are
-    those of the mean loss, the optimizers step once and the gradients are gone. It returns what ``build`` returns:
-    scalars as means over the samples of the micro-batches, tensors joined along dim 0, without history.
-    Without an optimizer a call evaluates: the whole batch, once, without gradients.
+    With an optimizer a call trains. It cuts the batch into the micro-batches of
+    ``config.set_gradient_accumulation_steps`` and runs ``build``, which calls ``loss.backward()``, on each. The
+    gradients are those of the mean loss. The optimizers step once, then the gradients are dropped. The call returns the
+    results of ``build`` without history: scalars as means over the samples, tensors joined along dim 0.
 
-    Modules with ``config.stage_id`` whose weights lie on ranks of their own are pipelined: the stages work on different
-    micro-batches at the same time, by the project's 1F1B table (``config.schedule`` names another). Where two stages
+    Without an optimizer a call evaluates: ``build`` runs once on the whole batch, without gradients.
+
+    Modules with ``config.stage_id`` are pipelined if the stages' weights are on different ranks. The stages then work
+    on different micro-batches at the same time, by the 1F1B schedule (``config.schedule`` names another). If two stages
     share a rank, or no stages are set, micro-batches run one after the other through all layers. The numbers are the
-    same, those of the micro-batches in order on one device.
+    same in both cases: those of the micro-batches in order on one device.
 
-    ``backward()`` inside ``build`` is kept for the schedule, so no gradients are there behind it.
+    The schedule runs ``backward()`` later than ``build`` calls it, so there are no gradients yet after that line.
 
     >>> class Step(flow.nn.Graph):
     ...     def __init__(self, model):
@@ -75,15 +76,16 @@ class Graph(ABC):
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """What the graph does with a (micro-)batch; a training graph calls ``backward()`` on its loss here."""
+        """The work of the graph on a (micro-)batch. A training graph calls ``backward()`` on its loss here."""
 
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None) -> None:
         """Let calls train: after the micro-batches ``optim`` steps once, then ``lr_sch``, a scheduler of its rate.
 
-        A group of parameters with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``) is clipped before that.
+        Before that, the gradients of parameter groups with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``) are
+        clipped.
 
         Raises:
-            StrategyError: ``optim`` is no optimizer, or ``lr_sch`` belongs to another one.
+            StrategyError: ``optim`` is no optimizer, or ``lr_sch`` belongs to another optimizer.
         """
         if not isinstance(optim, torch.optim.Optimizer):
             raise StrategyError(
@@ -98,7 +100,7 @@ class Graph(ABC):
         self._optimizers.append((optim, lr_sch))
 
     def set_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Scale losses for fp16: a ``torch.amp.GradScaler``; a step with an overflow on any rank is skipped by all."""
+        """Scale losses for fp16 by a ``torch.amp.GradScaler``. If a rank overflows, all ranks skip the step."""
         self._scaler = scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +140,7 @@ class Graph(ABC):
         if num_losses:
             raise StrategyError(
                 f"{type(self).__name__}.build calls backward() on {num_losses} loss(es), but the graph has 0 "
-                "optimizers, so nothing would be learned. Call self.add_optimizer(optimizer) in __init__, or leave "
+                "optimizers, so no weight would change. Call self.add_optimizer(optimizer) in __init__, or leave "
                 "backward out."
             )
         return output
@@ -201,15 +203,15 @@ class Graph(ABC):
                 )
 
     def timeline(self) -> Any:
-        """When every rank ran what of the last training call; see ``wb.debug.timeline``. All ranks call it."""
+        """The times of every rank's actions in the last training call, see ``wb.debug.timeline``. All ranks call it."""
         return timeline_of(self.spans)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the graph's modules, by the names under which it holds them."""
+        """The state of the graph's modules, by their attribute names in the graph."""
         return {name: module.state_dict() for name, module in self._modules().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the modules what ``state_dict`` returned."""
+        """Load a result of ``state_dict`` into the modules."""
         for name, module in self._modules().items():
             module.load_state_dict(state[name], strict=strict)
 
@@ -220,7 +222,7 @@ class Graph(ABC):
 
 
 def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
-    """The inputs of micro-batches, and their shares of the samples; parts of a global tensor lie as it does."""
+    """The inputs of micro-batches, and their shares of the samples. Parts of a global tensor have its layout."""
     if num_micro_batches == 1:
         return [inputs], [1.0]
     parts = Batch(inputs).cut(num_micro_batches)

@@ -51,8 +51,8 @@ class GraphConfig:
             return _without_effect
         known = sorted(n for n in {*dir(type(self)), *self.__dict__} if not n.startswith("_"))
         raise AttributeError(
-            f"graph.config.{name}: no such setting; there are {', '.join(known)}. What a strategy sets (zero, "
-            "recompute, degrees) is an option of wb.parallelize(module, strategy)."
+            f"graph.config.{name}: no such setting; there are {', '.join(known)}. Settings of a strategy (zero, "
+            "recompute, degrees) are options of wb.parallelize(module, strategy)."
         )
 
 

@@ -46,9 +46,9 @@ class ModuleConfig:
         self._stage_id = value
 
     def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
-        """The stage, and where its inputs belong: they are boxed to ``placement`` when the module is called.
+        """Set the stage, and the ``placement`` to which a call of the module boxes its inputs.
 
-        The forward then needs no ``to_global`` between stages. The parameters stay where ``to_global`` has put them.
+        The forward then needs no ``to_global`` between stages. The parameters keep their placement.
         """
         if stage_id is not None:
             self.stage_id = stage_id
@@ -75,7 +75,7 @@ def _box_inputs(placement: Placement, module: nn.Module, args: Any, kwargs: Any)
 
 
 def _boxed(leaf: Any, placement: Placement) -> Any:
-    """A global tensor on ``placement``, in the layout that it had: whole, where the grids have unlike axes."""
+    """A global tensor on ``placement`` with its old sbp, or with B if the grids have different numbers of axes."""
     if not isinstance(leaf, GlobalTensor) or leaf.placement == placement:
         return leaf
     sbp = leaf.sbp if leaf.placement.num_axes == placement.num_axes else ("B",) * placement.num_axes

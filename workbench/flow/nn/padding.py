@@ -1,4 +1,4 @@
-"""Padding of windows as older programs write it: ``"SAME"``, ``"VALID"``, or numbers per dim."""
+"""Padding of windows in the notation of older programs: ``"SAME"``, ``"VALID"``, or numbers per dim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WindowPadding:
 
     @property
     def is_even(self) -> bool:
-        """Whether both sides get the same number."""
+        """Whether both sides get the same number of rows and columns."""
         return self.before == self.after
 
     @property
@@ -72,10 +72,10 @@ def pad_window(x: Any, around: WindowPadding, value: float) -> Any:
 
 
 def to_channels_first(x: Any, data_format: str) -> Any:
-    """(rows, channels, height, width), whatever the format is.
+    """The images as (rows, channels, height, width), from either format.
 
     Raises:
-        ValueError: another format than ``"NCHW"`` and ``"NHWC"``.
+        ValueError: the format is neither ``"NCHW"`` nor ``"NHWC"``.
     """
     if data_format not in ("NCHW", "NHWC"):
         raise ValueError(f"data_format={data_format!r}: known are 'NCHW' and 'NHWC'.")
@@ -83,5 +83,5 @@ def to_channels_first(x: Any, data_format: str) -> Any:
 
 
 def to_channels_last(x: Any, data_format: str) -> Any:
-    """Back to the format."""
+    """The images in the format, from (rows, channels, height, width)."""
     return x.permute(0, 2, 3, 1) if data_format == "NHWC" else x

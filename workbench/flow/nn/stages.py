@@ -14,13 +14,13 @@ from workbench.tensors.global_tensor import GlobalTensor
 
 
 def stages_of(modules: Iterable[nn.Module]) -> dict[int, list[torch.Tensor]]:
-    """The weights of every stage, stages in order; empty where no module has a stage.
+    """The weights of every stage, in the order of stages. Empty if no module has a stage.
 
-    A module belongs to the stage of the nearest module around it that has one. A weight that several stages share
-    belongs to the first that is met.
+    A module without a stage belongs to that of the nearest module around it. A weight that several stages share belongs
+    to the first of them that the walk finds.
 
     Raises:
-        StrategyError: stage ids that leave one out.
+        StrategyError: the stage ids leave out a number.
     """
     found: dict[int, list[torch.Tensor]] = {}
     seen: set[int] = set()
@@ -48,9 +48,9 @@ def _walk(module: nn.Module, stage: int | None) -> Iterator[tuple[int | None, li
 
 
 def disjoint_placements(stages: dict[int, list[torch.Tensor]]) -> tuple[Placement, ...]:
-    """Where the stages lie, if each has global weights and ranks of its own, so that they can work at the same time.
+    """The placements of the stages, if each has global weights and its own ranks, so that they can run concurrently.
 
-    Empty where there are fewer than two such stages.
+    Empty if there are fewer than two such stages.
     """
     placements: list[Placement] = []
     taken: set[int] = set()
