@@ -1,4 +1,4 @@
-"""The engines of a session as one world: they join it at the start and after a failure, and dead ones are replaced."""
+"""Keeps the engines of a session in one world: joins it at the start and after failures, and replaces dead engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAVE_TIMEOUT_S = 1.0
 _STATUS_TIMEOUT_S = 1.0
 _MAX_NAMES = 12
 _run_numbers = itertools.count(time.time_ns() // 1_000_000)
-"""Rising also from one notebook to the next that uses the same engines: an engine remembers runs by their numbers."""
+"""Numbers of runs. They rise also from one notebook to the next on the same engines, which remember runs by number."""
 
 
 class EnginePool:
@@ -65,19 +65,19 @@ class EnginePool:
         progress.finish(f"{engines} ready on {self.device} ({', '.join(transports)})")
 
     def attach(self, client: ipp.Client) -> None:
-        """Use engines that another notebook has started; they join a new world before the next request."""
+        """Use engines that another notebook has started. They join a new world before the next request."""
         self._engines = Engines(client)
         self._world_is_stale = True
 
     @property
     def live(self) -> Engines:
-        """The engines; raises NotStartedError once they are closed."""
+        """The engines. Raises NotStartedError once they are closed."""
         if self._engines is None:
             raise NotStartedError("this session is closed. Start a new one: session = wb.Session(engines=2)")
         return self._engines
 
     def status(self) -> list[protocol.RankStatus]:
-        """What each rank is doing now; answers also while a cell runs or a rank is stuck."""
+        """The present activity of each rank. It answers also while a cell runs or a rank is stuck."""
         calls = self.live.control(self.ranks, "status")
         deadline_s = time.monotonic() + _STATUS_TIMEOUT_S
         statuses = []
@@ -102,7 +102,7 @@ class EnginePool:
     ) -> Outcome:
         """Wait for the end of a request, and record whether the world is still intact.
 
-        ``is_users``: it runs code of the user, whose ranks may wait for others that are done.
+        ``is_users``: the request runs code of the user, so ranks may wait for others that are done.
         """
         live = self.live
         num_ranks = self.num_engines if is_users else 0
@@ -120,7 +120,7 @@ class EnginePool:
     def prepare(self, targets: Sequence[int]) -> None:
         """Replace engines that have died, and join a new world if the old one has failed.
 
-        If engines cannot be replaced, the others still run requests for them alone.
+        If engines cannot be replaced, the others still run requests that need only them.
         """
         missing = sorted(set(self.ranks) - set(self.live.ids()))
         if missing and not self._processes.replaces_engines and not set(missing) & set(targets):
@@ -134,7 +134,7 @@ class EnginePool:
         self._processes.note_oom_kills()
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """New engines under the same numbers; all ranks join a new world."""
+        """Start new engines with the same numbers. All ranks join a new world."""
         progress = StartProgress(len(ranks))
         self._processes.kill(ranks)
         self.live.wait_until_gone(ranks)
@@ -149,7 +149,7 @@ class EnginePool:
         return protocol.CellTag(next(_run_numbers), num_targets == self.num_engines, wants_values, label)
 
     def leave(self) -> None:
-        """Disconnect from the engines; they keep running."""
+        """Disconnect from the engines, which go on running."""
         for run in list(self.active):
             run.abandon("the session was closed")
         if self._engines is not None:
@@ -198,7 +198,7 @@ class EnginePool:
         return rendezvous_store([outcome.replies[rank] for rank in self.ranks], self._folder)
 
     def _describe_loss(self, ranks: Sequence[int]) -> str:
-        """The engines that are replaced, why, and their lost variables, of which a living rank has the names."""
+        """A line about replaced engines: their ranks, the reason, and the lost variables, by a living rank's names."""
         how = self._processes.how_ended(ranks[0])
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
         left = next((rank for rank in self.live.ids() if rank not in ranks), None)
@@ -218,7 +218,7 @@ class EnginePool:
 
 
 class _IgnoredProcesses:
-    """Processes of a session that is being closed, which end anyway."""
+    """Processes of a session that is being closed. They end anyway, so it does nothing."""
 
     def kill(self, ranks: Sequence[int]) -> None:
         pass

@@ -1,8 +1,8 @@
 """The values that the notebook and its engines send each other, as plain frozen classes.
 
-Requests are ipyparallel's own (execute, apply); what they carry besides code is a `CellTag` in the
-request's label. Engines send `Failure`, `Value` and `Published` while they work, and answer control
-requests (`CONTROL_REQUEST`, on a thread of their own) with a `RankStatus`.
+Requests are ipyparallel's own (execute, apply). Besides the code they have a `CellTag` in the request's label. Engines
+send `Failure`, `Value` and `Published` while they work. Their control threads answer control requests
+(`CONTROL_REQUEST`) with a `RankStatus`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTROL_REPLY = "workbench_reply"
 LOCAL = "near"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
-#: Values of a cell's last expression above this size are not sent along with the cell's reply.
+#: A larger value of a cell's last expression is not sent with the cell's reply.
 MAX_VALUE_BYTES = 16 * 2**20
 
 
@@ -71,7 +71,7 @@ class Failure:
     was_stopped: bool = False  #: ended by an interrupt or an abort, not by its own mistake
     chain: tuple[str, ...] = ()  #: "KeyError: 'x'" of the exceptions that led to this one
     syntax: str = ""  #: for syntax errors: the marked line, as Python shows it
-    broke_off_step: bool = False  #: in the middle of a schedule: messages of it may be under way
+    broke_off_step: bool = False  #: in the middle of a schedule, so its messages may be in transit
 
     @property
     def cell_line(self) -> int | None:
@@ -88,7 +88,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class OmittedValue:
-    """Stands for a value that stayed on its engine; says why and how to get it."""
+    """Replaces a value that stayed on its engine. It says why, and how to get the value."""
 
     text: str
 
@@ -98,7 +98,7 @@ class OmittedValue:
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """The logical tensor of a global one, as `Session.pull` returns it: the same on every rank."""
+    """The logical tensor of a global tensor, equal on every rank. `Session.pull` returns it."""
 
     tensor: Any
 
@@ -113,12 +113,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar of one rank as it is now."""
+    """The present state of a progress bar of one rank."""
 
-    number: int  #: of the rank's bars in this request, in the order in which they were made
-    name: str  #: its description when it was made: bars that ranks call differently are different bars
-    left: str  #: what stands before the bar: ``epochs:  40%``
-    right: str  #: and behind it: `` 4/10 [00:01<00:02,  3.10it/s]``
+    number: int  #: counts the rank's bars of this request, in the order in which they were made
+    name: str  #: its first description: bars with different names are different bars
+    left: str  #: the text before the bar: ``epochs:  40%``
+    right: str  #: the text after the bar: `` 4/10 [00:01<00:02,  3.10it/s]``
     done: float
     total: float | None
     depth: int = 0  #: 1 inside another bar
@@ -136,14 +136,14 @@ class RankStatus:
     pid: int | None = None
     device: str = ""
     transport: str = ""
-    transport_groups: tuple[str, ...] = ()  #: which ranks use what, and why; the same on all ranks
+    transport_groups: tuple[str, ...] = ()  #: the transport of each group of ranks, and the reason; equal on all ranks
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False
-    num_requests: int = 0  #: how many it has begun: another number is another cell
+    num_requests: int = 0  #: requests that it has begun; a new number means a new cell
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
-    waits: str = ""  #: which wait for other ranks the main thread is in: ``"near 17"``, ``"far 3"``; empty if in none
+    waits: str = ""  #: the main thread's wait for other ranks: ``"near 17"``, ``"far 3"``; empty if it does not wait
 
 
 class TooLarge(ValueError):
@@ -195,12 +195,12 @@ def dump_or_omit(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
 
 
 def load_strictly(payload: bytes) -> Any:
-    """Unpickle the bytes of `dump`; errors of unpickling pass through."""
+    """Unpickle the bytes of `dump`. Errors of unpickling pass."""
     return pickle.loads(payload)
 
 
 def load(payload: bytes) -> Any:
-    """Unpickle the bytes of `dump`; an ``OmittedValue`` if this side lacks what the value needs."""
+    """Unpickle the bytes of `dump`. Returns an ``OmittedValue`` if this process lacks a module of the value."""
     try:
         return pickle.loads(payload)
     except Exception as error:  # noqa: BLE001 - pickling runs anybody's code

@@ -74,7 +74,7 @@ class RemoteCall:
 
     @property
     def text(self) -> str:
-        """The output of the ranks so far; a line that several ranks printed appears once."""
+        """The output of the ranks so far. A line that several ranks printed appears once."""
         return self._listener.text
 
     def request_stop(self) -> None:
@@ -100,7 +100,7 @@ class RemoteCall:
                 self._run.stop()
 
     def follow(self, run: Run) -> Outcome:
-        """Follow the sent request to its end; the session calls it."""
+        """Follow the sent request to its end. The session calls this."""
         with self._lock:
             self._run = run
             if self._cancelled:

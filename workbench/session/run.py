@@ -1,7 +1,7 @@
-"""One request to the engines from sending to its last reply; it never waits for a rank that cannot reply.
+"""Follows one request to the engines, from sending to its last reply. It never waits for a rank that cannot reply.
 
-When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `StopEscalation`,
-so that control comes back within about two seconds whatever the engines are doing. Only an import may take longer.
+When a rank fails, is interrupted or runs out of time, the `StopEscalation` stops the ranks that still run. So control
+returns within about two seconds, whatever the engines are doing. Only an import may take longer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workbench.session.divergence import FIRST_PROBE_S, Divergence
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
 
-#: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
+#: After a rank's failure, how long the others may take to fail by themselves.
 FAILURE_GRACE_S = 0.2
-#: How long ranks that should stop may go on with an import that they are in; torch's own takes 3 s of processor time.
+#: How long ranks that should stop may continue their import. That of torch takes 3 s of processor time.
 IMPORT_LIMIT_S = 60.0
 #: How long after the last reply output may still arrive.
 OUTPUT_GRACE_S = 1.0
@@ -32,11 +32,11 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What a cell gave: its output as text, the last expression's value by rank, and how long it took.
+    """The result of a cell: its output as text, the last expression's value by rank, and its time.
 
-    ``values`` has one entry per rank that ran the cell, in rank order; None where the cell ends in a
-    statement; a global tensor's entry is its logical tensor when all ranks ran the cell. ``rank_elapsed_s`` has the
-    time after which each rank was done, in the same order.
+    ``values`` has one entry per rank that ran the cell, in rank order. An entry is None if the cell ends in a
+    statement. If all ranks ran the cell, the entry of a global tensor is its logical tensor. ``rank_elapsed_s`` has, in
+    the same order, the seconds after which each rank was done.
     """
 
     text: str
@@ -68,14 +68,14 @@ class Outcome:
 
     @property
     def left_exchanges_open(self) -> bool:
-        """Whether a rank may have sent, or may wait for, what the others have not: its wait was ended, a pipeline's
-        step was broken off, or it failed where others did not."""
+        """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, or only
+        some ranks failed."""
         only_some = 0 < len(self.failures) < len(self.ranks)
         return only_some or any(failure.was_stopped or failure.broke_off_step for failure in self.failures.values())
 
 
 class Listener(Protocol):
-    """Where a run's output and published objects go."""
+    """Receives a run's output and published objects."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -85,20 +85,20 @@ class Listener(Protocol):
 
 
 class Processes(Protocol):
-    """What a run needs of the engines' processes, by rank."""
+    """The functions of the engines' processes that a run needs, by rank."""
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
 
     def how_ended(self, rank: int) -> str:
-        """How a dead engine ended, for people."""
+        """How a dead engine ended, in words."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the process is held (SIGSTOP), so that no signal but SIGKILL reaches it."""
+        """Whether the process is stopped (SIGSTOP), so that no signal but SIGKILL reaches it."""
 
 
 class Run:
-    """Follows a request until every rank has replied or is gone."""
+    """Follows a request until every rank has replied or ended."""
 
     def __init__(
         self,
@@ -131,10 +131,9 @@ class Run:
         self.outcome = Outcome(request.ranks)
 
     def wait(self) -> Outcome:
-        """Follow the run to its end. KeyboardInterrupt stops the engines first, then the reason is "interrupt".
+        """Follow the run to its end. A KeyboardInterrupt stops the engines, with the reason "interrupt".
 
-        Whatever else is raised meanwhile (output that cannot be shown, a test's time limit) also stops the
-        engines before it goes on.
+        Other exceptions (output that cannot be shown, a test's time limit) also stop the engines before they pass.
         """
         try:
             return self._follow()
@@ -159,7 +158,7 @@ class Run:
         return self.outcome
 
     def stop(self) -> None:
-        """Have the ranks that still run stopped; from any thread."""
+        """Stop the ranks that still run. Call it from any thread."""
         self._stop_wanted.set()
         self._request.put("wake", -1, None)
 
@@ -175,7 +174,7 @@ class Run:
         return not loud or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
 
     def _step(self) -> None:
-        """Handle what has come, or wait until something comes or is due."""
+        """Handle the messages that have arrived, or wait until one arrives or a step is due."""
         try:
             self._handle(self._request.events.get(timeout=self._time_to_wait()))
             while True:
@@ -263,7 +262,7 @@ class Run:
             self.outcome.places[rank] = status.doing
 
     def _poll_places(self, timeout_s: float = 0.0) -> dict[int, protocol.RankStatus]:
-        """What the ranks have answered that were asked last, and that do not wait for longer than ``timeout_s``."""
+        """The answers of the ranks that were asked last. Waits at most ``timeout_s`` for each."""
         found = {rank: call.answer(timeout_s) for rank, call in self._places.items()}
         answered = {rank: status for rank, status in found.items() if status is not None}
         self._importing -= set(answered)
@@ -283,7 +282,7 @@ class Run:
             self._kill_unless_importing(ranks, now)
 
     def _kill_unless_importing(self, ranks: Sequence[int], now: float) -> None:
-        """A rank that imports something reacts at the end of that (`on_engine.imports`), and gets some time for it."""
+        """Kill ranks, but give an importing rank some time: it reacts when its import ends (`deferred_interrupts`)."""
         self._poll_places()
         importing = sorted(self._importing & set(ranks))
         if importing and self._waits_for_imports and now < self._stopping_s + IMPORT_LIMIT_S:

@@ -1,8 +1,8 @@
-"""How a session stops ranks: interrupt first, then abort their waits, then kill. A pure schedule."""
+"""The steps by which a session stops ranks: interrupt, then abort their waits, then kill. A pure schedule."""
 
 from __future__ import annotations
 
-#: Seconds after the decision to stop, and the step that is then taken on ranks that still run.
+#: Seconds after the decision to stop, and the step at that time for ranks that still run.
 STEPS = ((0.0, "interrupt"), (0.25, "abort"), (0.6, "interrupt"), (1.0, "interrupt"), (1.5, "kill"))
 
 
@@ -18,7 +18,7 @@ class StopEscalation:
         self._remaining = list(STEPS)
 
     def due(self, now: float) -> list[str]:
-        """Steps that have become due since the last call."""
+        """The steps that have become due since the last call."""
         due = [step for after, step in self._remaining if now >= self._started_s + after]
         self._remaining = self._remaining[len(due) :]
         return due

@@ -1,4 +1,4 @@
-"""What a session's engines do, in lines of text: for the magics, and for the command line."""
+"""Describes the activity of a session's engines in lines of text, for the magics and the command line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def describe(status: protocol.RankStatus) -> str:
 
 
 def ranks_of(session: Session, text: str | None) -> tuple[int, ...]:
-    """The ranks that an option names; all without one."""
+    """The ranks that an option names; all ranks without the option."""
     return parse_ranks(text, session.num_engines) if text is not None else tuple(range(session.num_engines))
 
 
 def status_lines(session: Session) -> list[str]:
-    """One line about every rank, and how they exchange."""
+    """One line about every rank, then one about the transport of each group of ranks."""
     found = session.status()
     groups = dict.fromkeys(line for each in found for line in each.transport_groups)
     return [*map(describe, found), *groups]
@@ -47,7 +47,7 @@ def dump_lines(session: Session, ranks: Sequence[int]) -> list[str]:
 
 
 def log_lines(session: Session, ranks: Sequence[int], num_lines: int) -> list[str]:
-    """The end of what each of the ranks printed in the last cell that printed, and the files that have all of it."""
+    """The last lines of each rank in the last cell with output, and the files with the whole output."""
     paths = session.logs.last()
     if not paths:
         return ["workbench: no cell has printed anything yet"]
@@ -65,6 +65,6 @@ def log_lines(session: Session, ranks: Sequence[int], num_lines: int) -> list[st
 
 
 def interrupt_lines(session: Session) -> list[str]:
-    """Interrupt what the engines run, and say what became of the ranks."""
+    """Interrupt the engines' work, and describe the result for each rank."""
     outcome = session.interrupt()
     return consequences(outcome) if outcome.ranks else ["workbench: no rank runs anything"]

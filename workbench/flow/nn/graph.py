@@ -72,7 +72,7 @@ class Graph(ABC):
     _scaler: torch.amp.GradScaler | None
     _forward_caches: tuple[list[nn.Parameter], tuple[Placement, ...], list[Any]]
     spans: list[Any]
-    """When this rank's actions of the last training call ran."""
+    """The times of this rank's actions in the last training call."""
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One device's runs of a job, and the verdicts on strategies that are compared with them."""
+"""Runs a job on one device, and compares strategies with these runs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class RunObserver:
 
 
 class Checker:
-    """Trains a job on one device, on engine 0, as far as a check needs it, and remembers the results.
+    """Trains a job on one device, on engine 0, for as many steps as a check needs, and remembers the results.
 
     Args:
-        key: under which the engines keep the job.
+        key: the engines' key of the job.
     """
 
     def __init__(self, session: Session, key: str) -> None:
@@ -47,7 +47,7 @@ class Checker:
         self._exact: dict[str, tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankReport:
-        """A one-device run of at least so many steps, made when it is first asked for.
+        """A one-device run of at least so many steps. The first call trains it.
 
         Raises:
             RunStopped: ``observer`` stopped it; the next call trains it again.
@@ -71,7 +71,7 @@ class Checker:
         self._exact.clear()
 
     def known(self, which: OneDevice) -> RankReport | None:
-        """That one-device run if it has been made."""
+        """This one-device run; None if it has not been trained."""
         return self._reports.get(which)
 
     def verdict(
@@ -79,8 +79,8 @@ class Checker:
     ) -> Verdict:
         """Whether the run with these reports equals one device in its first steps.
 
-        Runs one device with perturbed weights, and both in float64, only where the question is open without them, and
-        ``observer`` wants an answer. Results in fp32 or float64 serve all precisions of a strategy.
+        Further runs, on one device with perturbed weights and of both in float64, are made only if the question is open
+        without them and ``observer`` has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
         """
         which = one_device_of(strategy)
         reference = self.known(which)
@@ -105,9 +105,9 @@ class Checker:
         return verdict
 
     def _noise(self, which: OneDevice, reference: RankReport, num_steps: int, observer: RunObserver | None) -> Distance:
-        """How far one device is from itself, its first weights changed by a rounding unit.
+        """The distance of one device from itself when its first weights change by a rounding unit.
 
-        Micro-batches change little of it: noise that is known from another number of them is taken.
+        The number of micro-batches changes it little, so the noise of another number is reused.
         """
         for other, report in self._reports.items():
             plain = self.known(replace(other, variant="plain"))
@@ -125,7 +125,7 @@ class Checker:
         num_steps: int,
         observer: RunObserver | None,
     ) -> Case:
-        """The case with what fp32 or float64 have shown of the strategy, or with why that is not to be had."""
+        """The case with the strategy's results in fp32 or float64, or with the reason why there are none."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
         if changed < num_steps:
             return replace(case, no_float64=f"the strategy changed after step {changed}")

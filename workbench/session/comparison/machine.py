@@ -1,4 +1,4 @@
-"""What a run depends on besides its strategy: the machine and the versions, in words."""
+"""Describes the machine and the versions in words: runs depend on them besides their strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def machine_text() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on, by name."""
+    """Versions of the packages on which the numbers depend, by name."""
     ours = sys.modules[__name__.partition(".")[0]].__version__  # the package itself is above all rooms
     return {"workbench": ours, "torch": str(torch.__version__), "Python": platform.python_version()}
 

@@ -1,4 +1,4 @@
-"""The figures of a run as a record, computed from the reports of its ranks. Pure."""
+"""Computes the record of a run from the reports of its ranks. Pure functions."""
 
 from __future__ import annotations
 

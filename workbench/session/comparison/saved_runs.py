@@ -169,7 +169,7 @@ class RunFile:
         os.write(self._handle, (json.dumps(line, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file. Safe to call twice."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

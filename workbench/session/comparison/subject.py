@@ -33,13 +33,13 @@ class Subject:
         steps: int,
         **options: Any,
     ) -> Subject:
-        """What ``wb.compare`` was given; the model is made once, on this side, to look at it.
+        """A subject of the arguments of ``wb.compare``. It makes the model once in this process, to find its layers.
 
         Args:
             options: others of `Job`: seed, collate_fn, shuffle, drop_last, count.
 
         Raises:
-            RunError: it cannot be trained so, see `Job`.
+            RunError: the job cannot be trained, see `Job`.
         """
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         model = job.model()
@@ -52,7 +52,7 @@ class Subject:
         return self.job.first_batch().sample_shape
 
     def settings(self) -> dict[str, Any]:
-        """What is trained, for tables and files."""
+        """A description of the job, for tables and files."""
         job = self.job
         return {
             "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
@@ -75,7 +75,7 @@ class Subject:
 
 
 def _optimizer_text(optimizer_fn: Any) -> str:
-    """The optimizer's source line, where there is one to show."""
+    """The optimizer's source line, or its name if it has none."""
     if optimizer_fn is None:
         return "SGD(lr=0.1, momentum=0.9)"
     try:

@@ -1,6 +1,6 @@
-"""What an engine runs for ``wb.compare`` and the panel: a training run that publishes its steps, and its reference.
+"""Functions on engines for ``wb.compare`` and the panel: a training run that publishes its steps, and its reference.
 
-Loaded on engines, so it imports no part of the notebook's side.
+Engines load this module, so it imports nothing of the notebook's side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
 @dataclass(frozen=True)
 class OneDevice:
-    """Which one-device run: strategies are compared with one of as many micro-batches and the same precision.
+    """Identifies a one-device run. A strategy's reference has as many micro-batches and the same precision.
 
     Attributes:
         variant: ``"plain"``; ``"perturbed"``, with its first weights changed by a rounding unit; or ``"float64"``.
@@ -41,8 +41,8 @@ _histories: dict[tuple[str, OneDevice], WeightHistory] = {}
 class RankReport:
     """One rank's figures of a run, small enough to send.
 
-    ``changes`` are those of the strategy, ``segments`` what was measured between them. ``tensors`` says how far the
-    model's tensors are from one device's after the first steps, where this rank knows; ``precision`` is the coarsest
+    ``changes`` are changes of the strategy, ``segments`` the figures between them. ``tensors`` has the differences of
+    the model's tensors from one device after the first steps, if this rank knows them. ``precision`` is the coarsest
     one in which the model computes.
     """
 
@@ -61,21 +61,21 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an engine says of a job that it keeps: its threads, and why micro-batches cannot be (empty: they can)."""
+    """An engine's report on a job: its threads, and the reason why micro-batches are impossible (empty: possible)."""
 
     num_threads: int
     no_micro_batches: str = ""
 
 
 def keep_job(key: str, job: Job) -> Prepared:
-    """Keep a job under a key, so that its data set travels to the engines once; its first small step is taken."""
+    """Keep a job under a key, so that its data set is sent once, and run one small step of it."""
     problem = warm_up(job)
     _jobs[key] = job
     return Prepared(torch.get_num_threads(), problem)
 
 
 def has_job(key: str) -> bool:
-    """Is the job here? Not on an engine that was started after it was sent."""
+    """Whether this engine has the job. An engine that was started after the job was sent does not."""
     return key in _jobs
 
 
@@ -87,10 +87,10 @@ def forget_job(key: str) -> None:
 
 
 def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
-    """A one-device run of a job; publishes its steps. Its weights are kept for the comparisons that follow, unless it
-    was stopped before it had compared ones.
+    """Train a job on one device and publish the steps. The engine keeps the weights for later comparisons, unless the
+    run was stopped before the steps that are compared.
 
-    One that is perturbed says how far it is from the plain one.
+    The report of a perturbed run has its distance from the plain one.
     """
     job = _variant(key, which.variant, num_steps, which.precision)
     with _mode(job):
@@ -108,8 +108,8 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
 
 
 def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) -> RankReport:
-    """Train under a strategy, publish this rank's steps; the rank that has the one-device run ``which`` says how far
-    the weights are from its own.
+    """Train under a strategy, and publish this rank's steps. The report of the rank with the one-device run ``which``
+    has the distance of the weights from that run.
     """
     job = _variant(key, which.variant, num_steps, which.precision)
     with _mode(job):
@@ -122,7 +122,7 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
 
 
 def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:
-    """The job of a run; one that is no plain one is evidence for a verdict, of losses and weights only."""
+    """The job of a run. Runs other than plain ones serve verdicts only, so they record losses and weights."""
     job = replace(_jobs[key], num_steps=num_steps, measures_memory=variant == "plain")
     if variant == "perturbed":
         return replace(job, perturbed=precision)

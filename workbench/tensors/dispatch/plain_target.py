@@ -41,7 +41,7 @@ def write_to_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Te
     spec = next(leaf._spec for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor))
     if spec.world.context.running is not None and spec.layout.placement.num_ranks < spec.world.world_size:
         _make_global(target, spec)
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     copy = from_local(target, spec.world, spec.layout).clone()
     func(copy, *args[1:], **kwargs)
     everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
