@@ -1,7 +1,7 @@
 """Executes a boxing plan on this rank, as one differentiable function.
 
 The backward of ``a -> b`` is the boxing ``dual(b) -> dual(a)``: all-gather <-> reduce-scatter, slice <-> zero-fill,
-all-reduce <-> all-reduce, all-to-all <-> all-to-all; double backward follows because it is a boxing again.
+all-reduce <-> all-reduce, all-to-all <-> all-to-all. It is a boxing too, so double backward works.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from workbench.tensors.tensor_state import version_of
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
     """``tensor`` in another layout; on ranks outside the new placement, a placeholder. All ranks of the world call it.
 
-    The result owns its storage, unless the layout is the one the tensor has: then it is the tensor itself.
-    ``function`` is named by traces as what needed the boxing.
+    The result owns its storage. If the tensor has the layout already, the result is the tensor itself. ``function`` is
+    the function that needs the boxing, for traces.
     """
     source = tensor._spec
     return box_to(tensor, spec_of(source.world, layout, source.shape), function)
 
 
 def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTensor:
-    """The same for the layout of a spec of the tensor's shape."""
+    """``box`` to the layout of a spec that has the tensor's shape."""
     source = tensor._spec
     if target is source:
         return tensor
@@ -60,7 +60,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
 
 
 def box_placeholder(placeholder: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
-    """``box_to`` of what this rank holds neither before nor after, under a tag that was drawn already."""
+    """``box_to`` of a tensor that this rank holds neither before nor after, under a tag that was drawn already."""
     source: Spec = placeholder._spec  # type: ignore[attr-defined]
     with local_torch():
         if placeholder.requires_grad and torch.is_grad_enabled():
@@ -77,7 +77,7 @@ def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: s
 
 
 def check_differentiable(source: Spec, target: Spec, function: str) -> None:
-    """A maximum of terms has no gradient that is linear; say so where the layout is made, not deep in backward."""
+    """Raise ``LayoutError`` for a maximum of terms that requires a gradient, here and not deep in backward."""
     for entry in (*source.layout.sbp, *target.layout.sbp):
         if isinstance(entry, Partial) and entry.reduction != "sum":
             raise LayoutError(
@@ -89,7 +89,7 @@ def check_differentiable(source: Spec, target: Spec, function: str) -> None:
 
 
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
-    """A boxing that an operation needs and the code does not write; the source caches it, so q, k and v share one.
+    """A boxing that an operation needs and the code does not write. The source caches it, so q, k and v share one.
 
     The source holds the result strongly: with weak references, communication would depend on one rank's garbage
     collector.
@@ -120,7 +120,8 @@ def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     """The state of a tensor that a cached boxing is valid for; None for tensors whose boxings are not cached."""
-    # Autograd writes to a gradient where it is held, and tells no other rank; a write through ``.data`` has no version.
+    # Autograd writes to a gradient on its own rank only, and other ranks do not know. A write through ``.data`` has no
+    # version.
     if tensor._is_grad or tensor._has_data_alias:
         return None
     with local_torch():
@@ -134,14 +135,14 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
 
 
 def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:
-    """What ``exchange_between`` executes."""
+    """The plan or path that ``exchange_between`` executes."""
     with local_torch():
         itemsize = local.element_size()
     return find_boxing_path(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
 
 
 class _Box(torch.autograd.Function):
-    """Boxing between two specs; every rank of the world has the node, so backward reaches it on every rank."""
+    """Boxing between two specs. Every rank of the world has the node, so backward reaches it on every rank."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, site: Any = None) -> torch.Tensor:
@@ -176,7 +177,7 @@ def _apply_box(*args: Any) -> torch.Tensor:
 
 
 def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
-    """The boxing of a gradient, linked to it where it is differentiated again; ``site`` is its line in traces."""
+    """The boxing of a gradient, linked to it if it is differentiated again. ``site`` is its line in traces."""
     tracer = incoming.world.context.tracer
     if tracer is not None:
         tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), grad.dtype)

@@ -1,6 +1,6 @@
-"""A boxing between two specs as this rank executes it: everything that does not depend on values, made once.
+"""A boxing between two specs, compiled for this rank: everything that does not depend on values is made once.
 
-A training step boxes between the same specs again and again, so the hot path is to look this object up and to run it.
+A training step boxes between the same specs again and again, so the hot path looks up this object and runs it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from workbench.tensors.world import World
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
 
 _MAX_CACHED = 256
-"""Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
+"""The number of exchanges that a spec remembers. Shapes that differ at every step must not fill the memory."""
 
 
 def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | PathExchange:
-    """The one exchange from ``source`` to ``target`` for this dtype; several in a row where that is faster."""
+    """The exchange from ``source`` to ``target`` for this dtype, or several in a row if they are faster."""
     key = (target, dtype)
     found: Exchange | PathExchange | None = source.exchanges.get(key)
     if found is None:
@@ -45,7 +45,7 @@ def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange
 
 
 class PathExchange:
-    """The exchanges of a path, one after the other; messages of one tag arrive in the order of the steps."""
+    """The exchanges of a path, one after the other. Messages of one tag arrive in the order of the steps."""
 
     def __init__(self, steps: tuple[BoxingPlan, ...], source: Spec, target: Spec, dtype: torch.dtype) -> None:
         between = [spec_of(source.world, step.destination, source.shape) for step in steps[:-1]]
@@ -65,7 +65,7 @@ class Exchange:
     """One plan, seen from one rank, for tensors of one dtype.
 
     Attributes:
-        own_slice: where the new shard lies in the old one, if the boxing is a slice.
+        own_slice: the place of the new shard in the old one, if the boxing is a slice.
     """
 
     def __init__(self, plan: BoxingPlan, source: Spec, target: Spec, dtype: torch.dtype) -> None:
@@ -102,7 +102,7 @@ class Exchange:
         return result
 
     def _make_transfer_plan(self) -> TransferPlan | None:
-        """For transports whose ranks read one another's memory. Terms of sums are put together elsewhere."""
+        """The plan for transports whose ranks read one another's memory. None if this exchange does not use one."""
         plan, world = self.plan, self._world
         if self._is_placeholder or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
             return None
@@ -121,7 +121,7 @@ class Exchange:
         return self._borrow(local, tag)
 
     def _transport(self) -> Any:
-        """The world's, or what ranks of one host alone use in a world of several (``mixed``)."""
+        """The world's transport. In a world of several hosts, ranks of one host use their own (``mixed``)."""
         transport: Any = self._world.transport
         for_ranks = getattr(transport, "for_ranks", None)
         return transport if for_ranks is None else for_ranks(self._ranks)

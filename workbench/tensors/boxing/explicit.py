@@ -1,4 +1,4 @@
-"""Explicit mode: an implicit boxing that communicates is an error, which says what to write."""
+"""Explicit mode: an implicit boxing that communicates is an error. The error names the line to write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.units import format_bytes
 
 
 class Need(NamedTuple):
-    """A tensor that has to change its layout, and the argument it was given as, e.g. ``"argument 2 (weight)"``."""
+    """A tensor that has to change its layout, and its argument, e.g. ``"argument 2 (weight)"``."""
 
     argument: str
     tensor: GlobalTensor
@@ -30,11 +30,12 @@ class Need(NamedTuple):
 def explicit_boxing() -> Iterator[None]:
     """In this context, an implicit boxing that communicates is an error.
 
-    Implicit boxings that move nothing between ranks (B to S, B to P) stay allowed, and so do the backwards of explicit
+    Implicit boxings that move no data between ranks (B to S, B to P) stay allowed, and so do the backwards of explicit
     ones.
 
     Raises:
-        ExplicitBoxingError: it names the function, the argument, both layouts and the ``to_global`` to add.
+        ExplicitBoxingError: the code needs such a boxing. The message names the function, the argument, both layouts
+            and the ``to_global`` to add.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 6, placement=p, sbp="S(0)"), wb.ones(6, 2, placement=p, sbp="B")
@@ -48,7 +49,7 @@ def explicit_boxing() -> Iterator[None]:
 
 
 def check_explicit(function: str, needs: Sequence[Need]) -> None:
-    """Raise ``ExplicitBoxingError`` if any of the boxings communicates; all of them are named at once."""
+    """Raise ``ExplicitBoxingError`` if any of the boxings communicates. The message names all of them."""
     given = _operands_of_users_call()
     texts = [text for need in needs if (text := _describe(need, given))]
     if texts:
@@ -91,7 +92,7 @@ def _operands_of_users_call() -> list[GlobalTensor]:
 
 
 def to_global_line(tensor: GlobalTensor, layout: Layout) -> str:
-    """The call that boxes ``tensor`` to ``layout``, with the name the user's code has for it."""
+    """The call that boxes ``tensor`` to ``layout``, under its name in the user's code."""
     name = name_in_user_code(tensor, "x")
     placement = "" if tensor._spec.layout.placement == layout.placement else f"placement=wb.{layout.placement!r}, "
     return f'{name}.to_global({placement}sbp="{", ".join(map(repr, layout.sbp))}")'

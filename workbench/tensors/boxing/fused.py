@@ -1,8 +1,8 @@
-"""Boxings that share messages, and boxings whose wait comes later.
+"""Boxings that share messages, and asynchronous boxings.
 
-A fused boxing sends what several tensors have for a rank in one message: sixteen small tensors cost the latency of
-one. An asynchronous one (``async_op``, as torch.distributed calls it) sends when it is called and receives when it is
-waited for. Both are one differentiable function; the backward is the fused boxing of the gradients.
+A fused boxing sends the slices of several tensors for a rank in one message: sixteen small tensors cost the latency of
+one. An asynchronous boxing (``async_op``, as in torch.distributed) sends in the call and receives in the wait. Both are
+one differentiable function. Its backward is the fused boxing of the gradients.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def to_global_many(
 ) -> list[GlobalTensor] | Handle[list[GlobalTensor]]:
     """``x.to_global(placement, sbp)`` of several tensors at once: one message per pair of ranks for each dtype.
 
-    Numbers and gradients are those of boxing one by one; what saves time is that small tensors share the cost of a
-    message. All ranks of the world call it with the same tensors in the same order. A gradient comes back for every
-    tensor as soon as one of the results was used, zero for the others.
+    Numbers and gradients are those of boxing one by one. It saves time because small tensors share the cost of a
+    message. All ranks of the world call it with the same tensors in the same order. If one of the results is used,
+    every tensor gets a gradient; it is zero for unused results.
 
     Args:
-        tensors: of any shapes and layouts.
-        placement, sbp: as for ``to_global``; what is left out stays as each tensor has it.
-        async_op: return a handle whose ``wait()`` gives the results. The tensors may be written meanwhile, but for
-            those that have their layout already: these are results themselves, as of ``to_global``.
+        tensors: tensors of any shapes and layouts.
+        placement, sbp: as for ``to_global``. Each tensor keeps its own for one that is left out.
+        async_op: return a handle whose ``wait()`` returns the results. The tensors may be written before the wait,
+            except those that have the layout already: they are results themselves, as in ``to_global``.
 
     Raises:
         LayoutError: no tensors, or one that is not a global tensor; or a maximum that requires a gradient.
@@ -77,11 +77,11 @@ def to_global_many(
 def to_global_async(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
     """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
 
-    What the tensor holds now is sent: it may be written before the wait. The result has a gradient like any boxing's.
-    To the layout that it has already nothing is sent: the result is the tensor itself, as ``to_global``'s is, and shows
-    what is written meanwhile.
+    It sends the present values, so the tensor may be written before the wait. The result has a gradient like that of
+    any boxing. If the tensor has the layout already, nothing is sent. The result is then the tensor itself, as in
+    ``to_global``, and shows later writes.
 
-    ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is under way.
+    ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is in transit.
     """
     many = box_many([tensor], [_target(tensor, placement, sbp)], True)
     return Handle(lambda: many.wait()[0])
@@ -182,7 +182,7 @@ class _BoxingWork:
         self._time_s = 0.0
 
     def start(self, locals_: Sequence[torch.Tensor]) -> None:
-        """Send what this rank has for others."""
+        """Send this rank's slices for other ranks."""
         started, rank = time.perf_counter(), self.world.rank
         self._locals = [local.clone() for local in locals_] if self.is_later else list(locals_)
         header = f"fused boxing of {len(self.plans)} tensors, {self._words()}, {str(self.dtype).removeprefix('torch.')}"
@@ -208,7 +208,7 @@ class _BoxingWork:
         self._time_s = time.perf_counter() - started
 
     def finish(self) -> list[torch.Tensor]:
-        """The new shards, in memory of their own."""
+        """The new shards, in new memory."""
         started, rank = time.perf_counter(), self.world.rank
         results = self._finish_sums()
         self._wait()
@@ -268,7 +268,7 @@ class _BoxingWork:
 
 
 class _BoxMany(torch.autograd.Function):
-    """The boxings of one bucket; every rank of the world has the node, so backward reaches it on every rank."""
+    """The boxings of one bucket. Every rank of the world has the node, so backward reaches it on every rank."""
 
     @staticmethod
     def forward(ctx: Any, work: _BoxingWork, is_now: bool, *locals_: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What an asynchronous boxing gives at once."""
+"""The handle that an asynchronous boxing returns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """A boxing under way. Every rank of the world waits for it, once."""
+    """A boxing in progress. Every rank of the world waits for it, once."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
 
     def wait(self) -> T:
-        """The result, as soon as it is there; the wait can be interrupted, and ends if a rank dies."""
+        """Wait for the result and return it. An interrupt ends the wait, and so does the death of a rank."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()

@@ -1,7 +1,7 @@
-"""An interruption (Ctrl-C in a notebook) inside a module's call: torch calls no hooks then, not even those for errors.
+"""Cleans up after an interrupt (Ctrl-C in a notebook) inside a module's call. torch calls no hooks then.
 
-What hooks have begun would last: autocast would be on in every later cell, gathered parameters would stand where shards
-belong. So the call of a parallelized module ends what is open, and only then hands the interruption on.
+Without it, autocast would stay on in every later cell, and gathered parameters would stay in place of shards. So the
+call of a parallelized module first undoes what its hooks have begun. Then it raises the interrupt again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 class Interruptible:
     """Runs the calls of a module.
 
-    It stands where ``nn.Module.compile`` puts a compiled call; copies of the module leave it behind.
+    It is stored where ``nn.Module.compile`` puts a compiled call. Copies of the module do not have it.
 
     Args:
         module: the parallelized module.
-        on_interrupt: what ends things that are open.
+        on_interrupt: functions that undo what hooks have begun.
     """
 
     def __init__(self, module: nn.Module, on_interrupt: Sequence[Callable[[], None]]) -> None:
@@ -28,7 +28,7 @@ class Interruptible:
             module._compiled_call_impl = self
 
     def remove(self) -> None:
-        """Calls run as torch has them."""
+        """Let torch run the module's calls again."""
         if self.module._compiled_call_impl is self:
             self.module._compiled_call_impl = None
 

@@ -31,11 +31,11 @@ class PrepareInput:
         self._in_use, self._choice, self.is_disabled = in_use, choice, False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments as the layer gets them; None where they go in as they are."""
+        """The arguments in the layer's layouts; None if they do not change."""
         return None if self.is_disabled else self.box_inputs(args, kwargs)
 
     def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, with every tensor as the layer means it."""
+        """The arguments, with every tensor in the layout that the layer expects."""
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
             return (self._prepare(args[0]),), kwargs
         args, kwargs = tree_map(self._prepare, (args, kwargs))
@@ -55,21 +55,21 @@ class PrepareInput:
         layout = layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
-            layout = layout.broadcast()  # positions and masks, alike for all samples
+            layout = layout.broadcast()  # positions and masks, equal for all samples
         return box_implicitly(value, layout, choice.name)
 
 
 class PrepareOutput:
     """The output hook of a layer: boxes sums, and columns of a table, to the layout of the ``following`` layer.
 
-    Behind a residual they would be boxed again and again.
+    Without it, every use of the result behind a residual would box it again.
     """
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, following: ResolvedLayer | None) -> None:
         self._in_use, self._choice, self._following = in_use, choice, following
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output as the next layer gets it."""
+        """The output in the layout of the next layer."""
         if not isinstance(output, GlobalTensor):
             return output
         choice, layout, last = self._choice, output._spec.layout, split(output.dim() - 1)
@@ -89,10 +89,10 @@ def hook_layer(
     foreign: list[str],
     on_interrupt: list[Callable[[], None]],
 ) -> list[Any]:
-    """Box a layer's inputs; behind a row-split layer, box its partial sums to the layout of the next layer.
+    """Box a layer's inputs. Behind a row-split layer, box its partial sums to the layout of the next layer.
 
-    ``foreign`` names the layer's parameters that live on another stage; ``on_interrupt`` gets what ends a call that
-    has not ended by itself.
+    ``foreign`` names the layer's parameters that are on another stage. ``on_interrupt`` gets the functions that clean
+    up after an interrupted call.
     """
     handles = [layer.register_forward_pre_hook(PrepareInput(in_use, choice), with_kwargs=True)]
     if foreign:
@@ -104,8 +104,8 @@ def hook_layer(
 
 
 def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
-    """The dim that counts samples: the first, or the one of their number by which the tensor is split, as in (sequence,
-    batch, features). Features that are as many are none.
+    """The dim that counts samples: the first one, or another of the same size by which the tensor is split, as in
+    (sequence, batch, features). Features of that number do not count as samples.
     """
     shape = spec.shape
     if not shape or shape[0] == num_samples:
@@ -121,7 +121,7 @@ def _hook_tied(
     layout_here: Callable[[int], Layout],
     on_interrupt: list[Callable[[], None]],
 ) -> list[Any]:
-    """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
+    """Box a parameter of another stage to this one around each use. The backward boxes its gradient to its stage."""
     kept: dict[str, Any] = {}
 
     def bring(module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a resolved strategy means for parameters and inputs of every layer: placements and layouts. No data here."""
+"""The placements and layouts of every layer's parameters and inputs under a resolved strategy. Moves no data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StageLayouts:
     Attributes:
         axes: for every stage, names of the axes of its placement, in order: "data", "model".
         placements: the ranks of every stage.
-        everywhere: all ranks of all stages; of a single stage, its placement.
-        own_stage: the first stage of this rank; 0 on a rank outside.
+        everywhere: all ranks of all stages; with a single stage, its placement.
+        own_stage: the first stage of this rank; 0 on a rank outside of all stages.
     """
 
     def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
@@ -54,7 +54,7 @@ class StageLayouts:
         return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in axes))
 
     def input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int = 0) -> Layout:
-        """What the layer's choice means for its input; a scalar is everywhere. ``batch_dim`` counts samples."""
+        """The layout of the layer's input under its choice; B for a scalar. ``batch_dim`` counts samples."""
         known = self._input_layouts.get((choice.name, ndim, batch_dim))
         if known is None:
             known = self._input_layouts[choice.name, ndim, batch_dim] = self._input_layout(choice, ndim, batch_dim)
@@ -72,7 +72,7 @@ class StageLayouts:
         return self.layout(choice, samples, split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
 
     def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
-        """Where a parameter's slices lie; see the table at the top of ``training/parallel.py``."""
+        """The layout of a parameter, see the table at the top of ``training/parallel.py``."""
         outputs_last = choice.kind in (TABLE, *TRANSPOSED_KINDS)
         if choice.split == "column":
             entry: Sbp = split(ndim - 1) if outputs_last else split(0)
@@ -83,7 +83,7 @@ class StageLayouts:
         return self.layout(choice, broadcast, entry)
 
     def output_layout(self, choice: ResolvedLayer, following: ResolvedLayer | None, ndim: int) -> Layout:
-        """Where the sums of a row-split layer and the columns of a table go: to what the next layer expects."""
+        """The layout for the sums of a row-split layer and the columns of a table: that of the next layer's input."""
         if self.resolved.options.sequence and ndim > 2:
             return self.layout(choice, split(0), split(1))
         if following is None:
@@ -94,19 +94,19 @@ class StageLayouts:
 
     @property
     def stage_order(self) -> tuple[Placement, ...]:
-        """For ``ModuleCall``: where operands of different stages may meet; empty for a single stage."""
+        """For ``ModuleCall``: the placements on which operands of different stages may meet; empty with one stage."""
         return (self.everywhere, *self.placements) if len(self.placements) > 1 else ()
 
     def combining_on_latest_stage(self) -> AbstractContextManager[None]:
-        """Outside of the module's call, operands of different stages meet as they do inside it."""
+        """A context in which operands of different stages meet as inside the module's call."""
         return self.world.context.temporarily(call=ModuleCall(self.stage_order))
 
     def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
-        """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
+        """The placement of a module's buffers. ``nearest`` is the module as a layer, or the layer before it.
 
-        A layer's lie on its stage, and so do running statistics, which forward writes. Those of another module lie
-        on the one stage of the layers in it, or around it where it has none (rotary frequencies, masks), and
-        everywhere where those are on several.
+        Buffers of a layer are on its stage, and so are running statistics, which forward writes. Buffers of another
+        module (rotary frequencies, masks) are on the stage of the layers in it, or of those around it if it has none.
+        If these layers are on several stages, the buffers are on all ranks.
         """
         if name == nearest.name or isinstance(module, _NormBase):
             return self.placements[nearest.stage]
@@ -118,7 +118,7 @@ class StageLayouts:
 
 
 class LayoutsInUse:
-    """The layouts that a module's hooks and steps go by, as one object that all of them hold.
+    """The layouts that a module's hooks and steps use. All of them hold this one object.
 
     Attributes:
         layouts: those on the ranks of the world; during an action of a rank with several stages, those of its stage.
@@ -129,7 +129,7 @@ class LayoutsInUse:
 
     @contextmanager
     def replaced_by(self, layouts: StageLayouts) -> Iterator[None]:
-        """Meanwhile, hooks and steps go by ``layouts``, which have another world."""
+        """A context in which hooks and steps use ``layouts``, which have another world."""
         before, self.layouts = self.layouts, layouts
         try:
             yield
@@ -137,5 +137,5 @@ class LayoutsInUse:
             self.layouts = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutsInUse:
-        """A copied module lies where the module does."""
+        """A copied module has the layouts of the module."""
         return self

@@ -1,9 +1,9 @@
-"""Models built on ``meta``: storage for this rank's shards alone, then values for them.
+"""Gives storage and values to models built on ``meta``. Only this rank's shards get storage.
 
-Values come from files, or from the modules' own initialisation run on the shards, whose random numbers follow the
-logical position and are the same for every strategy and number of ranks. What a constructor has computed (rotary
-frequencies, masks) is lost on ``meta`` and in no file: it is computed again where the model knows how, and an error
-where it does not.
+Values come from files, or from the modules' own initialisation on the shards. Its random numbers depend on the logical
+position, so they are equal for every strategy and number of ranks. Values that a constructor has computed (rotary
+frequencies, masks) are lost on ``meta``, and no file has them. The model computes them again if it has a method for
+that; otherwise it is an error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def names_on_meta(module: nn.Module) -> list[str]:
 
 
 def materialize(module: nn.Module, names: list[str], init: Init, world: World) -> None:
-    """Give storage and values to the tensors ``names``, which ``spread`` has made of ones on meta. All ranks call it.
+    """Give storage and values to the tensors ``names``, which `shard_parameters` has made from tensors on meta.
+
+    All ranks call it.
 
     Raises:
-        StrategyError: tensors that nothing gives a value to, all listed.
-        CheckpointError: files that do not fit.
+        StrategyError: some tensors got no value. The message lists all of them.
+        CheckpointError: the files do not fit the module.
     """
     tensors = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if n in set(names)}
     versions = {name: _allocate(tensor) for name, tensor in tensors.items()}
@@ -94,7 +96,7 @@ def _depth(name: str) -> int:
 
 
 def _nearest_with(modules: dict[str, nn.Module], name: str, method: str) -> Any:
-    """The method of a module or of the nearest one above it that has it."""
+    """The method of a module, or of the nearest module around it that has such a method."""
     while True:
         if hasattr(modules[name], method):
             return getattr(modules[name], method)
@@ -104,7 +106,7 @@ def _nearest_with(modules: dict[str, nn.Module], name: str, method: str) -> Any:
 
 
 def _allocate(tensor: Any) -> int:
-    """Storage for this rank's shard, full of what no initialisation writes; returns a version to compare with."""
+    """Allocate this rank's shard, filled with values that no initialisation writes. Returns its version."""
     if tensor.is_placeholder:
         return 0
     spec, local = tensor._spec, plain(tensor)

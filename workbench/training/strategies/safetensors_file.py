@@ -1,8 +1,8 @@
-"""Slices of tensors out of safetensors files, read straight into the memory where they are to lie.
+"""Reads slices of tensors from safetensors files directly into their destination.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header, the
-data. The library's own reader maps the whole file, and what it has touched stays resident beside the copies; reading
-slice by slice costs no more than the slice.
+data. The library's own reader maps the whole file, and the pages that it has read stay in memory beside the copies.
+Reading slice by slice needs no more memory than the slice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SafetensorsFiles:
     """The tensors of a file or of a directory with one file or an index; use it as a context.
 
     Raises:
-        CheckpointError: no such file, or one that is no safetensors file or cut short.
+        CheckpointError: there is no such file, or it is cut short or no safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""What ``parallelize`` did to a module, and the module's layers as a strategy sees them."""
+"""The state that ``parallelize`` keeps on a module, and the module's layers in the form that a strategy needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _recording = threading.local()
 
 @contextmanager
 def recorded_module_calls() -> Iterator[list[nn.Module]]:
-    """While this lasts, the parallelized modules that this thread calls are put into a list."""
+    """A context that gives a list of the parallelized modules that this thread calls in it."""
     _recording.modules = found = list[nn.Module]()
     try:
         yield found
@@ -41,7 +41,7 @@ def recorded_module_calls() -> Iterator[list[nn.Module]]:
 
 
 def record_module_call(module: nn.Module) -> None:
-    """A parallelized module is being called."""
+    """Record that a parallelized module is being called."""
     found: list[nn.Module] | None = getattr(_recording, "modules", None)
     if found is not None:
         found.append(module)
@@ -49,20 +49,20 @@ def record_module_call(module: nn.Module) -> None:
 
 @dataclass(eq=False)
 class ParallelState:
-    """The strategy in force on a module and what carries it.
+    """The strategy on a module, with its hooks and caches.
 
     Attributes:
-        in_use: where the stages lie, and what layers do there.
+        in_use: the placements of the stages, and the layouts of layers on them.
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
-        forward_caches: modules as this rank's only stage calls them: those of other stages, and those of its own.
-        stage_ranks: where a rank has several stages, what each of them sees of the module.
-        spans: what this rank's actions of the last scheduled step took.
-        on_interrupt: called when a call of the module ends by an interruption, for which torch calls no hooks.
+        forward_caches: caches of modules that this rank's only stage calls: of other stages, and of its own.
+        stage_ranks: for a rank with several stages, each stage's view of the module.
+        spans: the times of this rank's actions in the last scheduled step.
+        on_interrupt: called when an interrupt ends a call of the module, for which torch calls no hooks.
         has_compared_batch: whether the ranks have compared the plain tensors of a first batch.
         mean_loss: the code of the last loss that was found to be a mean over samples.
-        preset: a preset whose stages are cut by the order of calls, as long as no batch has shown it.
+        preset: a preset whose stages follow the order of calls, until a batch has shown this order.
     """
 
     strategy: Strategy
@@ -83,17 +83,17 @@ class ParallelState:
         """The ranks compare the plain tensors of the first batch that the module gets. All ranks call it.
 
         Raises:
-            LayoutError: they differ.
+            LayoutError: the tensors differ.
         """
         if not self.has_compared_batch:
             check_same_batch(named_tensors(batch), self.layouts.world, call)
             self.has_compared_batch = True
 
     def check_loss(self, loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:
-        """Before the first use of a loss under several micro-batches: it must be a mean over samples.
+        """Check that a loss is a mean over samples, before its first use with several micro-batches.
 
         Raises:
-            RunError: it is not.
+            RunError: it is not such a mean.
         """
         code = getattr(loss_fn, "__code__", loss_fn)  # a lambda may be made anew in every step
         if code is not self.mean_loss:
@@ -102,19 +102,19 @@ class ParallelState:
 
     @property
     def layouts(self) -> StageLayouts:
-        """The layouts in use now."""
+        """The present layouts."""
         return self.in_use.layouts
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
+        """The state for copies of the module, without the objects that steps have made. A copy's steps make its own."""
         return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": [], "mean_loss": None}
 
 
 def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
-    """The layers of a model as a strategy sees them: the modules that own parameters, in the order of registration.
+    """The layers of a model for a strategy: the modules that own parameters, in the order of registration.
 
-    ``calls`` are those of a forward. A layer that is not called (a weight that another module uses) counts with the
-    one before it.
+    ``calls`` are the calls in a forward. A layer that is not called (a weight that another module uses) belongs to the
+    layer before it.
     """
     owners: dict[int, str] = {}
     found: list[Layer] = []
@@ -139,7 +139,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parameter_owners(module: nn.Module, resolved: ResolvedStrategy) -> dict[nn.Parameter, ResolvedLayer]:
-    """The layer of every parameter; one that several layers share lives on the earliest of their stages."""
+    """The layer of every parameter. A parameter that several layers share is on the earliest of their stages."""
     owners: dict[nn.Parameter, ResolvedLayer] = {}
     for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
         for parameter in layer.parameters(recurse=False):
@@ -154,7 +154,7 @@ def parameter_stages(module: nn.Module, resolved: ResolvedStrategy) -> dict[int,
 
 
 def state_of(module: nn.Module) -> ParallelState:
-    """The strategy in force; raises ``StrategyError`` for a module that was never parallelized."""
+    """The state of a parallelized module. Raises ``StrategyError`` for other modules."""
     if STATE not in module.__dict__:
         raise StrategyError(
             f"{type(module).__name__} is not parallelized. Call wb.parallelize(module, strategy) first."
@@ -164,7 +164,7 @@ def state_of(module: nn.Module) -> ParallelState:
 
 
 def unhook(module: nn.Module) -> None:
-    """Remove the hooks of an earlier ``parallelize``; parameters stay global tensors."""
+    """Remove the hooks of an earlier ``parallelize``. Parameters stay global tensors."""
     state = module.__dict__.pop(STATE, None)
     for handle in state.handles if state else []:
         handle.remove()
