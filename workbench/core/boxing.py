@@ -114,7 +114,7 @@ class BoxingPlan:
         return {rank: self._received_elements(rank) * self.itemsize for rank in self.destination.placement}
 
     def _summing_bytes(self, group: tuple[int, ...], place: int) -> int:
-        """What a rank sends in a sum: its whole term to all, or slices of it and then its slice of the sum to all."""
+        """Bytes that a rank sends in a sum: its term to all, or slices of it and then its slice of the sum to all."""
         num_elements = math.prod(self.source.local_shape(self.shape, group[place]))
         if self._is_one_shot(group):
             return (len(group) - 1) * num_elements * self.itemsize

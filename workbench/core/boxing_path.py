@@ -87,7 +87,7 @@ class BoxingPath:
 
     @cached_property
     def peak_temporary_bytes(self) -> int:
-        """Largest staging space of any rank in any step, what lies between two steps included."""
+        """Largest staging space of any rank in any step, including the tensor between two steps."""
         between = [layout.local_shape(self.shape, rank) for layout in self.layouts[1:-1] for rank in layout.placement]
         held = max((math.prod(shape) * self.itemsize for shape in between), default=0)
         return held + max(step.peak_temporary_bytes for step in self.steps)

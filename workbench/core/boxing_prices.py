@@ -34,7 +34,7 @@ class LayoutSummary(NamedTuple):
 
 
 class BoxingPrices:
-    """BoxingPrices of boxings of a tensor of ``shape`` over a link.
+    """Prices of boxings of a tensor of ``shape`` over a link.
 
     Attributes:
         num_priced: number of pairs of layouts priced: a measure of work that does not depend on the machine.
@@ -53,7 +53,7 @@ class BoxingPrices:
         if is_all_reduce(source, destination):
             return plan_boxing(source, destination, self.shape, self.itemsize).time_s(self.cost)
         a, b = self._shards_of(source), self._shards_of(destination)
-        has_choice = a.num_copies > 1 or b.num_terms > 1  # else who sends what follows from the shards' sizes
+        has_choice = a.num_copies > 1 or b.num_terms > 1  # else senders and bytes follow from the shards' sizes
         counts = has_choice and len(a.regions) * len(b.regions) <= _MAX_PAIRS
         elements = self._counted(a, b) if counts else _by_sizes(a, b)
         return self.cost.time_s(elements * self.itemsize)

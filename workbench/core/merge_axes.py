@@ -1,4 +1,4 @@
-"""Merges axes of a placement that one or two layouts treat alike: fewer layouts to search, fewer messages."""
+"""Merges axes of a placement with equal sbp in one or two layouts: fewer layouts to search, fewer messages."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOLERANCE = TOLERANCES["fp32"].loss
 
 
 def difference(value: float, truth: float) -> float:
-    """How far a number is from one device's: absolute up to 1, and relative beyond, as rounding is.
+    """The difference of a number from one device's: absolute up to 1 and relative beyond, like rounding.
 
     0 where both are NaN or the same infinity, infinite where only one of them is finite.
 
@@ -181,7 +181,7 @@ def joined(parts: Sequence[LastSteps]) -> StepBlock | None:
 
 
 def _logical(terms: Sequence[LossTerm | None]) -> float | None:
-    """The logical loss of what each rank has of it; None where a term of the sum is missing."""
+    """The logical loss from each rank's part of it; None if a term of the sum is missing."""
     known = [term for term in terms if term is not None]
     if not known or not known[0].is_term:
         return known[0].value if known else None
@@ -205,7 +205,7 @@ class RunEvent(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Segment(JsonRecord):
-    """What a run did under one of its strategies, from ``first_step`` to the next segment; see ``RunRecord``."""
+    """The figures of a run under one of its strategies, from ``first_step`` to the next segment. See ``RunRecord``."""
 
     first_step: int
     name: str

@@ -15,7 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What holds for the whole model; ``degrees`` are pipeline x data x model, None where they follow from the rows.
+    """The options of the whole model. ``degrees`` are pipeline x data x model; None if they follow from the rows.
 
     Instead of degrees there may be ``widths``: data x model for every stage.
     """

@@ -1,4 +1,4 @@
-"""Where a tensor lies: a device type and a grid of ranks.
+"""The placement of a tensor: a device type and a grid of ranks.
 
 The shape of the grid is the hierarchy that an nd-sbp refers to, one entry per axis. The order of the ranks is
 meaningful: ``ranks=[1, 0]`` puts the first slice on rank 1.

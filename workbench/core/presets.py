@@ -1,4 +1,4 @@
-"""The classic strategies for a model, by name, and whatever else a strategy may be given as.
+"""The classic strategies for a model, by name, and the other forms in which users give strategies.
 
 A preset's name may have options behind it, as a text of rows has: ``"pipeline | mb=8"``.
 """
@@ -22,7 +22,7 @@ _FILE_SUFFIX = ".strategy"
 
 
 def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -> Strategy:
-    """The strategy that is meant by itself, its text, a preset's name, a dict of rows or a file, for a model.
+    """The strategy for a model, from a strategy, its text, a preset's name, a dict of rows or a file.
 
     Raises:
         StrategyError: it is none of these (the nearest preset is named), or the file cannot be read.
@@ -42,7 +42,7 @@ def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -
 
 
 def stages_preset(wanted: StrategyLike) -> str | None:
-    """The text of a preset that cuts stages, with its options; None where a strategy is something else.
+    """The text of a preset that cuts stages, with its options; None for other strategies.
 
     >>> stages_preset("pipeline | mb=8"), stages_preset("data")
     ('pipeline | mb=8', None)
@@ -52,7 +52,7 @@ def stages_preset(wanted: StrategyLike) -> str | None:
 
 
 def _read(wanted: StrategyLike) -> Strategy | str | Mapping[str, str]:
-    """The text of a file, anything else as it is."""
+    """The text of a file; other values unchanged."""
     if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.strip().endswith(_FILE_SUFFIX)):
         return read_strategy(Path(wanted.strip() if isinstance(wanted, str) else wanted))
     return wanted

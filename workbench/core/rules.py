@@ -67,7 +67,7 @@ def _parse_term(part: str, text: str) -> Term:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """On one axis: layouts of the operands under which the local function is right, and of what it returns.
+    """One legal combination on one axis: the sbp of the operands, and that of the results of the local function.
 
     ``letter`` is the dim that is split, or "" for all-broadcast and all-partial.
     """
@@ -143,7 +143,7 @@ def _signature_of_letter(
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What the choice needs to know of one tensor argument."""
+    """The facts about one tensor argument that the choice needs."""
 
     layout: Layout
     shape: Shape
@@ -194,14 +194,14 @@ def _legal_on_axis(candidates: Sequence[Signature], operands: Sequence[Operand],
     if not legal:  # terms that are written in place stay terms: slices grow to terms
         legal = [s for s in candidates if all(map(_may_grow, operands, current, s.inputs))]
     if all(isinstance(entry, Broadcast) for entry in current):
-        # What everybody holds stays so: slicing it would be free now and cost a gather later.
+        # Copies stay copies: slicing them would be free now and cost a gather later.
         legal = [s for s in legal if all(isinstance(entry, Broadcast) for entry in s.inputs)] or legal
     has_partial = any(isinstance(entry, Partial) for entry in current)
     return [s for s in legal if has_partial or s.letter or not any(isinstance(e, Partial) for e in s.inputs)]
 
 
 def _is_allowed(operand: Operand, current: Sbp, wanted: Sbp) -> bool:
-    """Which implicit boxings an operation may ask for, whatever they cost."""
+    """Whether an operation may ask for this implicit boxing, at any cost."""
     if current == wanted:
         return True
     if operand.is_parameter:  # operations follow weights: a weight may be sliced, never gathered or moved

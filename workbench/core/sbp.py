@@ -1,4 +1,4 @@
-"""Split, broadcast, partial-sum: how a tensor lies on one axis of a placement.
+"""Split, broadcast, partial sum: the layout of a tensor on one axis of a placement.
 
     S(d)   the ranks hold consecutive slices of dim d (balanced: the first ``n % p`` slices have one row more)
     B      every rank holds the whole tensor

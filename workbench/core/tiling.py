@@ -82,7 +82,7 @@ class Tiling:
         return Cut(starts, stops, offsets)
 
     def place(self, rank: int) -> Place:
-        """Where ``rank``, which is in the placement, stands."""
+        """The tile, term and copy of ``rank``, which is in the placement."""
         tile = term = copy = 0
         for axis, coordinate in enumerate(self.layout.placement.coordinates(rank)):
             step = coordinate * self._strides[axis]
@@ -95,7 +95,7 @@ class Tiling:
         return Place(tile, term, copy)
 
     def region(self, rank: int) -> Region:
-        """What ``rank`` holds."""
+        """The region that ``rank`` holds."""
         return self.layout.region(self.shape, rank)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region, tuple[int, ...]]]:
@@ -116,12 +116,12 @@ def tiling_of(layout: Layout, shape: Shape) -> Tiling:
 
 
 def num_elements(region: Region) -> int:
-    """Of a region."""
+    """The number of elements of a region."""
     return math.prod(stop - start for start, stop in region)
 
 
 def overlap(a: Region, b: Region) -> int:
-    """How many elements two regions share."""
+    """The number of elements that two regions share."""
     shared = 1
     for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
         low = start if start > other_start else other_start  # noqa: FURB136 - three times as fast as max and min

@@ -31,26 +31,27 @@ WEIGHT_STEPS = 2
 Evidence = Literal["noise", "finer"]
 
 _NOISE_FACTOR = 10.0
-"""How much further from one device than its own noise a run may be. Noise is one sample of it."""
+"""A run may differ from one device by this multiple of its noise. The noise is measured by one sample only."""
 _HARD_FACTOR = 100.0
-"""Beyond this multiple of the noise, float64 does not excuse a first loss or a length of updates: the mistake may be in
-the path that the precision takes. The rest is: one rounding that flips a comparison (the sign of what enters a ReLU)
-changes a gradient at once, and parts two runs later."""
+"""Beyond this multiple of the noise, agreement in float64 does not excuse a first loss or a length of updates: the
+mistake may be in code for the lower precision only. It does excuse other differences. One rounding that flips a
+comparison (the sign of an input of a ReLU) changes a gradient at once, and the runs differ later."""
 _OF_LENGTH = 0.2
-"""Of these factors for the length of the updates: it is a sum over all tensors, so that one sample tells more."""
+"""The share of these factors for the length of the updates. It is a sum over all tensors, so one sample says more."""
 _SHARP = 8e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _FINE = 0.1
 """Likewise, a limit on the change of most tensors above this one would hide a change that is wrong by ten per cent."""
 _SHRINKS = 1e-4
-"""What of a difference that is rounding is left in float64, with a wide margin: the units differ by 2**29 and more."""
+"""The share of a difference by rounding that is left in float64, with a wide margin: the rounding units differ by 2**29
+and more."""
 _LOOK_AHEAD = 3
-"""Noise of so many steps around the one in question: a single one may happen to be zero."""
+"""Noise is taken from so many steps around the one in question, because that of a single step may be zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What counts as equal without a question, in one precision.
+    """The differences that count as equal without further evidence, in one precision.
 
     Attributes:
         loss: difference of a loss (``core.metrics.difference``).
@@ -76,7 +77,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorChange(JsonRecord):
-    """How a tensor of the model has changed in a run and on one device; norms over its elements.
+    """The change of one tensor of the model in a run and on one device, as norms over its elements.
 
     Attributes:
         apart: of the difference between both changes; infinite where the tensor is missing or not finite.
@@ -95,7 +96,7 @@ class TensorChange(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Distance(JsonRecord):
-    """How far a run is from one device: by step the difference of the loss, by tensor that of its change."""
+    """The distance of a run from one device: the difference of the loss by step, that of the change by tensor."""
 
     losses: tuple[float, ...] = ()
     tensors: tuple[TensorChange, ...] = ()
@@ -105,7 +106,7 @@ class Distance(JsonRecord):
         return next((step for step, apart in enumerate(self.losses) if not apart <= tolerance.loss), None)
 
     def typical(self) -> float:
-        """How far the change of a tensor is from one device's, over the change: the median."""
+        """The difference of a tensor's change from one device's, over the change. The median of all tensors."""
         ratios = [tensor.apart / tensor.change for tensor in self.tensors if tensor.change]
         return statistics.median_low(ratios) if ratios else 0.0
 
@@ -151,7 +152,7 @@ UNKNOWN = Verdict(None)
 
 @dataclass(frozen=True)
 class Case:
-    """A run's distance from one device, and the evidence about it that is there so far.
+    """A run's distance from one device, and the evidence about it so far.
 
     ``no_float64`` says why the model could not run in float64; empty if it can, or before a try. ``equal_in`` is
     a finer precision in which the same strategy was equal.
@@ -167,7 +168,7 @@ class Case:
     # ---- the next evidence --------------------------------------------------------------------------------------
 
     def missing(self) -> Evidence | None:
-        """The evidence that a verdict still needs, None once there is enough."""
+        """The evidence that a verdict still needs; None once there is enough."""
         if self._within(self._tolerated):
             return None
         if self.noise is None:
@@ -179,9 +180,9 @@ class Case:
         return None if is_finest or is_known or not self._begins_alike() else "finer"
 
     def num_steps(self, evidence: Evidence) -> int:
-        """How many steps that evidence has to cover."""
+        """The number of steps that this evidence has to cover."""
         if evidence == "noise" and self.equal_in:
-            return WEIGHT_STEPS  # only whether the run begins alike is still open
+            return WEIGHT_STEPS  # the only open question is whether the runs begin equally
         if evidence == "noise":
             return max(WEIGHT_STEPS, (self.found.parted(self.tolerance) or 0) + 1) + _LOOK_AHEAD - 1
         limit = self._explained(_NOISE_FACTOR)
@@ -206,7 +207,7 @@ class Case:
     # ---- limits ---------------------------------------------------------------------------------------------------
 
     def _begins_alike(self) -> bool:
-        """Whether what no single rounding can change is explained: the first loss, and the length of the updates."""
+        """Whether the first loss and the length of the updates are explained. No single rounding can change these."""
         limit = self._explained(_HARD_FACTOR)
         is_finite = all(math.isfinite(tensor.apart) for tensor in self.found.tensors)
         first = all(apart <= limit(0) for apart in self.found.losses[:1])
@@ -235,7 +236,7 @@ class Case:
             yield "the first updates differ in length by", length, most
 
     def _judged_steps(self) -> range:
-        """Steps up to the first one beyond the tolerance. Later differences follow from that one."""
+        """Steps up to the first one beyond the tolerance. Later differences follow from it."""
         parted = self.found.parted(self.tolerance)
         return range(len(self.found.losses) if parted is None else parted + 1)
 
@@ -264,7 +265,7 @@ class Case:
         return self._explained(_NOISE_FACTOR)(None) <= _SHARP and _NOISE_FACTOR * noise.typical() <= _FINE
 
     def _is_rounding(self) -> bool:
-        """Has the difference gone in float64?"""
+        """Whether the difference is gone in float64."""
         exact = self.exact or Distance()
         num_steps = len(exact.losses)
         seen = max(self.found.losses[:num_steps], default=0.0)

@@ -1,4 +1,4 @@
-"""How a variable lies on the devices of its scope: ``model_distribute=flow.distribute.split(axis=0)``."""
+"""The sbp of a variable on the devices of its scope: ``model_distribute=flow.distribute.split(axis=0)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flow.sbp``: how a tensor lies on one axis of a placement: ``split(dim=0)``, ``broadcast``, ``partial_sum``."""
+"""``flow.sbp``: the layout of a tensor on one axis of a placement: ``split(dim=0)``, ``broadcast``, ``partial_sum``."""
 
 from workbench.core.sbp import broadcast, parse, partial_max, partial_min, partial_sum, split
 

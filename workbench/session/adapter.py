@@ -180,7 +180,7 @@ class Engines:
 
 
 class ControlCall:
-    """The answer of one control thread, once it is there."""
+    """The answer of one control thread, which may not have arrived yet."""
 
     def __init__(self, future: Any) -> None:
         self._future = future

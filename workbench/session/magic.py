@@ -36,7 +36,7 @@ def load_ipython_extension(ipython: Any) -> None:
     """Register the magics and the ``# %%global`` spelling."""
     ipython.register_magics(SessionMagics(ipython))
     if not hasattr(ipython, "kernel"):
-        ipython.kernel = None  # a shell in a terminal, whom ipyparallel asks for it when an engine shows a widget
+        ipython.kernel = None  # ipyparallel reads it when an engine shows a widget; shells in terminals have none
     if read_comment_spelling not in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.append(read_comment_spelling)
     completion.install(ipython)

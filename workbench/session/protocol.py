@@ -151,7 +151,7 @@ class TooLarge(ValueError):
 
 
 class _LimitedBuffer(io.BytesIO):
-    """Stops a pickle as soon as it is larger than the limit."""
+    """A buffer that ends a pickle once it is larger than the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()

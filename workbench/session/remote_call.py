@@ -13,7 +13,7 @@ from workbench.session.run import Outcome, Run
 
 
 class RemoteCall:
-    """What `Session.submit` returns: the call's progress and, in the end, its results.
+    """The call that `Session.submit` returns: its progress and, in the end, its results.
 
     When one rank fails, the others are stopped, also if no code waits for the result.
     """

@@ -1,6 +1,6 @@
 """Errors in the panel's callbacks are shown in the panel.
 
-An exception in a widget's handler or in a thread goes to a log that nobody reads, and the panel looks as if it ignored
+An exception in a widget's handler or in a thread goes to a log that users do not see, and the panel seems to ignore
 the click. So every handler is ``guarded``: the panel under construction shows the handler's failures.
 """
 
@@ -58,7 +58,7 @@ class Failures:
         def guarded_action(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = action(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - whatever failed is shown; nobody above could do more
+            except Exception as error:  # noqa: BLE001 - every failure is shown; callers could do no more
                 self.show(error, guarded_action)
                 return None
             if self._source is guarded_action:

@@ -103,7 +103,7 @@ def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
     """The job's optimizer over the variables that it uses, made in its first step or from a loaded checkpoint."""
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
-    if optimizer is None or store.rules[job.name] != rule.settings:  # a job declared anew may have another rule
+    if optimizer is None or store.rules[job.name] != rule.settings:  # the job may be declared again with another
         optimizer = store.optimizers[job.name] = rule.make(trained)
         store.rules[job.name] = rule.settings
         _load(optimizer, job.name, store)
@@ -121,7 +121,7 @@ def _load(optimizer: torch.optim.Optimizer, job: str, store: Store) -> None:
         return
     names = {id(variable): name for name, variable in store.variables.by_name.items()}
     if optimizers.problems(optimizer, names, part, checkpoint):
-        return  # another rule or other variables than were saved: it begins anew
+        return  # the saved rule or variables differ, so the optimizer starts without saved state
     filled = dict(optimizers.targets(optimizer, names, part, checkpoint))
     for path, tensor in filled.items():
         checkpoint.read(path, tensor)

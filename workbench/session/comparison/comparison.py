@@ -29,7 +29,7 @@ from workbench.session.comparison.training_on_engine import OneDevice, RankRepor
 from workbench.session.remote_call import RemoteCall
 
 NO_STRATEGY = "plain torch, no parallelism"
-"""What the one-device run has in the place of a strategy."""
+"""The one-device run has this text instead of a strategy."""
 Message = StepBlock | StepSpans | RunEvent
 _keys = itertools.count()
 
@@ -231,7 +231,7 @@ class TrainingRun:
         self._record: RunRecord | None = None
         self._interrupted = threading.Event()
         self._announced: dict[str, AnnouncedStrategy] = {}
-        self._bubbles: list[float | None] = []  # of the strategies before the one that goes on
+        self._bubbles: list[float | None] = []  # of the run's earlier strategies
 
     @property
     def name(self) -> str:

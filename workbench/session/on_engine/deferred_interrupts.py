@@ -93,7 +93,7 @@ def _counted(load: Callable[..., Any], name_of: Callable[[Any], str]) -> Callabl
                 _is_interrupted = False
                 raise KeyboardInterrupt
 
-    # Python leaves importlib's frames out of tracebacks, and out of what the stacklevel of a warning counts.
+    # Python leaves importlib's frames out of tracebacks, and does not count them for the stacklevel of a warning.
     load_whole.__code__ = load_whole.__code__.replace(co_filename=load.__code__.co_filename)
     return load_whole
 

@@ -25,8 +25,8 @@ class RunningSession:
     num_engines: int
     device: str
     age_s: float
-    owner_pid: int | None  #: the process that uses them now
-    notebook: str = ""  #: the notebook or script that it runs, as far as it is known
+    owner_pid: int | None  #: the process that uses the engines
+    notebook: str = ""  #: the notebook or script of that process; empty if unknown
 
     def __str__(self) -> str:
         what = f"{self.name}: {counted(self.num_engines, 'engine')} on {self.device}"
@@ -34,7 +34,7 @@ class RunningSession:
 
     @property
     def user(self) -> str:
-        """``process 4711 (digits.ipynb)``, or ``nobody``."""
+        """The user of the engines: ``process 4711 (digits.ipynb)``, or ``nobody``."""
         if self.owner_pid is None:
             return "nobody"
         return f"process {self.owner_pid}" + (f" ({self.notebook})" if self.notebook else "")
@@ -56,7 +56,7 @@ def unused_sessions() -> list[RunningSession]:
 
 
 def take_over(name: str | None = None) -> Found:
-    """Become the owner of a kept session that nobody uses.
+    """Become the owner of a kept session that no notebook uses.
 
     Raises:
         SessionError: there is none, none of that name, several to choose from, or another notebook uses it.

@@ -84,7 +84,7 @@ class EngineFacts:
 
 
 def base_folder() -> Path:
-    """The folder of all sessions of this user, readable by nobody else.
+    """The folder of all sessions of this user. No other user may read it.
 
     Raises:
         SessionError: the folder exists, and another user owns it or may read it.

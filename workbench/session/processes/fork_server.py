@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
         for name in PRELOADED:
             importlib.import_module(name)
         gc.collect()
-        gc.freeze()  # the engines' collector then leaves what they share with this process as it is
+        gc.freeze()  # so the engines' collectors do not copy the pages that they share with this process
         connection.sendall(b'"ready"\n')
         request = serve(connection)
     if request is not None:

@@ -88,8 +88,8 @@ class Poller:
                 pause.wait(self._interval_s)
             self._on_trained()
             self._finish(self.run.result(), None)
-        except BaseException as error:  # noqa: BLE001 - whatever ended the run is handed on, never lost in a thread
-            with suppress(Exception):  # perhaps the run itself does not answer any more
+        except BaseException as error:  # noqa: BLE001 - the error is passed on, never lost in a thread
+            with suppress(Exception):  # the run itself may not answer any more
                 if not self.run.done():
                     self.run.stop()
             self._finish(None, error)

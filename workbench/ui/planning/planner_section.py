@@ -76,7 +76,7 @@ class PlannerSection:
             found = self._search(predictor, num_ranks, precision)
         except WorkbenchError as error:
             self.problem = str(error)
-        except Exception as error:  # noqa: BLE001 - nobody would see it in this thread, and the button would stay dead
+        except Exception as error:  # noqa: BLE001 - lost in this thread, it would leave the button disabled
             self.problem = f"the search failed: {type(error).__name__}: {error}"
         else:
             self.plan, self._priced_plan = found, None

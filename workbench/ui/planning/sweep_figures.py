@@ -1,7 +1,7 @@
-"""Figures of simulations as pure functions, sweep -> plotly Figure: what throughput, memory and waiting do as a value
-grows, where a step's time goes, and a pipeline of any size.
+"""Draws simulations by pure functions: sweep -> plotly Figure.
 
-Points that do not fit into memory are hollow; impossible points are left out.
+The figures show throughput, memory and waiting over a swept value, the parts of a step's time, and a pipeline of any
+size. Points that do not fit into memory are hollow. Impossible points are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.ui.figure_parts import axis, base_layout, byte_scale, legend, run
 
 NAMES = {"gpus": "GPUs", "batch_size": "samples per step", "seq": "positions", "sequence": "positions",
          "hidden": "hidden size", "layers": "layers", "hardware": "machine"}  # fmt: skip
-"""How swept values are called on an axis; others by their own name."""
+"""The names of swept values on an axis. Other values keep their own names."""
 PARTS = ("compute", "boxing", "gradient", "bubble", "optimizer")
 _PART_NAMES = {"gradient": "sums of gradients", "bubble": "waiting for stages", "optimizer": "optimizer"}
 _NUM_COLUMNS = 720
@@ -44,7 +44,7 @@ METRICS = {
     "memory": Metric("Memory of the fullest GPU", "bytes", lambda point: point.row()["peak_bytes"]),
     "bubble": Metric("Waiting for other stages", "% of the step", lambda point: 100 * _share(point, "bubble_s")),
 }
-"""What can be drawn against a swept value."""
+"""The quantities that can be drawn over a swept value."""
 
 
 def sweep_figure(sweep: Sweep, metric: str = "throughput", x: str | None = None, colours: Palette = LIGHT) -> go.Figure:

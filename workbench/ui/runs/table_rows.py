@@ -165,7 +165,7 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
 def equal_text(run: RunRecord) -> str:
     """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``.
 
-    ``'\u2713 2e-2 noise'`` where rounding has grown beyond the tolerance, ``'unchecked'`` where nobody asked.
+    ``'\u2713 2e-2 noise'`` if rounding has grown beyond the tolerance, ``'unchecked'`` if no check was wanted.
     """
     if run.equal is None:
         return NOT_CHECKED if run.settings.get("check_steps") == 0 else DASH
