@@ -1,6 +1,6 @@
 """Training runs that can be compared.
 
-`job` is what is trained, apart from the strategy, `job_checks` whether it can be; `train` runs it under one;
-`live_run` does so while it reports and takes commands, `step_metrics` brings the steps of all ranks together,
-`layer_times` times layers in a few of them; `user_loops` is ``wb.log``, for loops of one's own.
+`job` holds model, data, loss and optimizer, apart from the strategy. `job_checks` checks them. `train` runs a job under
+a strategy. `live_run` reports its steps and follows commands. `step_metrics` collects the steps of all ranks.
+`layer_times` times layers in a few steps. `user_loops` is ``wb.log``, for users' own loops.
 """

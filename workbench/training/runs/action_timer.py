@@ -1,4 +1,4 @@
-"""When the forwards, backwards and optimizers' steps of a user's own loop ran on this rank."""
+"""Times the forwards, backwards and optimizers' steps of a user's own loop on this rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ActionTimer:
 
     Args:
         world: this rank's world.
-        clock_offset_s: what this rank's clock shows at a moment that is the same on all ranks.
+        clock_offset_s: the time on this rank's clock at a moment that is the same on all ranks.
     """
 
     def __init__(self, world: World, clock_offset_s: float) -> None:
@@ -39,7 +39,7 @@ class ActionTimer:
         self._counts = {"F": 0, "B": 0, "O": 0}
 
     def begin(self, kind: str, stage: int | None = None) -> None:
-        """An action begins; ``stage`` is None where it is that of the last forward."""
+        """Record that an action begins. ``stage`` None means that of the last forward."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -51,7 +51,7 @@ class ActionTimer:
         self._counts[kind] += kind != "O"
 
     def end(self, kind: str) -> None:
-        """The action that began last ends; nothing happens where none of this kind has begun."""
+        """Record that the last action ends. Does nothing if no action of this kind has begun."""
         if self._open is None or (self._depth == 1 and self._open[0] != kind):
             return
         self._depth -= 1

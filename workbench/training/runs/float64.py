@@ -1,4 +1,4 @@
-"""Let a model run in float64, though its code asks for float32 here and there."""
+"""Lets a model run in float64 although its code asks for float32 in some places."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FLOAT = torch.Tensor.float
 
 
 class KeepsFloat64(TorchFunctionMode):
-    """Calls that would round a float64 tensor to float32 leave it as it is.
+    """A mode in which calls that would round a float64 tensor to float32 keep it in float64.
 
     Norms and losses of many models compute in float32 on purpose (``x.float()``, ``x.to(torch.float32)``,
-    ``softmax(x, dtype=torch.float32)``): exact enough for them, and the end of a comparison in float64.
+    ``softmax(x, dtype=torch.float32)``). That is exact enough for them, but it spoils a comparison in float64.
 
     >>> with KeepsFloat64():
     ...     torch.ones(2, dtype=torch.float64).float().dtype

@@ -1,4 +1,4 @@
-"""What is trained, apart from the strategy: model, data, loss and optimizer, and what a rank brings home from it."""
+"""A job of training, apart from its strategy: model, data, loss and optimizer. And a rank's result of a run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from workbench.training.runs.job_checks import (  # fmt: skip
 from workbench.training.runs.weight_changes import WeightHistory, disturb, precision_of
 
 WARM_UP_STEPS = 3
-"""Steps that plan and cache; left out of throughput."""
+"""Steps that plan and cache. Throughput does not count them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, apart from the strategy.
+    """Model, data, loss, optimizer and settings of a training, apart from the strategy.
 
     Attributes:
-        model_fn: makes the model; called after ``torch.manual_seed(seed)``.
+        model_fn: makes the model. It is called after ``torch.manual_seed(seed)``.
         dataset: all samples in tensors or arrays (a tuple or dict of them, nested or not), or a Dataset whose items are
-            tuples or dicts of such; what of them goes to the model and what to the loss: see ``batches``.
-        loss_fn: (output, targets) -> scalar, a mean over the samples; None where the model returns its own loss.
-        optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
+            tuples or dicts of these. ``batches`` says which entries the model gets, and which the loss.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. None: the model returns its own loss.
+        optimizer_fn: parameters -> torch optimizer. Default: SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all ranks.
-        num_steps: training steps; the data set starts anew as often as that takes.
-        collate_fn: makes a batch of a list of samples, as for torch's ``DataLoader``; all ranks take the same batches.
-        shuffle: take the samples in another order in every epoch, which follows from the seed; else in their own.
-        drop_last: leave out the uneven batch at the end of an epoch.
-        count: how many terms a micro-batch's loss is the mean of, ``(inputs, targets) -> number``; None: its samples.
-        dtype: of the floating-point numbers in model and data; default as they are.
-        perturbed: change the first weights by up to one rounding unit of what the model computes in, under
-            that precision of a strategy.
-        measures_memory: False for a run that only its losses and weights are wanted of; memory figures are rough then.
-        draws: the model is known to draw random numbers in its first step.
+        num_steps: training steps, over as many epochs as they need.
+        collate_fn: list of samples -> batch, as for torch's ``DataLoader``. All ranks take the same batches.
+        shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
+        drop_last: leave out a last batch of an epoch with fewer samples.
+        count: (inputs, targets) -> the number of terms of a micro-batch's mean loss. None: its samples.
+        dtype: dtype of the floating-point numbers in model and data. None: unchanged.
+        perturbed: a strategy's precision. The first weights change by up to one rounding unit of the precision in which
+            the model then computes.
+        measures_memory: False for a run of which only losses and weights are needed. Its memory figures are rough.
+        draws: whether the model is known to draw random numbers in its first step.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
@@ -78,10 +78,10 @@ class Job:
         check_batch_size(self.batch_size, num_samples_of(self.dataset), self.dataset)
 
     def model(self) -> nn.Module:
-        """A fresh model with the job's weights.
+        """A new model with the job's weights.
 
         Raises:
-            RunError: ``model_fn`` makes something else.
+            RunError: ``model_fn`` returns no model.
         """
         with default_generator.seeded(self.seed):
             model = self.model_fn()
@@ -95,7 +95,7 @@ class Job:
         """The optimizer over a model's parameters.
 
         Raises:
-            RunError: ``optimizer_fn`` makes something else.
+            RunError: ``optimizer_fn`` returns no optimizer of the model.
         """
         if self.optimizer_fn is None:
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -104,7 +104,7 @@ class Job:
         return optimizer
 
     def first_batch(self) -> Batch:
-        """A small batch, to see whether model and loss take it."""
+        """A small batch, for a check of model and loss."""
         return first_batch(self.dataset, self.loss_fn, collate_fn=self.collate_fn)
 
     def batches(self) -> Iterator[Batch]:
@@ -128,7 +128,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankSegment:
-    """What one rank held and sent in a step under one of the strategies of a run; ``memory_bytes`` has its peak."""
+    """One rank's memory and traffic of a step under one strategy of a run. ``memory_bytes`` has the peak."""
 
     memory_bytes: dict[str, int]
     boxed_bytes: int
@@ -136,13 +136,13 @@ class RankSegment:
 
 @dataclass
 class RankResult:
-    """What one rank brings home from a run.
+    """One rank's result of a run.
 
-    ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), where it was asked for.
-    ``course`` is that of a one-device run, and ``draws`` says whether its model drew random numbers.
-    ``changes`` has (step, strategy) for every change of strategy on the way, ``segments`` what was measured under each
-    of them, where there are several; other figures are those of the whole run. ``layer_forward_s`` and
-    ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
+    ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), if it was asked for. ``course``
+    is that of a one-device run, and ``draws`` says whether its model drew random numbers. ``changes`` has (step,
+    strategy) for every change of the strategy. With several strategies, ``segments`` has the figures of each; other
+    figures are those of the whole run. ``layer_forward_s`` and ``layer_backward_s`` are the layers' seconds of a step,
+    see ``LayerTimes``. They are empty if there is no listener.
     """
 
     losses: list[float]
@@ -159,7 +159,7 @@ class RankResult:
 
 
 def seed_draws(job: Job) -> None:
-    """Seed what the model draws for plain tensors: alike on all ranks."""
+    """Seed the model's random numbers for plain tensors, equally on all ranks."""
     with default_generator.seeded(job.seed):
         pass
 

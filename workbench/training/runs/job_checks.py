@@ -1,4 +1,4 @@
-"""Whether a job can be trained: what is seen before anything runs, and what a first small step tells."""
+"""Checks whether a job can be trained, before it runs and in a first small step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from workbench.training.batches import check_loss_fn
 
 
 def check_functions(functions: Mapping[str, Any]) -> None:
-    """See whether the functions of a job are functions.
+    """Check that the functions of a job are functions.
 
     Raises:
-        RunError: a module or an optimizer instead of what makes it, a class of losses, or no function at all.
+        RunError: an argument is a module or an optimizer instead of a function that makes it, a class of losses, or no
+            function.
     """
     for name, value in functions.items():
         kind = type(value).__name__
@@ -39,10 +40,10 @@ def check_functions(functions: Mapping[str, Any]) -> None:
 
 
 def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """See whether numbers are whole and at least 1.
+    """Check that numbers are whole and at least 1.
 
     Raises:
-        RunError: one is not.
+        RunError: a number is not.
     """
     for name, number in numbers.items():
         if not isinstance(number, Integral) or number < 1:
@@ -50,10 +51,10 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def check_batch_size(batch_size: int, num_samples: int, dataset: Any) -> None:
-    """See whether a batch is no larger than the data set.
+    """Check that a batch is no larger than the data set.
 
     Raises:
-        RunError: it is.
+        RunError: the batch is larger.
     """
     if batch_size <= num_samples:
         return
@@ -66,10 +67,10 @@ def check_batch_size(batch_size: int, num_samples: int, dataset: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """See whether a model can be trained from its weights.
+    """Check that a model is a module whose weights have values.
 
     Raises:
-        RunError: it is no module, or some of its weights have no values.
+        RunError: the model is no module, or some of its weights have no values.
     """
     if not isinstance(model, nn.Module):
         described = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -85,10 +86,10 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """See whether an optimizer trains the model, and nothing else.
+    """Check that an optimizer trains the parameters of the model, and no others.
 
     Raises:
-        RunError: it is no optimizer, several, or has tensors that are not the model's.
+        RunError: it is no optimizer, it is several optimizers, or it has tensors that are not the model's.
     """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -109,7 +110,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 @contextmanager
 def explained(call: str, given: Mapping[str, Any], fix: str) -> Iterator[None]:
-    """Errors of the user's own code inside stay as they are, and say what the code was called with."""
+    """A context that adds the arguments of the user's code to the errors that it raises."""
     try:
         yield
     except WorkbenchError:
@@ -121,7 +122,7 @@ def explained(call: str, given: Mapping[str, Any], fix: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Shapes and types of a batch or an output, for people.
+    """Shapes and types of a batch or an output, in words.
 
     >>> shown((torch.ones(2, 4), {"mask": torch.ones(2)}))
     'a tuple of (float32 (2, 4), a dict of {mask: float32 (2,)})'

@@ -1,8 +1,8 @@
-"""How long each layer computes, forward and backward, in a few measured steps of a training run.
+"""Times each layer's forward and backward in a few steps of a training run.
 
-Hooks cost time themselves, so they are there in these steps only. In backward a layer begins when autograd comes to the
-node that made its output, and ends when it comes to the node that made its input, or, where no gradient goes on, when
-the layer's last parameter has its gradient.
+Hooks cost time themselves, so only these steps have them. In backward a layer begins when autograd reaches the node
+that made its output. It ends when autograd reaches the node that made its input. If the input needs no gradient, it
+ends when the layer's last parameter has its gradient.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FIRST_STEP = 5
 
 
 def is_measured(step: int) -> bool:
-    """Whether a step's layers are timed: 5, 10, 20, 40, ... from where the strategy began."""
+    """Whether a step's layers are timed. Steps 5, 10, 20, 40, ... after the strategy's first step are."""
     parts, rest = divmod(step, FIRST_STEP)
     return rest == 0 and parts > 0 and parts & (parts - 1) == 0
 
 
 class LayerTimes:
-    """Seconds of a model's layers on this rank: ``measure`` is entered around steps.
+    """Seconds of a model's layers on this rank. ``measure`` is the context of a measured step.
 
     On a GPU a measured step waits for the device at every layer, so it takes longer than others.
 
     Attributes:
         forward_s, backward_s: layer -> seconds of one step, over all its micro-batches, the median over the measured
-            steps. Weight gradients that a schedule puts off (zero bubble) are in neither.
+            steps. Neither has the weight gradients that a schedule defers (zero bubble).
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     >>> times = LayerTimes(model)
@@ -141,7 +141,7 @@ def _nodes(values: Any) -> list[Any]:
 
 
 def _now(values: Any) -> float:
-    """The clock, once the device has done what it was given."""
+    """The time when the device has finished its work."""
     if torch.cuda.is_available() and any(getattr(leaf, "is_cuda", False) for leaf in tree_leaves(values)):
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -30,7 +30,7 @@ from workbench.training.runs.weight_changes import state_tensors
 _SPANS_INTERVAL_S = 1.0
 _PAUSE_S = 0.05
 _SILENT_STEPS = 1000
-"""Steps between two exchanges of losses where nobody listens."""
+"""Steps between two exchanges of losses in a run without a listener."""
 
 
 class LiveRun:
@@ -51,7 +51,7 @@ class LiveRun:
         self.optimizer = job.optimizer(self.model)
         self.meter = ActivationMeter(self.model)
         self.memory: dict[str, int] = {}
-        self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, alike under every strategy
+        self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, equal under every strategy
         self.result = RankResult([], [], {}, 0)
         self._listen, self._commands = listen, commands
         self._has_listener = listen is not None or commands is not None
@@ -86,7 +86,7 @@ class LiveRun:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def _step(self, step: int, batch: Batch) -> None:
-        """One training step. The loss stays where it is until steps are collected."""
+        """One training step. The loss stays on its device until steps are collected."""
         started = time.perf_counter()
         traffic = self.world.traffic
         sent_before, boxing_before = traffic.sent_bytes, traffic.time_s
@@ -127,7 +127,7 @@ class LiveRun:
             "peak": self.peak.peak_bytes(),
         }
 
-    # ---- what the ranks do together between two steps ---------------------------------------------------------------
+    # ---- between two steps, on all ranks together -------------------------------------------------------------------
 
     def _is_time_to_collect(self, step: int) -> bool:
         if step == self.job.num_steps - 1:
@@ -135,7 +135,7 @@ class LiveRun:
         return self._collector.is_due if self._has_listener else (step + 1) % _SILENT_STEPS == 0
 
     def _collect(self, step: int) -> bool:
-        """Report the steps since the last time and follow commands; False if the run is to end here."""
+        """Report the steps since the last call, and follow commands. False if the run ends here."""
         if self._has_listener:
             self.memory["peak"] = self.peak.peak_bytes()
         received = self._received_commands()
@@ -161,7 +161,7 @@ class LiveRun:
         return self._commands() if self._commands is not None else []
 
     def _apply_commands(self, received: list[RunCommand], counts: list[float], step: int) -> bool:
-        """Carry out the commands that every rank has heard of; False after a stop."""
+        """Execute the commands that every rank has received. False after a stop."""
         paused = False
         while True:
             agreed = int(min(counts))
@@ -182,12 +182,12 @@ class LiveRun:
             counts = [float(count) for count in self.world.transport.all_gather(own, "agreement on commands")]
 
     def _change_strategy(self, text: str, step: int) -> None:
-        """Go on under another strategy, with the same weights and the optimizer's state."""
+        """Continue under another strategy, with the same weights and optimizer state."""
         started, sent = time.perf_counter(), self.world.traffic.sent_bytes
         before = self._segment()
         try:
             parallelize(self.model, text, optimizer=self.optimizer)
-        except StrategyError as error:  # found before anything has moved, on all ranks alike
+        except StrategyError as error:  # all ranks find it, before any data has moved
             self._report(RunEvent("refused", step, str(error)))
             return
         self.meter = ActivationMeter(self.model)
@@ -202,12 +202,12 @@ class LiveRun:
         self._report(RunEvent("strategy", step, text, time.perf_counter() - started, total))
 
     def _segment(self) -> RankSegment:
-        """What was measured since the last change of strategy."""
+        """The figures since the last change of strategy."""
         self._measure_memory()
         return RankSegment(dict(self.memory), _median(self._sent[self._segment_start :]))
 
     def _report(self, what: object) -> None:
-        """Report what all ranks know: one of them does."""
+        """Report an object that all ranks have. One of them sends it."""
         if self._listen is not None and self.world.rank == 0:
             self._listen(what)
 

@@ -1,7 +1,7 @@
 """Steps of all ranks, collected in one exchange about three times a second.
 
-What every rank measured of its last steps travels in a single all-gather, with whatever else the ranks must agree on at
-that moment. So all ranks know all of it, rank 0 alone reports, and no rank waits at any other step.
+One all-gather carries every rank's measurements of its last steps, and the other values on which the ranks must agree
+at that moment. So all ranks have all of them, rank 0 alone reports, and no rank waits at any other step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
 
 INTERVAL_S = 0.3
-"""Seconds between two exchanges, where steps are shorter: one costs every rank most of a millisecond, and what is
-reported goes through two more processes."""
+"""Seconds between two exchanges if steps are shorter. An exchange costs every rank most of a millisecond, and reports
+pass through two more processes."""
 _MOST_STEPS = 1000
 _KINDS = (*MEMORY_KINDS, "peak")
 _HEADER = 1 + len(_KINDS)
@@ -38,11 +38,11 @@ class MeasuredStep:
 
 
 class StepCollector:
-    """Keeps this rank's steps until they are due. ``add`` every step; when ``is_due``, all ranks call ``collect``.
+    """Keeps this rank's steps until they are due. ``add`` every step. When ``is_due``, all ranks call ``collect``.
 
     Args:
         world: the ranks that take the steps together.
-        num_steps: how many are planned; 0 if nobody knows.
+        num_steps: the number of planned steps; 0 if unknown.
     """
 
     def __init__(self, world: World, num_steps: int = 0) -> None:
@@ -53,13 +53,13 @@ class StepCollector:
         self._losses: list[Any] = []
 
     def add(self, step: MeasuredStep, loss: Any = None) -> None:
-        """Note a step; ``loss`` is a number or a scalar tensor, which stays where it is until ``collect``."""
+        """Record a step. ``loss`` is a number or a scalar tensor, which stays on its device until ``collect``."""
         self._steps.append(step)
         self._losses.append(loss)
 
     @property
     def is_due(self) -> bool:
-        """Is it time to exchange? The same on all ranks."""
+        """Whether it is time to exchange. All ranks have the same answer."""
         return len(self._steps) >= self.interval
 
     def collect(self, memory: dict[str, int] | None = None, number: float = 0.0) -> tuple[StepBlock, list[float]]:

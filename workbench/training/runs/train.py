@@ -1,7 +1,6 @@
 """Training runs that can be compared: the same weights, the same batches, the same micro-batches under every strategy.
 
-``run_strategy`` is what an engine executes; ``run_one_device`` is the truth it is checked against, plain torch
-without a global tensor in it.
+An engine calls ``run_strategy``. Its reference is ``run_one_device``, which is plain torch without a global tensor.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ def run_one_device(
 ) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
 
-    A model that draws random numbers in its first step runs as the only rank of a world of its own instead: plain torch
-    draws other ones. ``listen`` gets a ``StepBlock`` about three times a second; layers are timed where somebody
-    listens. Of ``commands``, what was asked of it so far, it follows a stop, after the step in which it comes.
-    ``precision`` is that of a strategy: its word for what the model's forward computes in.
+    A model that draws random numbers in its first step runs in a world of one rank instead, because plain torch draws
+    other numbers. ``listen`` gets a ``StepBlock`` about three times a second, and layers are timed if it is given.
+    ``commands`` returns the commands so far. The run follows a stop, after the step in which it arrives. ``precision``
+    is that of a strategy: the precision of the model's forward.
     """
     if job.draws:
         course = WeightHistory.begin(job.model(), precision)
@@ -97,7 +96,7 @@ def run_one_device(
 
 
 def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
-    """The steps from ``first_step`` on, as one device saw them."""
+    """The steps of one device from ``first_step`` on."""
     count = len(losses) - first_step
     new = slice(first_step, None)
     nothing = ((0.0,) * count,), ((0,) * count,)
@@ -114,7 +113,7 @@ def _run_on_one_rank(
     precision: str,
     course: WeightHistory,
 ) -> RankResult:
-    """The run as the only rank of a world, where random numbers follow from positions as under every strategy."""
+    """The run in a world of one rank. Its random numbers depend on positions, as under every strategy."""
     here, strategy = (
         current(),
         Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision),
@@ -128,10 +127,10 @@ def _run_on_one_rank(
 
 
 def warm_up(job: Job) -> str:
-    """One small step in plain torch: mistakes show, and what torch loads on first use counts in nobody's memory.
+    """Run one small step in plain torch, to find mistakes and to load what torch loads on first use.
 
     Returns:
-        Why the job's loss cannot be taken over micro-batches; empty where it can.
+        The reason why the job's loss cannot be taken over micro-batches; empty if it can.
 
     Raises:
         RunError: the model does not take the batch, or there is no loss with a gradient.
@@ -157,14 +156,14 @@ def run_strategy(
     commands: Callable[[], list[RunCommand]] | None = None,
     keeps_weights: bool = False,
 ) -> RankResult:
-    """Train under a strategy; every rank of the world calls it.
+    """Train under a strategy. All ranks of the world call it.
 
     Args:
-        listen: gets what is to be reported: on rank 0 a ``StepBlock`` about three times a second and what happens
-            (``RunEvent``), on every rank its ``StepSpans`` about once a second.
-        commands: what the notebook has asked of this rank so far, in order. The ranks compare notes at the same moments
-            and follow together what all of them have heard of: stop, pause, go on, another strategy.
-        keeps_weights: return the model's logical state too (costs one exchange of the whole model).
+        listen: gets the reports: on rank 0 a ``StepBlock`` about three times a second and every ``RunEvent``, on every
+            rank its ``StepSpans`` about once a second.
+        commands: returns the notebook's commands to this rank so far, in order: stop, pause, go on, another strategy.
+            At fixed moments the ranks exchange them, and follow those that all ranks have received.
+        keeps_weights: return the model's logical state too, which costs one exchange of the whole model.
 
     Raises:
         StrategyError: the strategy does not fit.
@@ -176,7 +175,7 @@ def run_strategy(
 def largest_difference(ours: State, truth: State) -> float:
     """Largest difference between two states, each tensor's over its largest element where that is beyond 1.
 
-    So it is measured as losses are (``core.metrics.difference``). Infinite where a name is missing, or one is NaN.
+    It is measured like that of losses (``core.metrics.difference``). Infinite if a name is missing, or one is NaN.
     """
     worst = 0.0
     for name, value in ours.items():

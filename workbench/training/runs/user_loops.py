@@ -1,4 +1,4 @@
-"""``wb.log``: what a training loop of one's own reports to the live view of the notebook."""
+"""``wb.log``: reports the steps of a user's own training loop to the live view of the notebook."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _number: Callable[[], int] = _same
 
 
 def listen(listener: Listener | None, number: Callable[[], int] = _same) -> None:
-    """Have ``listener`` get what loops report; ``number()`` tells one loop from the next. None: nobody listens."""
+    """Send the reports of loops to ``listener`` (None: to no one). ``number()`` distinguishes loops."""
     global _listener, _number
     _listener, _number = listener, number
 
@@ -46,15 +46,15 @@ def log(
 ) -> None:
     """Report one step of a training loop to the notebook's live view (``wb.LiveView``). All ranks call it, every step.
 
-    A step lasts from one call to the next. Steps travel together, about three times a second, in one exchange of all
-    ranks; a loss stays where it is until then, so reading it does not slow the loop. What is left when the cell ends,
-    well or not, is reported then. Another ``model`` begins another loop. Without a notebook nothing happens.
+    A step lasts from one call to the next. About three times a second, one exchange of all ranks sends the steps. A
+    loss stays on its device until then, so reading it does not slow the loop. When the cell ends, also by an error, the
+    remaining steps are reported. Another ``model`` begins another loop. Without a notebook it does nothing.
 
     Args:
-        loss: of the step: a number, or a scalar tensor, global or not.
-        samples: in the step, over all ranks; for samples per second.
-        model: what is trained, and
-        optimizer: its optimizer: then memory by kind is shown, too.
+        loss: loss of the step: a number, or a scalar tensor, global or not.
+        samples: samples of the step, over all ranks, for samples per second.
+        model: the trained model. With it and ``optimizer`` the view also shows memory by kind.
+        optimizer: its optimizer.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
@@ -75,7 +75,7 @@ def log(
 
 
 def report_remaining_steps() -> None:
-    """Report the remaining steps of all loops, each rank by itself: a cell has ended, perhaps with an error."""
+    """Report the remaining steps of all loops when a cell has ended, perhaps by an error. Each rank reports alone."""
     for loop in list(_loops.values()):
         if _listener is not None:
             loop.end(_listener)
@@ -98,7 +98,7 @@ class _Loop:
         self._spans: tuple[ActionSpan, ...] = ()
 
     def is_another(self, number: int, model: nn.Module | None) -> bool:
-        """Does a step in this cell, of this model, belong to another loop?"""
+        """Whether a step in this cell, of this model, belongs to another loop."""
         return number != self.number or (model is not None and self._model is not None and model is not self._model)
 
     def add(self, loss: Any, samples: int, model: nn.Module | None, optimizer: Any, listener: Listener) -> None:
@@ -123,7 +123,7 @@ class _Loop:
             self._report_spans(listener)
 
     def end(self, listener: Listener) -> None:
-        """Tell of the last steps, and of the timeline of the very last, without asking other ranks."""
+        """Report the last steps, and the timeline of the very last one, without an exchange."""
         first, steps, losses = self._collector.take()
         if steps:
             listener(
@@ -144,7 +144,7 @@ class _Loop:
         self.stop_timing()
 
     def stop_timing(self) -> None:
-        """The loop has ended: what follows is in nobody's timeline."""
+        """End the loop. Later actions belong to no timeline."""
         if self.world.context.action_timer is self._timer:
             self.world.context.action_timer = None
 
@@ -160,7 +160,7 @@ class _Loop:
 
 
 def _own_term(loss: Any) -> LossTerm | None:
-    """What this rank has of a loss."""
+    """This rank's part of a loss."""
     if loss is None or not isinstance(loss, torch.Tensor):
         return None if loss is None else LossTerm(float(loss))
     if not isinstance(loss, GlobalTensor):

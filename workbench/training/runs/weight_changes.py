@@ -1,4 +1,4 @@
-"""How the tensors of a model change in the first steps of a run: what a verdict compares with one device."""
+"""The changes of a model's tensors in the first steps of a run. A verdict compares them with one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FROM_COARSE = ("bf16", "fp16", "fp32", "float64")
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that ``state_dict`` has, by name, as they are; buffers that are not kept are left out."""
+    """The parameters and buffers of ``state_dict`` by name, unchanged. It leaves out buffers that are not kept."""
     not_kept = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -35,7 +35,7 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same as copies in host memory."""
+    """Copies in host memory of the parameters and buffers of ``state_dict``, by name."""
     return {name: value.detach().to("cpu", copy=True) for name, value in state_tensors(model).items()}
 
 
@@ -63,8 +63,8 @@ class WeightHistory:
     """A model's tensors before the first step and after the steps that weights are compared after.
 
     Attributes:
-        end: empty where the run stopped before that step.
-        parameters: the names of those that are parameters.
+        end: empty if the run stopped before that step.
+        parameters: the names of the parameters among them.
         precision: the coarsest one in which the model computes.
     """
 
@@ -75,16 +75,16 @@ class WeightHistory:
 
     @classmethod
     def begin(cls, model: nn.Module, precision: str) -> WeightHistory:
-        """Before the first step of a run in a strategy's ``precision``; ``end`` is filled in later."""
+        """The history before the first step of a run in a strategy's ``precision``. ``end`` is filled in later."""
         names = frozenset(name for name, _ in model.named_parameters())
         return cls(copied_state(model), {}, names, precision_of(model, precision))
 
 
 def changes_apart(own: WeightHistory, truth: WeightHistory) -> tuple[TensorChange, ...]:
-    """Tensor by tensor: how far the change in one course is from that in the other.
+    """The distance between the changes in two courses, for each tensor.
 
-    A tensor that only one of them has, or that is not finite in only one, is infinitely far. Whole numbers and flags
-    are equal or infinitely far.
+    It is infinite for a tensor that only one of them has, or that is finite in only one. For integers and flags it is
+    zero or infinite.
     """
     names = dict.fromkeys([*truth.end, *own.end])
     return tuple(_change(name, own, truth) for name in names)
