@@ -1,4 +1,4 @@
-"""Functions below autograd: their names as people write them, and the work of those that are matrix products."""
+"""Functions below autograd: their usual names, and the work of matrix products among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {
     "native_dropout": "dropout",
     "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
 }  # fmt: skip
-"""aten's names as people write them; others only lose their underscores."""
+"""aten's name -> the usual name. Other names only lose their underscores."""
 ATTENTION = "scaled_dot_product_attention"
 TO_COPY = torch.ops.aten._to_copy.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

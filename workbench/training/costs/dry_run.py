@@ -192,7 +192,7 @@ _CAST = {
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention",
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
-"""What autocast computes in 16 bits. The rest takes what comes, as on CPUs: on GPUs norms and softmax give 32 bits."""
+"""Functions that autocast computes in 16 bits. Others keep the dtype, as on CPUs; on GPUs norms and softmax give 32."""
 
 
 def _cast(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +213,7 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 class _BoxingCollector:
-    """Stands in the place of ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
+    """Replaces ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Any, int]] = {}
@@ -259,7 +259,7 @@ def _explaining_value_reads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Program:
-    """A training step as one of many ranks runs it."""
+    """One rank's part of a training step."""
 
     model_fn: Callable[[], nn.Module]
     loss_fn: LossFunction | None

@@ -38,7 +38,7 @@ class _Call:
 class LayerCalls:
     """Records calls of layers, and for each the call whose result it takes.
 
-    A function between layers hands on the result of the latest call of which one of its operands comes.
+    The result of a function between layers belongs to the latest call from which one of its operands comes.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,16 @@ class LayerCalls:
         self._latest: _Call | None = None
 
     def begin(self, layer: str, taken: torch.Tensor | None) -> None:
-        """A layer is called with ``taken``."""
+        """Record that a layer is called with ``taken``."""
         source = None if taken is None else self._made.get(taken.untyped_storage()._cdata, (None,))[0]
         self._begun[layer] = _Call(layer, taken, source)
 
     def end(self, layer: str, output: torch.Tensor | None) -> None:
-        """It returns; ``output`` is None if that is not one tensor."""
+        """Record that the layer returns. ``output`` is None if it is not one tensor."""
         self._begun[layer].output = output
 
     def note(self, entry: Entry, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
-        """A function reads and makes tensors (by address)."""
+        """Record the tensors (by address) that a function reads and makes."""
         maker: int | None = None
         made = {address: tensor for address, tensor in outputs.items() if address not in inputs}
         if entry.layer is not None and entry.is_own:

@@ -35,11 +35,11 @@ from workbench.transport.threads import ThreadHub, ThreadTransport
 
 PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (512, 512, 512), (256, 1024, 512),
             (64, 256, 1024), (1024, 64, 256), (16, 1024, 1024), (32, 1536, 1536), (128, 1024, 1024))  # fmt: skip
-"""(rows, inner, columns) of the matrix products that are timed; few rows tell what going through the weights takes."""
+"""(rows, inner, columns) of the matrix products that are timed. Few rows show the time of reading the weights."""
 WEIGHT_BYTES = 2**26
-"""Of the weights that products take by turns, and of what they make, because a step finds nothing of it in a cache."""
+"""Bytes of the weights, and of the results, that products use in turn. In a step no cache holds them either."""
 EXCHANGE_BYTES = (2**12, 2**18, 2**22)
-"""Of the logical tensors whose boxings are timed."""
+"""Bytes of the logical tensors whose boxings are timed."""
 FUNCTION_BYTES, _FEW_TIMES = 2**25, 3
 """Of the activations that functions take by turns, all forward and then all backward, since a step finds few of its own
 in a cache; that is so often in itself that a few times are enough."""
@@ -47,10 +47,10 @@ COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
 NUM_WORDS = 2048
-"""Losses take time where classes are words: rows of scores are much wider than activations."""
+"""Losses take time if classes are words: rows of scores are much wider than activations."""
 _MOST_BUCKETS = 64
 _MOST_BYTES = 10**12
-"""Stands for "of any size"."""
+"""Means "of any size"."""
 _WIDTH, _DEPTHS, _NUM_SAMPLES, _LENGTH = 8, (1, 6), 4, 4
 
 
@@ -251,7 +251,7 @@ def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[f
 
 
 def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
-    """The same for sums of gradient buckets, which no cache holds."""
+    """Bytes and function of a sum of gradient buckets, which no cache holds."""
     number = max(1, WEIGHT_BYTES // 4 // (4 * numel))
     buckets = itertools.cycle([torch.ones(numel, device=world.device)] for _ in range(min(number, _MOST_BUCKETS)))
 

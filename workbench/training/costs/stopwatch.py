@@ -19,7 +19,7 @@ from workbench.core.cores import num_cores
 from workbench.tensors.world import World, barrier
 
 WINDOW_S = 0.06
-"""How long work is repeated: several time slices, so that those who share a core lose their caches to each other."""
+"""Seconds of repeated work: several time slices, so that ranks on one core displace each other's caches."""
 _LEAST_TIMES = 7
 _NUM_CHUNKS, _CHUNK = 5, 4
 _SHORTEST_S = 1e-6
@@ -47,7 +47,7 @@ class Stopwatch:
         return self.repeated_s(action, least_times)
 
     def repeated_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
-        """The same, without a common start."""
+        """Mean seconds of wall time of work, without a common start of the ranks."""
         self._wait_for_device()
         number, started = 0, self._clock()
         while (passed := self._clock() - started) < self.window_s or number < least_times:

@@ -1,4 +1,4 @@
-"""Which line of whose code caused which boxing, and what it moved: ``with wb.debug.trace() as t: ...; print(t)``."""
+"""Counts boxings by the line of code that caused them: ``with wb.debug.trace() as t: ...; print(t)``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Site(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The text of the line, where its file can be read."""
+        """The text of the line; empty if its file cannot be read."""
         return linecache.getline(self.file, self.line_number).strip() if self.file else ""
 
 
@@ -112,7 +112,7 @@ class BoxingTrace:
         return sum(record.wire_bytes for record in self._records.values())
 
     def add(self, site: Site, direction: str, plan: BoxingPlan | BoxingPath, dtype: torch.dtype) -> None:
-        """Count one boxing; on every rank, whether it takes part or not."""
+        """Count one boxing. Every rank counts it, also one that takes no part."""
         change = describe_sbp_change(plan.source, plan.destination)
         key = (site, direction, plan.source, plan.destination, plan.shape, dtype)
         record = self._records.get(key) or self._records.setdefault(
@@ -212,7 +212,7 @@ def find_site(function: str = "") -> Site:
 
 
 def _called_in(frame: FrameType) -> str:
-    """What a frame of ours says about the function that the user called: ``__torch_function__`` knows torch's."""
+    """The function that the user called, from a frame of the workbench: ``__torch_function__`` knows torch's."""
     name = frame.f_code.co_name
     if name == "__torch_function__":
         return fold_name(frame.f_locals["func"]).folded

@@ -83,7 +83,7 @@ class ActivationMeter:
 
 
 class _SavedTensor:
-    """A tensor that autograd has saved; tells when it lets go of it."""
+    """A tensor that autograd has saved. It reports when autograd releases it."""
 
     __slots__ = ("_let_go", "tensor")
 

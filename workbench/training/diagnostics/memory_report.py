@@ -1,4 +1,4 @@
-"""``wb.debug.memory_report``: what every rank holds, by kind."""
+"""``wb.debug.memory_report``: the memory of every rank by kind."""
 
 from __future__ import annotations
 
@@ -154,14 +154,14 @@ class _Saved:
         return _SavedTensor(tensor, address, size, self)
 
     def release(self, address: int, size: int) -> None:
-        """One of those who keep a storage is gone."""
+        """Record that one of a storage's keepers has released it."""
         self._holders[address] -= 1
         if self._holders[address] == 0:
             self._now -= size
 
 
 class _SavedTensor:
-    """What autograd keeps in the place of a tensor; it tells when it is given back."""
+    """The object that autograd keeps instead of a tensor. It reports its release."""
 
     __slots__ = ("address", "saved", "size", "tensor")
 

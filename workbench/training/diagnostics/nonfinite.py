@@ -1,4 +1,4 @@
-"""``wb.debug.find_nonfinite``: the layer and the rank where the first nan or infinity of a step came to be."""
+"""``wb.debug.find_nonfinite``: finds the layer and the rank that made the first nan or infinity of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.tensors.world import current
 
 @dataclass(frozen=True, order=True, slots=True)
 class _FirstNonFinite:
-    """The first value of one rank that is not finite. ``moment`` counts what was looked at, alike on all ranks."""
+    """The first value of one rank that is not finite. ``moment`` counts the searches, equally on all ranks."""
 
     moment: int
     rank: int
@@ -76,7 +76,7 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
 
 
 class _Search:
-    """What one rank has seen."""
+    """The findings of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
