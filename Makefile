@@ -9,6 +9,7 @@
 #   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks, documentation
 #   make docs        the documentation as a site, in out/site
+#   make zoo         some hundred models of other libraries under five strategies, and docs/models.md of it
 #   make bench       all benchmarks and one table of them, in benchmarks/results
 #   make clean       remove .venv, caches and out
 #
@@ -19,6 +20,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 STAMP_TO_RUN := $(VENV)/.installed-to-run
+STAMP_OF_ZOO := $(VENV)/.installed-zoo
 PYTHON ?=
 TORCH ?=
 TORCH_INDEX ?=
@@ -27,7 +29,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo lab test test-full test-gpu sanitize check docs format bench clean
+.PHONY: help install demo lab test test-full test-gpu sanitize zoo check docs format bench clean
 .PHONY: check-format check-lint check-types check-imports check-notebooks check-docs
 
 help:
@@ -83,6 +85,13 @@ test-gpu: $(STAMP)
 
 sanitize: $(STAMP)
 	@$(PY) -m tools.sanitize_kernels
+
+$(STAMP_OF_ZOO): $(STAMP)
+	@$(INSTALL) zoo
+	@touch $@
+
+zoo: $(STAMP_OF_ZOO)
+	@env OMP_NUM_THREADS=1 $(PY) -m tests.zoo $(ARGS)
 
 # All of them run, whatever the first one says.
 check: $(STAMP)

@@ -1,0 +1,44 @@
+"""A part of the zoo, and the judge itself: `make zoo` runs all of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo import of_transformers
+from tests.zoo.judge import STRATEGIES, Subject, judge
+from tests.zoo.model import Model
+from tests.zoo.sweep import outcomes
+
+TRIED = 6
+"""Models of the sample, a few seconds each."""
+CHOSEN = random.Random(28).sample(of_transformers.MOST_USED, TRIED)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_model_that_nobody_prepared_equals_one_device(name):
+    """Under every strategy, without gathering for want of a rule."""
+    model = next(model for model in of_transformers.models() if model.name.startswith(f"{name}:"))
+    results = {}
+    for found in outcomes(model):
+        results.update(found)
+    assert set(results) == set(STRATEGIES), results
+    assert {strategy: result["kind"] for strategy, result in results.items()} == dict.fromkeys(STRATEGIES, "equal"), (
+        results
+    )
+    assert not [result["gathered"] for result in results.values() if result["gathered"]]
+
+
+def test_the_judge_finds_a_wrong_number():
+    draw = torch.Generator().manual_seed(0)
+    batch = (torch.randn(4, 4, generator=draw), torch.randint(0, 2, (4,), generator=draw))
+    subject = Subject.of(Model("linear", "here", lambda: (nn.Linear(4, 2), batch), F.cross_entropy))
+    truth = subject.on_one_device()
+    assert judge(subject, "*: data", 2, truth).kind == "equal"
+    with torch.no_grad():
+        subject.module.bias[0] += 1e-3
+    assert judge(subject, "*: data", 2, truth).kind == "wrong"
