@@ -41,7 +41,7 @@ def batch_of(**more):
     return {"words": WORDS, "pixel_values": PATCHES, "image_grid_thw": GRIDS, **more}
 
 
-def step_of(inputs, strategy, **given):
+def assert_equals_one_device(inputs, strategy, **given):
     torch.manual_seed(0)
     model = Patches().double()
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -60,14 +60,14 @@ def step_of(inputs, strategy, **given):
 
 @pytest.mark.parametrize("strategy", ["pipeline | mb=2", "pipeline | mb=4 gpipe", "*: data", "*: data | mb=2"])
 def test_patches_go_with_their_images(strategy):
-    step_of(batch_of(), strategy)
+    assert_equals_one_device(batch_of(), strategy)
 
 
 def test_a_tensor_without_samples_goes_whole_where_the_call_says_so():
     scale = torch.arange(7.0).double()
-    step_of(batch_of(scale=scale), "pipeline | mb=2", rows={"scale": None})
+    assert_equals_one_device(batch_of(scale=scale), "pipeline | mb=2", rows={"scale": None})
     with pytest.raises(RunError, match=r"scale \(7,\).*rows=\{name: \[rows of each sample\]\}, or None"):
-        step_of(batch_of(scale=scale), "pipeline | mb=2")
+        assert_equals_one_device(batch_of(scale=scale), "pipeline | mb=2")
 
 
 def test_rows_are_cut_by_what_the_call_says():

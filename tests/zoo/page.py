@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ model that mixes precisions trains in 32 bits). A pipeline is compared with the 
 
 {counts}
 
-`make zoo` makes this page anew; it installs the libraries that it needs. Versions: {versions}.
+`make zoo` makes this page anew; it installs the libraries that it needs. Made on {date}. Versions: {versions}.
 
 | strategy | what `wb.parallelize` was given | ranks | equal | refused | error | wrong |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -58,7 +59,11 @@ def write_page(rows: Iterable[dict[str, Any]], page: Path, versions: str, tolera
         for name, (given, ranks, _) in STRATEGIES.items()
         for c in [by_strategy[name]]
     ]
-    parts = [HEAD.format(tolerance=f"{tolerance:g}", counts=counts, versions=versions, strategies="\n".join(lines))]
+    parts = [
+        HEAD.format(
+            tolerance=f"{tolerance:g}", counts=counts, date=date.today(), versions=versions, strategies="\n".join(lines)
+        )
+    ]
     parts += [_of_library(library, ran) for library in dict.fromkeys(row["library"] for row in ran)]
     parts += [_others([row for row in latest.values() if "plain" in row])]
     page.write_text("\n".join(parts))
