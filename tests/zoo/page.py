@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,11 @@ def write_page(rows: Iterable[dict[str, Any]], page: Path, versions: str, tolera
     ]
     parts = [
         HEAD.format(
-            tolerance=f"{tolerance:g}", counts=counts, date=date.today(), versions=versions, strategies="\n".join(lines)
+            tolerance=f"{tolerance:g}",
+            counts=counts,
+            date=datetime.now(UTC).date(),
+            versions=versions,
+            strategies="\n".join(lines),
         )
     ]
     parts += [_of_library(library, ran) for library in dict.fromkeys(row["library"] for row in ran)]
