@@ -176,7 +176,7 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     count, shape = tensor.numel(), str(tuple(tensor.shape))
     if tensor.device.type != "cpu" or not torch.ops.aten.is_non_overlapping_and_dense(tensor) or not count:
         return shape
-    step = count // _NUM_SAMPLED | 1  # odd: a step that divides the rows would read one column
+    step = count // _NUM_SAMPLED | 1  # odd: an even step may divide the length of rows and read one column only
     sample = tensor.detach().as_strided((-(-count // step),), (step,)).contiguous()
     return f"{shape}#{crc32(sample.view(torch.uint8).numpy().data):08x}"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def chunk_list(tensor: GlobalTensor) -> list[ChunkStorageMetadata]:
     """What this rank holds: one chunk, or none."""
-    # Loading torch.distributed.checkpoint takes longer than all of workbench: only saving pays for it.
+    # torch.distributed.checkpoint takes longer to import than all of workbench, so only saving imports it.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     spec = tensor._spec
@@ -34,7 +34,7 @@ def chunk_list(tensor: GlobalTensor) -> list[ChunkStorageMetadata]:
     region = spec.layout.region(spec.shape, spec.world.rank)
     offsets, sizes = (start for start, _ in region), (stop - start for start, stop in region)
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    if 0 in spec.shape:  # an empty tensor is one empty chunk of the rank with offsets zero
+    if 0 in spec.shape:  # the rank with offsets zero holds an empty tensor's only chunk
         return [] if any(chunk.offsets) else [ChunkStorageMetadata(chunk.offsets, torch.Size(spec.shape))]
     return [] if 0 in chunk.sizes else [chunk]
 

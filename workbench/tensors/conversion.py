@@ -47,7 +47,7 @@ class _FromLocal(torch.autograd.Function):
         else:
             grad = box(grad, _without_terms(spec.layout))
         if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):
-            return None, None  # a placeholder, or a shard that is rebalanced
+            return None, None
         return to_local(grad), None
 
 
@@ -75,7 +75,7 @@ class _ToLocal(torch.autograd.Function):
             return (None if spec.is_placeholder else grad), None, None
         if not torch.is_grad_enabled():
             return (None if spec.is_placeholder else grad / ctx.divisor), None, None
-        # The gradient is a plain tensor that becomes global, so the gradient of the gradient is converted too.
+        # The gradient is a plain tensor that becomes global. So its own gradient needs the conversion too.
         with local_torch():
             entered = box(wrap(_FromLocal.apply(grad, spec), spec), spec.layout.dual())
             return entered.view_as(entered).as_subclass(torch.Tensor), None, None
@@ -163,7 +163,7 @@ def to_global(
     if world.rank not in placement:
         local = new_placeholder(shape, dtype, world.device)
     if torch.is_grad_enabled() and any(metadata[rank].requires_grad for rank in placement) and not local.requires_grad:
-        local = local.detach().requires_grad_()  # every rank has the same graph
+        local = local.detach().requires_grad_()  # all ranks need the same graph
     spec = spec_of(world, layout, shape)
     if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
         return _rebalance(local, world, layout, shape, metadata)

@@ -116,7 +116,7 @@ class GlobalTensor(TensorState):
             with local_torch():
                 grad_slot.__set__(self, None)
             return True
-        if state.placeholder is not False and value._spec is self._gradient_spec:  # its owner keeps a shard
+        if state.placeholder is not False and value._spec is self._gradient_spec:  # the owner keeps a shard
             state.placeholder = value
             return True
         return False
@@ -180,7 +180,7 @@ class GlobalTensor(TensorState):
     def data(self) -> torch.Tensor:
         """The same values and layout without history; autograd does not record writes to it."""
         if self._is_grad:
-            forget_sum_of(self)  # no version tells of writes through it
+            forget_sum_of(self)  # writes through it change no version
         with local_torch():
             found = _data_slot.__get__(self)
         if not _torch_function_enabled():
@@ -208,7 +208,7 @@ class GlobalTensor(TensorState):
             with local_torch():
                 local = plain(value)
                 if self.requires_grad and self.is_leaf and self.shape != local.shape:
-                    # A graph that somebody still holds keeps the old shape alive; another type ends that.
+                    # A living graph keeps the old shape. Data of another dtype makes torch forget it.
                     other = torch.float32 if self.dtype == torch.float64 else torch.float64
                     _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
                 _data_slot.__set__(self, local)

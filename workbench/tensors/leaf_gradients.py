@@ -70,5 +70,5 @@ def will_accumulate(node: Any) -> bool:
     """Whether the backward that runs adds to the gradient of the leaf of this node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad takes this leaf's gradient and leaves its .grad alone
+    except RuntimeError:  # torch.autograd.grad returns this gradient and does not write .grad
         return False

@@ -19,15 +19,15 @@ def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> t
     Placeholders are made at every call of a function on another stage's tensors. Another tensor over known memory takes
     a sixth of the time of a new one.
     """
-    if _num_modes() or torch.is_inference_mode_enabled():  # modes must see it made
+    if _num_modes() or torch.is_inference_mode_enabled():  # modes must see a creation function
         return spread_zero(shape, dtype, device)
     return _data(_zero(tuple(shape), dtype, device))  # not detach(), which would share the count of writes
 
 
 def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A new zero in any shape: a term of a sum, or a parameter that has no values yet."""
-    # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a placeholder mirrors.
-    with unseen_by_modes():  # a mode that keeps the zero would find it written
+    # An expanded tensor is a view, and views refuse the in-place functions that placeholders repeat.
+    with unseen_by_modes():  # a mode that keeps the zero would see later writes to it
         return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 
 

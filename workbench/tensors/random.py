@@ -60,9 +60,8 @@ def draw_key(world: World, generator: torch.Generator | None = None, is_used: bo
     ``is_used`` is false on a rank that draws because others do, and makes no numbers of the key.
     """
     if world.context.recorder is not None:
-        source = (
-            generator if world.context.running is None else generator or world.context.generator
-        )  # a step has one of its own
+        # A pipeline's step has its own generator.
+        source = generator if world.context.running is None else generator or world.context.generator
         drawn: int = world.context.recorder.draw(_draw, world, source, is_used=is_used)
         return drawn
     return _draw(world, generator)
@@ -131,7 +130,7 @@ def _start_of_run(shape: Shape, region: Region) -> int | None:
     for dim, (start, stop) in enumerate(region):
         row = math.prod(shape[dim + 1 :])
         first += start * row
-        if stop - start != 1:  # one interval of this dim, and all of the dims after it
+        if stop - start != 1:  # one interval of this dim, whole dims after it
             return first if all(region[d] == (0, shape[d]) for d in range(dim + 1, len(shape))) else None
     return first
 
@@ -178,7 +177,7 @@ def truncated_normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
     mass = math.erf(math.sqrt(2.0))
 
     def draw(key: int, at: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-        quantile = torch.from_numpy((2.0 * _inside(key, at) - 1.0) * mass)  # the inverse of the distribution function
+        quantile = torch.from_numpy((2.0 * _inside(key, at) - 1.0) * mass)
         return mean + std * math.sqrt(2.0) * torch.erfinv(quantile).numpy()
 
     return Sampler(draw)
@@ -208,7 +207,7 @@ def cauchy_sampler(median: float = 0.0, sigma: float = 1.0) -> Sampler:
 
 def integer_sampler(low: int, high: int) -> Sampler:
     """Integers in [low, high)."""
-    fits = -(2**53) <= low < high <= 2**53  # what the kernel's parameters, doubles, hold
+    fits = -(2**53) <= low < high <= 2**53  # the kernel's parameters are doubles
     return Sampler(
         lambda key, at, dtype: philox.integers(key, at, low, high), ("integers", low, high) if fits else None
     )

@@ -88,7 +88,7 @@ class MixedTransport(AsyncTransport):
             if len(first_at_place) == len(group):
                 return self._guarded(self._inter_host.start_all_reduce(tensors, group, reduction, tag, header))
             dtype = tensors[0].dtype
-            if reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS:  # rounded once, at the end
+            if reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS:  # so that only the final sum is rounded
                 tensors = [tensor.float() for tensor in tensors]
             wait = self._start_intra_host(tensors, near, reduction, tag, header)
 

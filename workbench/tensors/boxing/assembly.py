@@ -41,7 +41,7 @@ def assemble(
     begun = set()
     for move, piece in pieces:
         place = slice_region(out, move.destination_region)
-        if move.destination_region not in begun:  # terms of one place have one region; nothing lies there before
+        if move.destination_region not in begun:  # terms of one place have the same region, and the first overwrites it
             place.copy_(piece)
             begun.add(move.destination_region)
         elif reduction == "sum":

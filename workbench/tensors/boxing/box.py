@@ -71,7 +71,8 @@ def box_placeholder(placeholder: torch.Tensor, target: Spec, tag: int) -> Global
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
     tracer = source.world.context.tracer
     site = tracer.site(function)
-    in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that became global
+    # A backward boxes the gradient of a plain tensor that became global
+    in_backward = torch._C._current_graph_task_id() >= 0
     tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
     return site
 
@@ -125,11 +126,11 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     if tensor._is_grad or tensor._has_data_alias:
         return None
     with local_torch():
-        # A leaf's cached boxing would keep the leaf alive through autograd, and the leaf its boxing.
-        # A tensor of inference mode has no version that tells whether it was written since.
+        # A leaf and its cached boxing would keep each other alive through autograd.
+        # A tensor of inference mode has no version, so later writes to it are not seen.
         if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
             return None
-        # A step that is being recorded must box what an earlier one has boxed already.
+        # A step that is being recorded must not use an earlier step's boxings.
         recorder = tensor._spec.world.context.recorder
         return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
 
@@ -158,7 +159,7 @@ class _Box(torch.autograd.Function):
             mark_placeholder_leaves(ctx)
         incoming, outgoing = target.dual, source.dual
         grad = grads[0]
-        if grad is None:  # a placeholder's gradient, or none at all: either way this rank contributes nothing
+        if grad is None:  # a placeholder's gradient, or no gradient: this rank adds zeros
             grad = spread_zero(incoming.local_shape, dtype, device)
         result = box_gradient(grad, incoming, outgoing, tag | 1, site)
         # A placeholder has no gradient to keep, and autograd would clone one for a leaf into full storage; only a

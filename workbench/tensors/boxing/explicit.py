@@ -64,7 +64,7 @@ def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
     with local_torch():
         itemsize = need.tensor.element_size()
     plan = find_boxing_path(source.layout, need.layout, source.shape, itemsize, source.world.transport.cost)
-    if plan.is_local or not plan.wire_bytes:  # a sum over one rank, say
+    if plan.is_local or not plan.wire_bytes:  # for example a sum over one rank
         return None
     change = describe_sbp_change(source.layout, need.layout)
     moved = f"{tuple(source.shape)} on {source.layout.placement}"

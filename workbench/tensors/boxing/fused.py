@@ -100,7 +100,8 @@ def box_many(tensors: Sequence[GlobalTensor], targets: Sequence[Spec], is_later:
     ``is_later``: the tensors may be written before the wait.
     """
     world = tensors[0]._spec.world
-    if world.context.running is not None or world.context.recorder is not None:  # both follow single boxings
+    # Pipelines and recordings follow single boxings
+    if world.context.running is not None or world.context.recorder is not None:
         done = [box_to(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
         return Handle(lambda: done)
     moving = [i for i, target in enumerate(targets) if target is not tensors[i]._spec]
@@ -153,7 +154,7 @@ def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bo
             def fill() -> list[GlobalTensor]:
                 with local_torch(), torch.no_grad():
                     for out, result, target in zip(linked, work.finish(), targets, strict=True):
-                        if target.is_placeholder:  # one zero, and stays so
+                        if target.is_placeholder:  # a placeholder has no data to fill
                             continue
                         out.detach().copy_(result)
                     return [wrap(out, target) for out, target in zip(linked, targets, strict=True)]
@@ -262,7 +263,7 @@ class _BoxingWork:
             results |= {i: flat.reshape(shape).clone() for i, flat, shape in zip(numbers, flats, shapes, strict=True)}
         self._sums = []
         for i, (plan, (_, target)) in enumerate(zip(self.plans, self.pairs, strict=True)):
-            if plan.kind == "all-reduce" and i not in results:  # neither holds a term nor gets the sum
+            if plan.kind == "all-reduce" and i not in results:  # this rank has no term and needs no sum
                 results[i] = new_placeholder(target.shape, self.dtype, self.world.device)
         return results
 

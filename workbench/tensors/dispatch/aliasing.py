@@ -137,7 +137,7 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
     part of the base it is.
     """
     if torch.is_inference_mode_enabled():
-        return result  # no version counters
+        return result  # inference tensors have no version counters
     views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
     items = getattr(local, "items", None)
     write: Callable[[GlobalTensor], Any] | None

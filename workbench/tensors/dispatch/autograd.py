@@ -133,7 +133,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
             create if retain is None else bool(retain),
             create,
             tuple(inputs),
-            True,  # unreachable inputs give None; what that means is decided alike on all ranks, below
+            True,  # unreachable inputs give None; the code below then decides alike on all ranks
             accumulate_grad=False,
         )
     finally:

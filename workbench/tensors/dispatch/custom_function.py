@@ -161,7 +161,7 @@ def behavior_of(cls: type[Function], args: Any, shapes: Any, dtypes: Any, device
     from workbench.tensors.proof.elementwise import small_shapes  # it knows all of dispatch
 
     small, full = ((*map(_static_key, args), dtypes, str(device), *some) for some in (small_shapes(shapes), shapes))
-    with default_generator.restored():  # simulated ranks examine one after the other
+    with default_generator.restored():  # simulated ranks share this generator, and examine one after the other
         known = _known.setdefault(cls, {})
         for key in (full, small):
             if key in known and (known[key].is_known or key == full):
@@ -204,7 +204,7 @@ def examine(
                     found.append(_observe(cls, args, some_shapes, some_dtypes, device))
                 except LayoutError:
                     raise
-                except Exception:  # noqa: BLE001 - a function need not take random operands
+                except Exception:  # noqa: BLE001 - a function may refuse random operands
                     continue
             if found:
                 break
@@ -283,7 +283,7 @@ def _try(check: Callable[..., bool | None], *args: Any) -> bool | None:
         return check(*args)
     except LayoutError:
         raise
-    except Exception:  # noqa: BLE001 - a function that takes the whole and not a piece of it
+    except Exception:  # noqa: BLE001 - a function may accept the whole tensor and refuse a slice
         return False
 
 

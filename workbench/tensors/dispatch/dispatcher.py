@@ -90,7 +90,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         plans = _first_global(args, kwargs)._spec.plans
     try:
         plan = plans.get(tuple(key))
-    except TypeError:  # an argument that cannot be hashed: plan anew
+    except TypeError:  # no key without a hash: make a new plan
         plan, key = None, []
     if plan is not None and plan.out is not None:
         with local_torch():
@@ -113,7 +113,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         if plan.world.on_plan is not None:
             plan.world.on_plan(func, args, kwargs or {})
         if key:
-            if len(plans) >= _MAX_PLANS:  # a program that never calls alike twice must not fill the memory
+            if len(plans) >= _MAX_PLANS:  # a program whose calls are never alike must not fill the memory
                 plans.clear()
             plans[tuple(key)] = plan
     return _run(plan, func, args, kwargs or {})
@@ -208,7 +208,7 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             refuse_two_placements(func, args, kwargs, known)
         placement = max(placements, key=world.context.call.stage_order.index)
     if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
-        placement = leaves[0]._spec.layout.placement  # what is written stays where it is
+        placement = leaves[0]._spec.layout.placement  # a target of a write keeps its placement
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf
@@ -226,7 +226,7 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
     if layout.placement == placement:
         return tensor
     if (there := cached_boxing_on(tensor, placement)) is not None:
-        return there  # a residual that a layer's input hook has boxed already
+        return there  # a layer's input hook has boxed this residual already
     if layout.placement.has_ranks_of(placement):
         return box_implicitly(tensor, Layout(placement, layout.sbp), "an operation on the same ranks in another order")
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)

@@ -98,7 +98,7 @@ def _register_name(function: Any, meta: Any) -> tuple[str, Any]:
     """The name under which dispatch will look for a rule, and what the user calls."""
     if isinstance(function, str):
         return function, _operator(function)
-    operator = getattr(function, "_opoverload", function)  # what torch.library.custom_op gives
+    operator = getattr(function, "_opoverload", function)  # torch.library.custom_op keeps its operator here
     if isinstance(operator, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return fold_name(operator).folded, function
     if not callable(function):
@@ -193,7 +193,7 @@ def _check_term(name: str, equation: str, where: str, term: Term, shape: tuple[i
 
 
 def _prove(name: str, equation: str, called: Any, arguments: Sequence[Any]) -> None:
-    from workbench.tensors.proof import prove as prove_function  # it knows all of ops
+    from workbench.tensors.proof import prove as prove_function  # it imports this module
 
     if called is None:
         raise LayoutError(

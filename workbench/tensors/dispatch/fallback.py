@@ -54,7 +54,7 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     args, kwargs = tree_unflatten(leaves, structure)
     layout = whole[0]._spec.layout
     infos = None
-    if layout.placement.num_ranks < plan.world.world_size:  # so that the others, too, know what comes back
+    if layout.placement.num_ranks < plan.world.world_size:  # ranks outside need the shapes of the results
         infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
     if whole[0]._spec.is_placeholder:
         result = _placeholders(infos, plan, func, args, kwargs, whole)
@@ -94,7 +94,7 @@ def _infos_for_placeholders(
     if not plan.depends_on_data:
         try:
             return cached_infos(func, args, kwargs, whole)
-        except Exception:  # noqa: BLE001 - torch says in many ways that shapes do not tell; an error comes again below
+        except Exception:  # noqa: BLE001 - shapes that depend on data raise many errors; a real one comes again below
             plan.depends_on_data = True
     values: dict[int, torch.Tensor] = {}
 
@@ -124,7 +124,7 @@ def _placeholders(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, who
 
 def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute on a whole copy, then write the result back in the layout of the target."""
-    if not args:  # torch's initializers hand their tensor on by name
+    if not args:  # torch's initializers pass their tensor by name
         by_name, *others = kwargs
         args, kwargs = (kwargs[by_name],), {name: kwargs[name] for name in others}
     target = args[0]

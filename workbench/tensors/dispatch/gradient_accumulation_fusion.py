@@ -86,7 +86,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (indices,), weight, (grad,) = ctx.saved_tensors, ctx.weight, grads
-        if grad is None:  # whoever took the result has stopped the gradient: the weight gets none, instead of zeros
+        if grad is None:  # the result's reader has stopped the gradient: no gradient, not zeros
             return None, None, None, None
         with local_torch():
             total = _gradient_to_add_to(weight, ctx.running, ctx)
@@ -104,7 +104,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, running: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch: who needs it not may write it
+        # As in torch, code may write a weight that backward does not read
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight, ctx.running = weight, running
         return F.linear(x, weight, bias)
 
@@ -120,5 +121,5 @@ class _Linear(torch.autograd.Function):
             total = _gradient_to_add_to(ctx.weight, ctx.running, ctx)
             if total is None:
                 return of_x, rows.t() @ inputs, of_bias, None
-            torch.addmm(total, rows.t(), inputs, out=total)  # which torch's counter of operations knows, unlike addmm_
+            torch.addmm(total, rows.t(), inputs, out=total)  # torch's counter of operations does not know addmm_
         return of_x, None, of_bias, None

@@ -48,7 +48,7 @@ def parameters_of(func: Callable[..., Any]) -> tuple[Parameters, ...]:
         return (_of_schema(func._schema),)
     try:
         parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a builtin has no signature, but its operator may have schemas
+    except (TypeError, ValueError):  # builtins have no signature, but their operators may have schemas
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{getattr(func, '__name__', '')}")
         return tuple(map(_of_schema, schemas))
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -104,7 +104,7 @@ def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
             meta = torch.empty(shape, dtype=leaf.dtype, device=_device_without_data(leaf.device))
             if with_grad and leaf.requires_grad:
                 meta = meta.requires_grad_()
-                meta = meta if leaf.is_leaf else meta.clone()  # in-place is legal on what is no leaf
+                meta = meta if leaf.is_leaf else meta.clone()  # torch refuses in-place functions on leaves
             memo[id(leaf)] = meta
     return memo[id(leaf)]
 
@@ -152,7 +152,7 @@ class _Placeholder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if any(leaf._gradient.placeholder is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
+        if any(leaf._gradient.placeholder is False for leaf in ctx.leaves):  # few steps need the walk over all inputs
             mark_placeholder_leaves(ctx)
         if ctx.on_backward is not None:
             ctx.on_backward()
@@ -254,7 +254,7 @@ def placeholder_outputs(
     comes by.
     """
     with local_torch():
-        if len(infos) == 1:  # nearly always
+        if len(infos) == 1:
             return _alike(infos, operands, device, recipe, on_backward)
         results: dict[int, torch.Tensor] = {}
         for links in dict.fromkeys([info[2] for info in infos]):
@@ -310,14 +310,14 @@ def write_placeholder(
         if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
             _PlaceholderWrite.apply(second_order, target, *others)
-        count_write(target)  # boxings are cached by version, on every rank
+        count_write(target)  # all ranks cache boxings by version
     if target._history_base is not None:
         write_placeholder(target._history_base, [target._history_base, target])
     return target
 
 
 def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
-    # The node must not hold its own result: what the recipe is given in place of the target is a stub.
+    # The node must not hold its own result, so the recipe gets a stub in place of the target.
     stub = torch.empty(target._spec.shape, dtype=target.dtype, device="meta")
     recipe = None
     if func is not None:

@@ -68,4 +68,4 @@ def _make_global(target: torch.Tensor, spec: Spec) -> None:
 
 def _num_showing_memory_of(target: torch.Tensor) -> int:
     storage = target.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without ``storage``
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # ``storage`` itself counts as one

@@ -29,7 +29,7 @@ def key_of(value: Any) -> Any:
     if kind is int or kind is str:
         return value
     if kind is bool or kind is float:
-        return (repr(value),)  # True is 1 and 1.0 is 1 to a dictionary; nan is never itself
+        return (repr(value),)  # to a dictionary True, 1 and 1.0 are one key, and nan equals nothing
     if isinstance(value, (list, tuple)):
         return (kind, *map(key_of, value))
     if isinstance(value, slice):

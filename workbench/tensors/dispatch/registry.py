@@ -165,7 +165,7 @@ def fold_name(func: Any) -> Name:
         return Name(USER_FUNCTION_NAMES[func])
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         qualified = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
-        if not qualified.startswith(("aten::", "prim")):  # a user's "mylib::add" is not torch's
+        if not qualified.startswith(("aten::", "prim")):  # a user's "mylib::add" is not torch's function
             return Name(qualified.removesuffix("_"), in_place=qualified.endswith("_"))
     name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")  # overloads: "slice.Tensor"
     if name in ("__get__", "__set__", "__delete__"):

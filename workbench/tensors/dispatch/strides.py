@@ -93,13 +93,13 @@ def logical_strides(local: Shape, strides: Sequence[int], shape: Shape) -> tuple
     ((36, 3, 1), (1, 4))
     """
     found = [0] * len(shape)
-    within_shard = within_whole = 1  # elements of the dims inside, in memory
+    within_shard = within_whole = 1  # elements in memory of the dims further inside
     inner_first = sorted(range(len(shape)), key=lambda d: (strides[d], local[d] > 1, -d))
     for dim in inner_first:
         if not strides[dim]:
-            continue  # expanded
+            continue
         if strides[dim] != within_shard and within_shard == within_whole:
-            within_shard = within_whole = strides[dim]  # a slice, with no split dim inside
+            within_shard = within_whole = strides[dim]  # the tensor is a slice, and no dim further inside is split
         elif strides[dim] != within_shard and local[dim] > 1 and 0 not in local:
             return None
         found[dim] = within_whole

@@ -98,7 +98,7 @@ def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any
             again, named = tree_unflatten(leaves, structure)
             return local(*again, **named)
 
-        anchor = torch.empty(0, device=world.device, requires_grad=True)  # else a first layer would have no history
+        anchor = torch.empty(0, device=world.device, requires_grad=True)  # gives a first layer a history
         return _Split.apply(on, kept, parameters, anchor, *(leaves[i] for i in places))
 
     return call

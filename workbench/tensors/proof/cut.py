@@ -37,7 +37,7 @@ def _cut_sum(whole: torch.Tensor, num_ranks: int, generator: torch.Generator) ->
         terms = [
             (whole * (0.4 / (num_ranks - 1)) + torch.randn(whole.shape, generator=generator).to(whole.dtype)).where(
                 whole.isfinite(), 0
-            )  # what is infinite or no number lies on one rank
+            )  # one rank holds all infinite values and nans
             for _ in range(num_ranks - 1)
         ]
     else:

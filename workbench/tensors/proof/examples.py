@@ -92,7 +92,7 @@ def collect(function: Callable[..., Any], operands: Iterable[Any]) -> list[Examp
         world.context.generator = torch.Generator().manual_seed(0)
         world.on_plan = lambda func, args, kwargs: _keep(found, func, args, kwargs)
         with Simulated(world), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fallbacks and what torch deprecates are not the question here
+            warnings.simplefilter("ignore")  # warnings of fallbacks and deprecations do not matter here
             function(*tree_map(lambda value, e=entry, w=world: _to_global(value, e, w), operands))
     return list(found.values())
 

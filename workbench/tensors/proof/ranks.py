@@ -34,7 +34,7 @@ def _connect(worlds: Sequence[World]) -> ThreadHub:
     hub = ThreadHub(len(worlds))
     for world in worlds:
         world.transport = ThreadTransport(hub, world.rank)
-        world.context.num_edges.clear()  # where an earlier attempt broke off, the ranks' counts differ
+        world.context.num_edges.clear()  # an earlier attempt that failed may have left different counts
     return hub
 
 

@@ -113,7 +113,7 @@ class _Search:
         declared = self._declared()
         for inputs in declared:
             self._check_if_run(inputs, proof)
-        # A composite takes split operands before its rule is asked; what it calls is proved by itself.
+        # A composite takes split operands before its rule; the functions that it calls have proofs of their own.
         if finds_missing and self.expected.is_telling and self.example.name.folded not in COMPOSITES:
             tried = [inputs for inputs in self._combinations(max_combinations) if inputs not in declared]
             right = [(inputs, outputs) for inputs in tried if (outputs := self._right_outputs_of(inputs))]
@@ -194,7 +194,7 @@ class _Search:
         except RuntimeError:
             if not self.differentiates:
                 raise
-        self.differentiates = False  # what has no derivative on one device (running means, weights) needs none here
+        self.differentiates = False  # no derivative on one device (running means, weights): none here
         return self._expected()
 
     def _as_leaf(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class _Search:
 
         try:
             found = run_each(run, self.worlds)
-        except Exception as error:  # noqa: BLE001 - whatever the local function raises is the finding
+        except Exception as error:  # noqa: BLE001 - any error of the local function is the finding
             return f"the local function raises {type(error).__name__}: {error}"
         return self._compare(found, inputs, outputs, seeds)
 
@@ -241,7 +241,7 @@ class _Search:
     def _right_outputs_of(self, inputs: Entries) -> Entries | None:
         """Layouts of the results under which the function itself is right on shards, gradients included."""
         if any(shape[e.dim] < self.num_ranks for e, shape in zip(inputs, self.shapes, strict=True) if _splits(e)):
-            return None  # builtins may end the process where a shard is empty
+            return None  # some builtins crash the process on an empty shard
         shards = self._cut(self.operands, inputs)
         outputs = self._right_outputs(shards, [value.detach() for value in self.expected.values])
         if outputs is None:
@@ -253,7 +253,7 @@ class _Search:
             values = self.example.run([leaf.clone() for leaf in leaves])
             try:
                 found.append(_differentiate(values, leaves, seeds, rank))
-            except RuntimeError:  # a backward that the shards do not fit
+            except RuntimeError:  # the backward does not fit the shards
                 return None
         return None if self._compare(found, inputs, outputs, seeds) else outputs
 
@@ -298,7 +298,7 @@ class _Search:
             operands = [redrawn(operand, value, self.generator) for operand in self.operands]
             try:
                 values = [value.detach() for value in self.example.run([operand.clone() for operand in operands])]
-            except Exception:  # noqa: BLE001 - a function of these values only
+            except Exception:  # noqa: BLE001 - the function accepts only the first values
                 return False
             shards = self._cut(operands, inputs, one_holder=value is not None)
             found = self._right_outputs(shards, values)

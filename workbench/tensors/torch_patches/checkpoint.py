@@ -87,7 +87,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _set_generator_state(world, before)
 
     result = _original(pinned, *args, **options)
-    # The function outlives the call, in what the pin has saved; a pin that it knew would keep it for ever.
+    # The pin's saved tensors keep this function alive. If the function also held the pin, neither would be freed.
     pin, pins[0] = pins[0], None
     if pin is not None:
         _start_at_the_end(result, pin)
@@ -146,10 +146,10 @@ def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
         world.context.generator.set_state(state)
 
 
-# torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set.
+# torch's ``checkpoint`` only calls its attribute ``__dynamo_disable``, where that is set.
 patch(
     "torch.utils.checkpoint.checkpoint.__wrapped__.__dynamo_disable",
     "ranks would begin to recompute at different points of the backward, and their boxings would not meet",
     lambda torchs_own: checkpoint,
 )
-torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard  # one more, under a name of its own
+torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard  # adds a check to torch's

@@ -71,7 +71,7 @@ def _refusing(what: str, function: Callable[..., Any], place: int) -> Callable[.
 
 
 def _let_break_graphs() -> None:
-    from torch._dynamo import config, trace_rules  # slow to load, and compiling will
+    from torch._dynamo import config, trace_rules  # slow to import; torch.compile imports it anyway
 
     if GlobalTensor not in config.nontraceable_tensor_subclasses:
         config.nontraceable_tensor_subclasses.add(GlobalTensor)
@@ -114,7 +114,7 @@ _REFUSED_AT = {
     "torch.nn.Module.compile": ("torch.compile", 0),
     "torch.nn.parallel.DistributedDataParallel.__init__": ("DistributedDataParallel", 1),
     "torch.distributed.fsdp.FullyShardedDataParallel.__init__": ("FullyShardedDataParallel", 1),
-    # many modules hold the name ``fully_shard``, so its first step is replaced instead
+    # Many modules import the name ``fully_shard``, so the patch replaces its first step.
     "torch.distributed.fsdp._fully_shard._fully_shard._validate_module": ("fully_shard", 0),
 }
 """Address -> what is refused for a module with global parameters, and which argument the module is."""

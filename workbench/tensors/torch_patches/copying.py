@@ -43,11 +43,11 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
                 "moment. Write x.detach() or x.detach().clone()."
             )
     local = plain(tensor)
-    memo.setdefault(id(memo), []).append(local)  # deepcopy remembers ids, so what has them must stay
+    memo.setdefault(id(memo), []).append(local)  # deepcopy stores ids, so their tensors must stay alive
     made = wrap(copy.deepcopy(local, memo), tensor._spec)
     memo[id(tensor)] = made
     _finish(made, tensor, copy.deepcopy(_own_attributes(tensor), memo))
-    grad = None if tensor._is_param else tensor.grad  # torch's own parameters leave theirs behind
+    grad = None if tensor._is_param else tensor.grad  # torch does not copy a parameter's gradient
     if grad is not None:
         made.grad = copy.deepcopy(grad, memo)
     return made

@@ -30,12 +30,12 @@ def _saving_whole(transformers_own: Any) -> Any:
             return transformers_own(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         what = "save_pretrained()"
         wanted = all_gather_object(os.path.abspath(save_directory) if is_main_process else None, world, what)
-        writes = is_main_process and wanted.index(wanted[world.rank]) == world.rank  # one rank per directory
+        writes = is_main_process and wanted.index(wanted[world.rank]) == world.rank  # one rank writes each directory
         whole = _whole_tensors(given, held, keeps=writes)
         result, error = None, None
         try:
             if writes:
-                # It asks torch.distributed too, and would leave all but rank 0 out.
+                # transformers' own also asks torch.distributed, and lets only rank 0 write.
                 self.should_save_on_this_rank = lambda is_main_process: is_main_process
                 result = transformers_own(self, save_directory, True, whole, *args, **kwargs)
         except Exception as raised:  # noqa: BLE001 - raised below, on all ranks
@@ -62,7 +62,7 @@ def _whole_tensors(given: Any, held: Any, keeps: bool) -> dict[str, Any]:
 
 
 def _refusing_shards(safetensors_own: Any) -> Any:
-    if safetensors_own is None:  # a version without this function
+    if safetensors_own is None:  # this version has no such function
         return None
 
     @functools.wraps(safetensors_own)

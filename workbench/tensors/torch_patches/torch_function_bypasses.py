@@ -127,7 +127,7 @@ def refuse_transform(what: str, tensor: GlobalTensor) -> None:
 
 
 _READS = "it reads a global scalar among its arguments without asking: this rank's shard of it"
-# ``with torch.device(...)`` knows the functions that make tensors by what they are when it is first asked.
+# The first ``with torch.device(...)`` collects torch's creation functions: collect them before the patches.
 _device_constructors()
 patch(
     "torch.autograd.function.Function.apply",

@@ -82,7 +82,7 @@ class OptimizerStep:
                     owned[owner] = state[part]
                 if owner is not part:
                     part.grad = None
-        optimizer.__dict__["_opt_called"] = True  # a scheduler warns where it sees no step
+        optimizer.__dict__["_opt_called"] = True  # schedulers warn unless they see a step
 
     def check_settings(self) -> None:
         """Refuse, at the end of the recording, a setting that the step has changed: a replay would not change it."""
@@ -180,7 +180,7 @@ def _ends(optimizer: Optimizer) -> None:
         listener.optimizer_ends(optimizer)
 
 
-hook(  # after the hook that puts the parts in place
+hook(  # runs after the hook that installs the local tensors
     "torch.optim.optimizer.register_optimizer_step_pre_hook",
     "a recording has to know where an optimizer's step begins",
     lambda: register_optimizer_step_pre_hook(_begins),

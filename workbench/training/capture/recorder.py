@@ -68,9 +68,8 @@ class Recorder(TorchDispatchMode):
         self.steps: list[OptimizerStep] = []
         self.placeholders: list[GlobalTensor] = []
         self._slots: Any = WeakTensorKeyDictionary()
-        # Slots of tensors that the step made, by memory and place; None for memory that was there before. A weak
-        # reference
-        # shows that the address still belongs to the same memory.
+        # Slots of tensors that the step made, by memory and place; None for memory that existed before the step.
+        # The weak reference shows that the address still belongs to the same memory.
         self._memory: dict[int, tuple[StorageWeakRef, dict[Any, Slot] | None]] = {}
         self._num_slots = 0
         self._keys: dict[int, Slot] = {}
@@ -79,8 +78,6 @@ class Recorder(TorchDispatchMode):
         self._stepping: OptimizerStep | None = None
         self._inputs = [*inputs, *grads]
         self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [])
-
-    # ---- torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,8 +117,6 @@ class Recorder(TorchDispatchMode):
     def depends_on(self, tensor: torch.Tensor) -> None:
         """Let a replay be refused if the memory of this tensor has moved: the step works on it with another spec."""
         self.originals.append(tensor)
-
-    # ---- what is called as a whole
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record the call."""
@@ -166,8 +161,6 @@ class Recorder(TorchDispatchMode):
         self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name="draw_key"))
         return key
 
-    # ---- optimizers
-
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Pause the recording until ``optimizer_ends``; a replay calls the optimizer."""
         step, parts = OptimizerStep(optimizer, args, kwargs), parts_of(optimizer)
@@ -186,8 +179,6 @@ class Recorder(TorchDispatchMode):
         if self._stepping is not None:
             self._stepping = None
             self._is_paused -= 1
-
-    # ---- the end
 
     def finish(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int | None]:
         """Complete the program with the step's outputs: its results, and the gradients that it leaves.
@@ -226,7 +217,7 @@ class Recorder(TorchDispatchMode):
 
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.trace.constants.keys()
-        gc.collect()  # graphs and their functions may hold one another
+        gc.collect()  # graphs and their functions may form cycles
         made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_placeholder(tensor)]
         kept = _referred_to(made)
         if kept:
@@ -237,8 +228,6 @@ class Recorder(TorchDispatchMode):
                 "the step made outlives it without being returned. A replay makes new ones and renews nobody's "
                 "references. Return them, or write to tensors that are there already (x.copy_(...))."
             )
-
-    # ---- values
 
     def _next(self) -> Slot:
         self._num_slots += 1
@@ -346,7 +335,7 @@ def _check_operator(func: Any, args: Any) -> None:
     if not reads and torch.Tag.dynamic_output_shape not in func.tags:
         return
     if func is _aten.index.Tensor and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        return  # an index of numbers gives their shape, a mask as many rows as it has ones
+        return  # only a mask makes the result's shape depend on values
     frame, _ = user_frame()
     name = "item(), bool(), int() or float()" if func is _aten._local_scalar_dense.default else str(func)
     reject_value_read(

@@ -94,7 +94,7 @@ class _Swap:
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
         stepping = self.present if self.elementwise else self.parameters
         places = {id(p): number for number, p in enumerate(stepping)}
-        # Per group: the places of its parameters among those that step, or a plain parameter itself.
+        # For each group: indices of its global parameters among those that step, and its plain parameters.
         self.members = [
             [places.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in places]
             for params in self.groups
@@ -140,12 +140,12 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     if not set_to_none or not all(isinstance(p, GlobalTensor) for p in parameters):
         _torch_zero_grad(self, set_to_none)
         return
-    for parameter in parameters:  # torch reads each gradient first, which doubles the time of a placeholder
+    for parameter in parameters:  # torch reads each gradient first: twice the time for placeholders
         parameter.grad = None
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    _put_back(optimizer)  # a step that raised has left its local tensors behind
+    _put_back(optimizer)  # after a step that raised, its local tensors are still in place
     swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or not swap.fits(optimizer):
         if swap is not None and optimizer.state is swap.state:
@@ -165,7 +165,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     finish = start_reduction(swap.present)
     if optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
-    with local_torch():  # while the sums are under way
+    with local_torch():  # meanwhile the sums are in flight
         pairs = [(p, _part(p)) for p in swap.stepping]
     swap.pairs = pairs
     with torch.no_grad():
@@ -176,9 +176,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             with local_torch():
                 for parameter, local in pairs:
                     grad = sums.get(parameter)
-                    local.grad = (
-                        None if grad is None else grad.contiguous()
-                    )  # torch's fused step reads it as if it were
+                    # torch's fused step assumes contiguous memory.
+                    local.grad = None if grad is None else grad.contiguous()
         else:
             swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
@@ -210,7 +209,7 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
     if shard is not None:
         local = slice_region(local, shard.regions[parameter._spec.world.rank])
     if not local.is_contiguous():
-        return local.contiguous()  # written back after the step
+        return local.contiguous()  # code after the step copies it back
     parameter._optimizer_part = local, address, parameter._spec
     return local
 
@@ -262,7 +261,7 @@ def _after_step(self: Optimizer) -> None:
 
 
 def _context() -> ExecutionContext:
-    here = world.joined()  # the optimizer may be of a thread that is in no world
+    here = world.joined()  # a thread outside all worlds may use the optimizer
     return here.context if here is not None else ExecutionContext()
 
 
@@ -276,7 +275,7 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
         found = state.pop(part, None)
         if found is not None and found is not values:
             owned[owner] = found
-    owned.update(state)  # of plain parameters
+    owned.update(state)  # states of plain parameters remain
     optimizer.state = owned
     for group, params in zip(optimizer.param_groups, swap.held, strict=True):
         group["params"] = params

@@ -121,7 +121,7 @@ class GradientReducer:
 
     def _begin(self, task: int) -> None:
         self._check_rebuild()
-        self.drain()  # sums of an earlier backward that no step has used
+        self.drain()  # no step has used an earlier backward's sums
         self._task = task
         self._num_backwards += 1
         self._next = 0
@@ -135,7 +135,7 @@ class GradientReducer:
             members = [(p, p.grad) for p in self._buckets[self._next]]
             bucket = [Term(p, plain(g), p._spec.term_ranks, shard_of(p)) for p, g in members if g is not None]
         self._next += 1
-        for terms in cut_into_buckets(bucket, reduction.BUCKET_BYTES):  # one, unless dtypes differ
+        for terms in cut_into_buckets(bucket, reduction.BUCKET_BYTES):  # one, unless the dtypes differ
             if len(self._under_way) == _BUCKETS_UNDER_WAY:
                 self._finish_one()
             finish = _once(start_bucket(terms))
@@ -192,7 +192,7 @@ class GradientReducer:
 def _from_first(parameter: GlobalTensor, group: tuple[int, ...], mine: torch.Tensor) -> list[int]:
     world = parameter._spec.world
     tag, header = world.context.next_sum_tag(group), "the order of gradients"
-    if world.device.type == "meta":  # a dry run, in which nobody answers
+    if world.device.type == "meta":  # a dry run has no other ranks
         return list(map(int, mine.tolist()))
     mine = mine.to(world.device)
     if world.rank == group[0]:
@@ -209,7 +209,7 @@ def _accumulate_shard(owner: GlobalTensor, total: torch.Tensor) -> None:
         before = owner._gradient.shard
         if before is not None:
             before.add_(total)
-        else:  # of its own, not a view of a bucket
+        else:  # a copy: a view would keep the whole bucket
             before = total.clone(memory_format=torch.contiguous_format)
     keep_grad_shard(owner, before, state_spec(owner))
 

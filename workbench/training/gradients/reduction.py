@@ -157,7 +157,7 @@ def start_sums(terms: Iterable[Term]) -> Finish:
     waiting: deque[list[Term]] = deque()
     alone, shared = _partition(terms)
     result.update((term.owner, term.local) for term in alone)
-    # In the order of the parameters on all ranks, so that no two ranks wait for each other's later buckets.
+    # All ranks follow the order of the parameters. Otherwise two ranks could wait for each other's later buckets.
     waiting.extend(cut_into_buckets(shared, BUCKET_BYTES))
     started = deque(start_bucket(waiting.popleft()) for _ in range(min(_BUCKETS_UNDER_WAY, len(waiting))))
 

@@ -39,7 +39,7 @@ def optimizers_of(module: nn.Module) -> list[Optimizer]:
 
     if len(found := find()) > 1:
         found.clear()
-        gc.collect()  # one that nobody holds any more would be found on some ranks only
+        gc.collect()  # Python frees a dropped optimizer at a different time on each rank
         found = find()
     return found
 

@@ -200,7 +200,7 @@ class ForwardCache(ABC):
                     parts += (type(leaf), leaf)
                 elif self.takes_plain and type(leaf) is torch.Tensor and not leaf.requires_grad:
                     parts += (leaf.shape, leaf.dtype)
-                else:  # a plain tensor, or an object that may be changed, such as a cache
+                else:  # a plain tensor, or an object that a call may change, such as a cache
                     return None
         return tuple(parts)
 

@@ -113,7 +113,8 @@ class PlaceholderLayerForward(PlaceholderForward):
 
     def __init__(self, module: nn.Module, world: World) -> None:
         super().__init__(module, world)
-        self.takes_plain = type(module).__module__.startswith("torch.nn.")  # their results depend on no values
+        # Results of torch's modules depend on no values
+        self.takes_plain = type(module).__module__.startswith("torch.nn.")
         self._input_hook: PrepareInput | None = None
 
     def install(self) -> None:

@@ -122,7 +122,7 @@ class RunningStep:
             StrategyError: under the schedule, stages would wait for ever; or a backward reads the value.
         """
         if self.observer is not None:
-            self.observer.can_skip = False  # what the call does depends on the value
+            self.observer.can_skip = False  # the call may branch on the value
         if len(self.placements) == 1 or not has_to_move:
             return
         stage = self._stage_of(tensor._spec.layout.placement)

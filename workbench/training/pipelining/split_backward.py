@@ -60,7 +60,7 @@ def _graph(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, int], tuple[_Edge
     nodes = list(dict.fromkeys(roots))
     number = {node: at for at, node in enumerate(nodes)}
     graph: list[_Edges] = []
-    for node in nodes:  # the list grows
+    for node in nodes:  # the loop appends to the list
         edges = []
         for below, output in node.next_functions:
             if below is not None:
@@ -181,7 +181,7 @@ def split_block(forward: Callable[..., Any], kept: WeightGradients, device: torc
             leaves[:], made[:] = found, [shape]
             return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-        anchor = torch.empty(0, device=device, requires_grad=True)  # otherwise the first block would have no history
+        anchor = torch.empty(0, device=device, requires_grad=True)  # gives the first block a history
         tensors = iter(_SplitBlock.apply(run, kept, anchor, *(given[place] for place in places)))
         return tree_unflatten([next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves], made[0])
 

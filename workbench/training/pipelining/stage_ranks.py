@@ -173,7 +173,7 @@ class StageRank:
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
-        self.world.context.checks_agreement = False  # it compares over all ranks
+        self.world.context.checks_agreement = False  # the check compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
@@ -196,7 +196,8 @@ class StageRank:
         view = self._view(own, self._renumbered_layout(own._spec, stage))
         view._is_param = True
         shard: Shard | None = own._optimizer_shard
-        if shard is not None and shard.spec is own._spec:  # zero=3: its values are a shard, which units gather
+        # Zero=3: the parameter's values are a shard, and units gather them
+        if shard is not None and shard.spec is own._spec:
             of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
             view._optimizer_shard = shard.renumbered(of, view._spec, partial(self._numbering.of, stage))
         return view
@@ -277,7 +278,7 @@ class StageRank:
                 yield
         finally:
             for position, (holder, name, own, view) in enumerate(self._views):
-                if holder[name] is not view and not own._is_param:  # a forward has replaced the buffer
+                if holder[name] is not view and not own._is_param:  # the forward has replaced this buffer
                     own, view = self._replaced(own, holder[name])
                     self._views[position] = (holder, name, own, view)
                 holder[name] = own

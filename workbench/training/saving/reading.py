@@ -113,7 +113,7 @@ class Checkpoint:
 
     def below(self, *path: str | int) -> dict[StatePath, Any]:
         """The entries whose path begins with ``path``, by the rest of their paths."""
-        if self._by_prefix is None:  # once, not by a look at all entries for every parameter
+        if self._by_prefix is None:  # an index, so that each parameter needs no pass over all entries
             self._by_prefix = {}
             for whole in self.entries:
                 for length in range(len(whole) + 1):

@@ -94,7 +94,7 @@ class Saving:
 
 def _poll(is_done: Callable[[], bool]) -> None:
     while not is_done():
-        time.sleep(_POLL_S)  # and not Thread.join(), which would not be interrupted
+        time.sleep(_POLL_S)  # an interrupt does not end Thread.join()
 
 
 def save(
@@ -154,7 +154,7 @@ def save(
 
 
 def _make(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed save has left
+    shutil.rmtree(folder, ignore_errors=True)  # a killed save may have left files
     folder.mkdir(parents=True)
 
 

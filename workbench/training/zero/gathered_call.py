@@ -115,7 +115,7 @@ class GatheredCall:
     def regather(self) -> dict[int, torch.Tensor]:
         """Gather the values for backward, by number."""
         if self._pending is not None and self._pending[1] not in self.under_way:
-            self._pending = None  # a later forward has ended it
+            self._pending = None  # a later forward has ended this exchange
         if self._regathered is None:
             self._start_regather()
         if self._pending is not None:
@@ -136,7 +136,7 @@ class GatheredCall:
         """End a gathering that nothing has used."""
         if self._pending is not None:
             (_, work), self._pending = self._pending, None
-            if self.under_way.pop(work, None) is not None:  # else a later forward has ended it
+            if self.under_way.pop(work, None) is not None:  # otherwise a later forward has ended this exchange
                 work.finish()
 
     def begin_backward(self, grads: Any = None) -> None:
@@ -147,7 +147,7 @@ class GatheredCall:
         before = self.before()
         if before is not None and before._ended_in != torch._C._current_graph_task_id():
             before._start_regather()
-            torch.autograd.Variable._execution_engine.queue_callback(before.cancel)  # backward may not get there
+            torch.autograd.Variable._execution_engine.queue_callback(before.cancel)  # backward may not reach that unit
 
     def _start_regather(self) -> None:
         if self._regathered is not None or self._pending is not None:
@@ -177,9 +177,8 @@ class GatheredCall:
         with local_torch():
             nodes = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for node in nodes:
-                if (
-                    node is not None and node._sequence_nr() >= self._first_node
-                ):  # otherwise an input that the unit returns
+                # An earlier node belongs to an input that the unit returns.
+                if node is not None and node._sequence_nr() >= self._first_node:
                     node.register_prehook(self.begin_backward)
             if learns:
                 return
@@ -262,7 +261,7 @@ def _regather_dtypes(
     with local_torch():
         for (owner, name, _), parameter in members:
             if id(parameter) not in wanted or (type(owner) is nn.Embedding and "forward" not in owner.__dict__):
-                continue  # the gradient of a table needs the indices alone
+                continue  # an embedding's backward needs only the indices
             is_cast = half is not None and parameter.dtype == torch.float32 and name in casts_of(owner)
             wanted[id(parameter)].add(half if is_cast and half is not None else parameter.dtype)
         return [

@@ -38,7 +38,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     stage = state.strategy.options.zero
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
-        parameter._optimizer_shard = None  # of an earlier strategy
+        parameter._optimizer_shard = None  # an earlier strategy may have set it
     if stage:
         choose_shards(parameters)
     handles: list[Any] = []
@@ -74,7 +74,7 @@ def _units(
     members: dict[nn.Module, list[ShardedParameter]] = {}
     for choice, (_, layer) in zip(state.resolved.layers, layers_of(module), strict=True):
         own = [(name, p) for name, p in layer.named_parameters(recurse=False) if id(p) in shards]
-        # Parameters of another stage are boxed here whole, around each use.
+        # Layout hooks box whole parameters of other stages here, around each use.
         here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
         members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
 

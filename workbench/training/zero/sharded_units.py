@@ -68,7 +68,7 @@ class ExecutionOrder:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
-            self.reset()  # left by a recomputation in backward
+            self.reset()  # a recomputation in backward may have left something
             self._finish_failed_backward()
             self._order = self._agreed_order(current())
         self._depth += 1
@@ -77,7 +77,8 @@ class ExecutionOrder:
         """Receive what a failed backward had gathered ahead: this forward may use the same tags, and
         would take the messages for its own.
         """
-        if torch._C._current_graph_task_id() != -1:  # a forward inside a backward, which may need it
+        # A forward inside a backward: that backward may need the gathered tensors
+        if torch._C._current_graph_task_id() != -1:
             return
         left = list(self.under_way.items())
         self.under_way.clear()
@@ -98,7 +99,7 @@ class ExecutionOrder:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
-            with contextlib.suppress(CollectiveAborted), unseen_by_modes():  # the call has reported it
+            with contextlib.suppress(CollectiveAborted), unseen_by_modes():  # the call has reported the abort
                 self._cancel_prefetch()
             world = current()
             self._recorded[world] = world.num_rebuilds, self._now
@@ -217,7 +218,8 @@ class ShardedUnit:
             owner._parameters[name] = whole
             if self.execution_order.active:
                 self.execution_order.active[-1].places.pop(address, None)
-        if call is None or call not in self.execution_order.active:  # put back already, if it was interrupted
+        # An interrupted call has put its parameters back already
+        if call is None or call not in self.execution_order.active:
             return
         self.execution_order.active.remove(call)
         with local_torch():

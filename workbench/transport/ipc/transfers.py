@@ -64,7 +64,7 @@ class Transfers:
     def send(self, sends: Sequence[PeerTensor], tag: int, header: bytes) -> None:
         self.make_progress()
         sends = [(destination, resolve_flags(tensor)) for destination, tensor in sends]
-        blocks: dict[Any, Block | None] = {}  # a tensor for several ranks is copied once
+        blocks: dict[Any, Block | None] = {}  # copy a tensor for several ranks once
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         keys = []
         for destination, tensor in sends:

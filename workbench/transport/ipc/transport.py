@@ -203,7 +203,7 @@ class IpcTransport(MessageTransport, AsyncTransport):
         return total
 
     def _free(self) -> None:
-        with suppress(RuntimeError):  # there is nothing to wait for on a broken device
+        with suppress(RuntimeError):  # a broken device runs nothing
             self._device.synchronize()
         for peer in self._transfers.peers.values():
             peer.opened.close_all()

@@ -162,7 +162,8 @@ class Waiter:
         for other in self._links.values():
             other.send_queued()
         end = self._end_reason(link)
-        if end is not None and (link.collect_acks() if for_ack else link.queue_next()):  # the last one
+        # A last message came before the end
+        if end is not None and (link.collect_acks() if for_ack else link.queue_next()):
             return False
         reason = self.abort_reason or end or self._processes.stopped_reason(link.peer) or self.external_failure()
         for other in self._links.values():
@@ -171,7 +172,7 @@ class Waiter:
         if reason is None and waited_s > self.timeout_s:
             reason = f"nothing came for {self.timeout_s:g} s; {self._activity_of(link)}"
         if reason is not None:
-            verb = "lost" if self.is_gone(link) else "stopped waiting for"  # it may have ended during the check
+            verb = "lost" if self.is_gone(link) else "stopped waiting for"  # the peer may have ended during the check
             raise CollectiveAborted(f"rank {self.rank} {verb} rank {link.peer} in {decode_header(header)}: {reason}")
         return True
 

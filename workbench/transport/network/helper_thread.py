@@ -70,4 +70,4 @@ class Job:
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.perform()
-        del job  # the last reference to its result is the caller's, not this loop's
+        del job  # this loop must not keep the result alive

@@ -46,7 +46,8 @@ class AllReduce:
         self._segment, self._endpoint = segment, endpoint
         self._group, self._reduction, self._tag, self._header = group, reduction, tag, header
         mine = group.index(endpoint.rank)
-        self._others = [*group[mine + 1 :], *group[:mine]]  # so that not all read one rank's memory first
+        # Ranks start with different peers, so that no memory is read by all at once
+        self._others = [*group[mine + 1 :], *group[:mine]]
         self._dtype, numel = tensors[0].dtype, sum(tensor.numel() for tensor in tensors)
         num_bytes = numel * self._dtype.itemsize
         self._out = segment.empty((numel,), self._dtype)
@@ -66,7 +67,7 @@ class AllReduce:
     def finish(self) -> torch.Tensor:
         """Return the reduced elements as one flat tensor."""
         start = 0
-        unfinished: torch.Tensor | None = None  # a piece whose slices on other ranks are still to be copied
+        unfinished: torch.Tensor | None = None  # other ranks' slices of this piece are not copied yet
         while self._offered:
             own, holder = self._offered.popleft()
             out = self._out[start : start + own.numel()]

@@ -72,7 +72,7 @@ class Put:
         plan, segment, endpoint = self.plan, self._segment, self._endpoint
         assert plan.out_shape is not None
         tensor_block = segment.allocate_for_tensor(plan.out_bytes)
-        # The segment may have no room for the new shard. Peers then write into a message block.
+        # If the segment has no space for the new shard, peers write into a message block.
         block = segment.allocate(plan.out_bytes, self._header) if tensor_block is None else tensor_block
         self._send_destination(block, TAG.pack(tag | 1))
         shard = local if is_byte_copyable(local) else local.detach().resolve_conj().resolve_neg().contiguous()

@@ -176,7 +176,7 @@ class Segment:
                 return self._grow(num_bytes, "tensors")
             except WorldError:
                 pass
-        self._grows_for_tensors = False  # the rest is for messages
+        self._grows_for_tensors = False  # keep the remaining memory for messages
         return None
 
     def _next_size(self, num_bytes: int) -> int:

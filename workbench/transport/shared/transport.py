@@ -183,7 +183,7 @@ class SharedTransport(MessageTransport, AsyncTransport):
                 link.collect_acks()
 
     def _send(self, sends: Sequence[PeerTensor], tag: int, header: bytes) -> None:
-        published: dict[Any, Block | None] = {}  # a tensor for several ranks is copied once
+        published: dict[Any, Block | None] = {}  # copy a tensor for several ranks once
         for destination, tensor in sends:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             if key not in published:

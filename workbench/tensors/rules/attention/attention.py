@@ -23,7 +23,7 @@ def _attention(call: Call) -> Resolution | None:
     mask = ", ...lS" if len(call.operands) == 4 else ""
     if not _is_grouped(call):
         return Resolution(f"...lE, ...SE, ...Sv{mask} -> ...lv", _localize)
-    # The dims before the heads are the batch; heads of queries split only if those of the keys do.
+    # The dims before the heads are the batch. Heads of queries split only together with heads of keys.
     text = f"...HlE, ...GSE, ...GSv{mask.replace('...', '...H')} -> ...Hlv"
     found = signatures(text, call.shapes, [len(call.outputs[0][0])])
     return Resolution([*_over_heads(call), *found], _localize)

@@ -91,7 +91,7 @@ def _check_mask(mask: Any, target: GlobalTensor, dim: int) -> None:
 def setitem(func: Any, args: Any, kwargs: Any) -> None:
     """``x[index] = value``, in the layout of ``x``."""
     target, index, value = args
-    if not isinstance(target, GlobalTensor):  # a plain tensor would keep only this rank's part
+    if not isinstance(target, GlobalTensor):  # assignment to a plain tensor would write only this rank's part
         return call_by_plan(func, args)
     listed = index if isinstance(index, tuple) else (index,)
     if all(map(is_basic, listed)):
@@ -122,7 +122,7 @@ def _assign(target: GlobalTensor, items: list[Any], value: Any) -> None:
     if not indices:
         return write_slices(target, items, _global(value, target))
     first = tuple(_WHOLE if isinstance(item, torch.Tensor) else item for item in items)
-    if any(item != _WHOLE for item in first):  # write through the view that the numbers and slices make
+    if any(item != _WHOLE for item in first):  # numbers and slices make a view: write through it
         view: Any = target[first]
         items = [item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int)]
         view[tuple(items)] = value
@@ -236,7 +236,7 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
             part = part.movedim(list(range(at, at + len(shape))), list(range(len(shape))))[valid].movedim(0, at)
         index_of = dict(zip(dims, rows, strict=True))
         place = [index_of.get(d) for d in range(len(items))]
-        torch.ops.aten.index_put_.default(target, place, part, accumulate)  # Tensor.index_put_ takes no None
+        torch.ops.aten.index_put_.default(target, place, part, accumulate)  # Tensor.index_put_ does not accept None
     return _count_write(target)
 
 

@@ -136,7 +136,7 @@ def _embedding_bag(call: Call) -> Resolution | None:
     indices = f"{bags}N" if len(call.shapes[0]) == 2 else "N"
     weights = f", {indices}" if isinstance(call.arg(8, "per_sample_weights"), torch.Tensor) else ""
     offsets = ", O" if isinstance(call.arg(2, "offsets"), torch.Tensor) else ""
-    width = "E" if weights else "e"  # a weight's gradient is a sum over the width, which one device rounds once
+    width = "E" if weights else "e"  # a weight's gradient sums over the width; one device rounds that sum once
     result = f"{bags}{width}" if len(call.shapes[0]) == 2 else f"Q{width}"
     return Resolution(f"{indices}, V{width}{offsets}{weights} -> {result}", zeros_where_empty)
 
@@ -144,7 +144,7 @@ def _embedding_bag(call: Call) -> Resolution | None:
 @composite("embedding_bag")
 def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags over rows of a split table: each rank looks up its own rows, and the bags are summed. Dense gradients."""
-    if input.is_floating_point():  # torch.embedding_bag, whose first argument is the table
+    if input.is_floating_point():  # the first argument of torch.embedding_bag is the table
         return NotImplemented
     options = inspect.signature(F.embedding_bag).bind(input, weight, *args, **kwargs).arguments
     if options.get("sparse"):

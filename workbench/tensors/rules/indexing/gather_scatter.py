@@ -109,7 +109,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     whole, rows = list(sizes), list(sizes)
     if sizes:
         whole[dim], rows[dim] = input.shape[dim], indices.shape[dim]
-        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather itself takes no negative indices
+        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather does not accept negative indices
     return torch.gather(input.expand(whole), dim, indices.expand(rows))
 
 

@@ -48,7 +48,7 @@ def _by_rows(call: Call) -> Resolution | None:
     text = (
         f"C, {'C' if by_probability else ''}" if len(scores) == 1 else f"nC..., {'nC...' if by_probability else 'n...'}"
     )
-    if call.arg(6, "reduction", "mean") == "mean":  # only reached where every operand is whole
+    if call.arg(6, "reduction", "mean") == "mean":  # a composite computes means of split operands
         text = text.replace("n", "N").replace("...", "XYZ"[: len(scores) - 2])
     keeps_rows = call.arg(6, "reduction", "mean") == "none" and len(scores) > 1
     return Resolution(f"{text}{weights} -> {'n...' if keeps_rows else ''}")
@@ -154,7 +154,7 @@ def _loss(
     class_dim = 0 if len(shape) == 1 else 1
     if splits(scores, [class_dim]):
         if torch.is_autocast_enabled(scores._spec.world.autocast_type):
-            scores = scores.float()  # as autocast does with losses
+            scores = scores.float()  # autocast computes losses in 32 bits
         is_likelihood = function is torch.nn.functional.nll_loss
         by: Callable[..., GlobalTensor]
         if is_likelihood:
@@ -339,7 +339,7 @@ def _rows_by_kernel(
         log_total = rows[0].logsumexp(class_dim)
         picked, total = rows[1].sum(class_dim), rows[2].sum(class_dim)
         loss = log_total - (1 - label_smoothing) * picked
-        if label_smoothing:  # otherwise a logit of minus infinity gives nan: zero times infinity
+        if label_smoothing:  # without smoothing, zero times an infinite logit would give nan
             loss = loss - label_smoothing / num_classes * total
         return torch.where(t == ignore_index, 0, loss).to(dtype)
 

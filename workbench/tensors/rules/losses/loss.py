@@ -145,7 +145,7 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
         return F.ctc_loss(x, t, sizes, lengths, blank, "none", zero_infinity)
 
     each: Any = on_shards(rows, operands, layouts, [out], "ctc_loss")[0]
-    if reduction == "mean":  # over a sequence's labels first
+    if reduction == "mean":  # torch first divides by the number of labels of each sequence
         return (each / operands[3].clamp_min(1).to(each.dtype)).mean()
     return each if reduction == "none" else each.sum()
 
@@ -171,7 +171,7 @@ def gaussian_nll_loss(
         var = var * torch.ones_like(input)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # the gradient passes through the clamp, as in torch
+    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # torch's gradient passes through the clamp too
     each = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
     each = each + 0.5 * math.log(2 * math.pi) if full else each
     return each if reduction == "none" else _reduced(each, reduction)

@@ -30,11 +30,11 @@ def product_by_expert(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.
         offsets: for each of all experts, the row after its last one.
         first: number of the first expert here. Rows of other experts give zeros.
     """
-    if rows.is_meta or hasattr(rows, "fake_mode"):  # on metadata there are no offsets to read
+    if rows.is_meta or hasattr(rows, "fake_mode"):  # metadata has no offsets to read
         return rows[:, :1] * weights[0, :1]
     ends = [0, *offsets.tolist()]
     result = rows.new_zeros(len(rows), weights.shape[-1])
-    with torch.autocast(rows.device.type, enabled=False):  # as torch's kernel
+    with torch.autocast(rows.device.type, enabled=False):  # torch's kernel does not cast
         for expert, matrix in enumerate(weights, start=first):
             start, stop = ends[expert : expert + 2]
             result[start:stop] = rows[start:stop] @ matrix

@@ -29,7 +29,7 @@ def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
         return None
     batch = max(len(shape) - n for shape, n in zip(call.shapes, core, strict=True))
     extra = [len(shape) - batch for shape, _ in call.outputs]
-    if min(extra) < 0:  # lu_unpack gives an empty tensor for a result that is not requested
+    if min(extra) < 0:  # lu_unpack returns an empty tensor for each result that the caller has switched off
         return None
     left = ", ".join("..." + _WHOLE[:n] for n in core)
     filled = "#1#2#3#4" if call.name in _FORGET_GRADIENTS else ""
@@ -100,7 +100,7 @@ def _by_vectors(call: Call) -> Resolution | None:
         dim = next((d for d, size in enumerate(call.shapes[0]) if size == 3), -1)
     if call.name != "linalg_vecdot":
         text = along(ndim, dim, "X")
-        # Without a dim, torch.cross takes the first dim of size 3, which may be another one in a shard.
+        # Without a dim, torch.cross takes the first dim of size 3. In a shard that may be another dim.
         pinned = None if call.name != "cross" else lambda *_: lambda x, y, *_, **__: torch.cross(x, y, dim=dim)
         return Resolution(f"{text}, {text} -> {text}", pinned)
     text = along(ndim, dim, "x")

@@ -159,7 +159,7 @@ def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
     cast; the shards of all ranks must have one dtype.
     """
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # a dry run's autocast
+    kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # dry runs use the autocast of CPUs
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensors = [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]

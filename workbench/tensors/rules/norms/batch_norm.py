@@ -191,7 +191,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (x, weight, *statistics), (eps, layouts, tag, site) = ctx.saved_tensors, ctx.call
         with local_torch():
-            # Without a gradient this rank adds nothing, but the others wait for its sums.
+            # A rank without a gradient adds zeros: the other ranks wait for its sums.
             dy = spread_zero(x.shape, x.dtype, x.device) if grads[0] is None else grads[0]
             if torch.is_grad_enabled():
                 dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, layouts, tag, site)

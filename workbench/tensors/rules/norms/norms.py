@@ -42,7 +42,7 @@ def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any)
     dims = list(range(ndim - len(normalized_shape), ndim))
     if input._spec.shape[dims[0] :] != tuple(normalized_shape) or 0 in input._spec.shape:
         return None
-    # A parameter may not be gathered; another tensor may.
+    # Only a tensor that is no parameter may be gathered.
     follows = any(splits(weight) and weight._is_param for weight in weights)
     return dims if follows or splits(input, dims) else None
 
@@ -137,7 +137,7 @@ def _group_norm(call: Call) -> Resolution:
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
         groups = num_groups * inputs[0].local_shape[1] // max(1, shape[1])
         eps = call.arg(4, "eps", 1e-5)
-        # Not F.group_norm: its check of small batches concerns the logical batch, and torch has checked that.
+        # F.group_norm would refuse a small shard. torch has checked the size of the logical batch.
         return lambda x, _, weight=None, bias=None, *__, **___: torch.group_norm(x, groups, weight, bias, eps)
 
     return Resolution(found, localize)

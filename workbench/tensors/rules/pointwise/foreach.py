@@ -63,7 +63,7 @@ def _of_one(arg: Any, number: int, count: int) -> Any:
 def _in_place(name: str, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     target = args[0]
     method = getattr(torch.Tensor, f"{name}_", None)
-    # If the function is not linear, sums are completed first; the result is written back as terms.
+    # A function that is not linear needs complete sums. Its result is written back as terms.
     is_linear = name in ("mul", "div", "neg") and not any(isinstance(arg, torch.Tensor) for arg in args[1:])
     has_terms = isinstance(target, GlobalTensor) and target._spec.layout.has_partial
     if method is None or (has_terms and not is_linear):

@@ -130,6 +130,6 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
             lambda own, slope: torch.where(own <= 0, own * slope, own), [x, slopes], [layout, layout],
             (layout, shape, x.dtype), "rrelu",
         )  # fmt: skip
-    else:  # in place throughout: leaky_relu saves its input, which copy_ would overwrite
+    else:  # leaky_relu saves its input, and a later copy_ would overwrite it
         return torch.nn.functional.leaky_relu(given, (lower + upper) / 2, inplace=bool(in_place))
     return given.copy_(result) if in_place else result

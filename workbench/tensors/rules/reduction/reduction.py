@@ -37,7 +37,7 @@ def _keepdim(call: Call, ndim: int) -> bool:
 def _sum(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     linear = call.name == "sum" and call.kwargs.get("dtype") is None
-    linear = linear and call.operands[0].dtype != torch.bool  # terms of a bool are combined by "or"
+    linear = linear and call.operands[0].dtype != torch.bool  # the terms of a bool are combined by "or"
     return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
 
 
@@ -56,7 +56,7 @@ def _mean(call: Call) -> Resolution:
         keepdim = _keepdim(call, ndim)
 
         def mean(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            result = wanted or x.dtype  # a plan is for tensors of all dtypes
+            result = wanted or x.dtype  # one plan serves all dtypes
             # The sum of a shard may overflow the mean's dtype.
             if result in LOW_PRECISION:
                 return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(result)
@@ -159,7 +159,7 @@ def _sort(call: Call) -> Resolution:
     """Along a dim that stays whole; other dims may be split."""
     ndim = len(call.shapes[0])
     dim = 0 if call.name == "msort" else call.arg(1, "dim", -1)
-    if isinstance(dim, bool):  # sort(stable, dim): torch takes them in this order too
+    if isinstance(dim, bool):  # torch also accepts the order sort(stable, dim)
         dim = call.arg(2, "dim", -1)
     return _several(call, elementwise_except(ndim, normalize_dims(dim, ndim) if ndim else []))
 
@@ -168,7 +168,8 @@ def _sort(call: Call) -> Resolution:
 def _diff(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
-    addend = "+" * (call.operands[0].dtype != torch.bool)  # of bools, a difference is an exclusive or
+    # The difference of bools is an exclusive or, which is not linear
+    addend = "+" * (call.operands[0].dtype != torch.bool)
     return Resolution(f"{', '.join([addend + text] * len(call.operands))} -> {text}")
 
 

@@ -198,7 +198,7 @@ class _BoxWithKnownSum(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.boxing = (source, target, tag, local.dtype, local.device)
-        return value.clone()  # a view could not be written to
+        return value.clone()  # callers could not write to a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -40,7 +40,7 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
         out = [(stages.layout, stages.rows_shape, dtype)] * 2
         mean, square = on_shards(lambda t: _own_moments(t.to(dtype), listed), [x], [stages.layout], out, "var")
         return mean, square
-    # Differences of large 32-bit means are inexact: send the rounding errors of the means too.
+    # Differences of large 32-bit means are inexact, so the rounding errors of the means are sent too.
     sends_rest = x.dtype == torch.float32
 
     def rows_of(t: torch.Tensor) -> torch.Tensor:

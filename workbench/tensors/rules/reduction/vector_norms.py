@@ -47,7 +47,7 @@ def vector_norm(
     norm = torch.linalg.vector_norm
 
     def first(t: torch.Tensor) -> torch.Tensor:
-        if t.numel() == 0 and ord < 0:  # an empty sum of negative powers is zero
+        if t.numel() == 0 and ord < 0:  # an empty shard adds no power, so its norm of negative order is infinite
             return t.abs().sum(dims, keepdim=True).to(wide) + math.inf
         return norm(t.to(accumulation_dtype(t.dtype)), ord, dims, keepdim=True)
 
@@ -165,7 +165,7 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     along = normalize_dims(dim, ndim)[0] - ndim
     if not any(splits(x, [along + x.dim()]) for x in (x1, x2)):
         return NotImplemented
-    if x1.shape[along] != x2.shape[along]:  # a row of size one counts as often as the other row is long
+    if x1.shape[along] != x2.shape[along]:  # a dim of size one is repeated to the other's size
         common = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = x1.expand(common), x2.expand(common)
     first, second = (_unit(x, along, eps) for x in (x1, x2))

@@ -346,7 +346,7 @@ def _pad_rest(sizes: list[int], done: list[int], mode: str, value: Any, ndim: in
     def finish(shard: torch.Tensor) -> torch.Tensor:
         if not any(rest):
             return shard
-        if 0 in shard.shape and mode != "constant":  # torch refuses to reflect an empty tensor
+        if 0 in shard.shape and mode != "constant":  # torch cannot reflect an empty tensor
             return shard.sum() + shard.new_zeros(out.local_shape)
         return torch.nn.functional.pad(shard, rest, mode, value)
 
@@ -362,7 +362,7 @@ def padded_segments(size: int, left: int, right: int, mode: str) -> list[Segment
     if mode == "reflect":
         return [Segment(0, left, -1, 0, 0, left), inner, Segment(0, size - 2, -1, 0, end, right)]
     if mode == "circular":
-        # A circular pad does not see rows that are cut off on the other side.
+        # A circular pad skips the rows that a negative pad removes on the other side.
         return [Segment(0, size - cut[1] - left, 1, 0, 0, left), inner, Segment(0, cut[0], 1, 0, end, right)]
     if mode == "replicate":
         before = [Segment(0, 0, 1, 0, i, 1) for i in range(left)]

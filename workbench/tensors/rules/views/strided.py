@@ -21,7 +21,7 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensor, *others = args
     if tensor._spec.layout.is_broadcast and tensor._origin is None:
-        return call_by_plan(func, args, kwargs)  # the whole lies in memory as on one device
+        return call_by_plan(func, args, kwargs)  # each rank's memory is that of one device
     is_scatter = func.__name__ == "as_strided_scatter"
     meta = on_meta(tensor)
     dense, order = _in_order_of_memory(tensor, meta)

@@ -55,7 +55,7 @@ def _local_sizes(call: Call, inputs: list[Spec], outputs: list[Spec], letters: t
     def view(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         try:
             return x.view(sizes)
-        except RuntimeError:  # the strides of a shard need not be those of the whole
+        except RuntimeError:  # a shard may have strides that the whole tensor has not
             return x.reshape(sizes)
 
     return view
