@@ -9,7 +9,6 @@ The engine runs with torch functions enabled: what it calls of the user's (hooks
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local, to_local
+from workbench.tensors.dispatch.keywords import by_name
 from workbench.tensors.dispatch.registry import EXACT, handler
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
@@ -74,7 +74,7 @@ def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
 @handler("backward")
 def backward(func: Any, args: Any, kwargs: Any) -> None:
     """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
-    options = inspect.signature(func).bind(*args, **kwargs).arguments
+    options = by_name(func, args, kwargs)
     losses = _listed(options.get("self", options.get("tensors")))
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
@@ -112,7 +112,7 @@ def _record_differentiation(results: list[Any]) -> None:
 @handler("grad")
 def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """``torch.autograd.grad``; the gradients have the dual layouts."""
-    options = inspect.signature(func).bind(*args, **kwargs).arguments
+    options = by_name(func, args, kwargs)
     if options.get("is_grads_batched"):
         raise LayoutError(
             "torch.autograd.grad(is_grads_batched=True) of a global tensor: vmap over shards has no layout for the "

@@ -6,7 +6,6 @@ operand has the right layout, so the local function runs on the shards and its r
 
 from __future__ import annotations
 
-import inspect
 import math
 import types
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeh
 from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
 from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
 from workbench.tensors.dispatch.integers import with_integers
-from workbench.tensors.dispatch.keywords import in_order
+from workbench.tensors.dispatch.keywords import by_name, in_order, move_keywords, order_of
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
@@ -45,16 +44,15 @@ _functions: dict[Any, Callable[..., Any] | None] = {}
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The body of ``GlobalTensor.__torch_function__``."""
-    if kwargs:
-        args, kwargs = in_order(func, args, kwargs)
-        if kwargs.get("out") is not None:
-            return call_with_out(func, args, kwargs)
+    if kwargs and kwargs.get("out") is not None:
+        return call_with_out(func, *in_order(func, args, kwargs))
     try:
         taken_over = _functions[func]
     except KeyError:
         taken_over = _functions[func] = _find_handler(func)
     if taken_over is not None:
-        result = taken_over(func, args, kwargs or {})
+        args, kwargs = in_order(func, args, kwargs or {})
+        result = taken_over(func, args, kwargs)
         if result is not NotImplemented:
             return result
     return call_by_plan(func, args, kwargs)
@@ -92,6 +90,12 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         plan = plans.get(tuple(key))
     except TypeError:  # no key without a hash: make a new plan
         plan, key = None, []
+    if plan is None:
+        order = order_of(func, args, kwargs) if kwargs else None
+    else:
+        order = plan.order
+    if order is not None:
+        args, kwargs = move_keywords(order, args, kwargs or {})
     if plan is not None and plan.out is not None:
         with local_torch():
             out = plan.local(*args, **kwargs) if kwargs else plan.local(*args)
@@ -112,6 +116,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         plan = make_plan(func, args, kwargs or {})
         if plan.world.on_plan is not None:
             plan.world.on_plan(func, args, kwargs or {})
+        if plan.out is None or plan.local is not func:  # torch's own function takes a call as users write it
+            plan.order = order
         if key:
             if len(plans) >= _MAX_PLANS:  # a program whose calls are never alike must not fill the memory
                 plans.clear()
@@ -140,9 +146,7 @@ def _handler_by_name(func: Any) -> Callable[..., Any] | None:
         _value_independent.add(func)
     if func in EXACT:
         exact = EXACT[func]
-        return lambda _, args, kwargs: exact(
-            **dict(zip(inspect.signature(exact).parameters, args, strict=False)) | kwargs
-        )
+        return lambda _, args, kwargs: exact(**by_name(exact, args, kwargs))
     if not name.in_place or name.folded not in RULES:
         if name.folded in HANDLERS:
             return HANDLERS[name.folded]

@@ -11,9 +11,28 @@ import torch
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """Other names that torch's own argument parser takes."""
-_Order = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
-_orders: dict[Any, _Order | None] = {}
-"""Which keywords move to positions, and which stay under which names; None for a call that stays unchanged."""
+Order = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+"""Which keywords move to positions, and which stay, under torch's names and as they are given."""
+_orders: dict[Any, Order | None] = {}
+
+
+def order_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Order | None:
+    """How the keywords of such a call move; None for a call that stays unchanged."""
+    key = (func, len(args), *kwargs)
+    try:
+        return _orders[key]
+    except KeyError:
+        moved, kept = _order(parameters_of(func), len(args), list(kwargs))
+        is_in_order = not moved and kept == tuple((name, name) for name in kwargs)
+        order = _orders[key] = None if is_in_order else (moved, kept)
+        return order
+
+
+def move_keywords(order: Order, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The call that an order makes of a call."""
+    moved, kept = order
+    args = (*args, *[kwargs[name] for name in moved])
+    return args, {name: kwargs[given] for name, given in kept} if kept else {}
 
 
 def in_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -23,18 +42,22 @@ def in_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     >>> in_order(torch.gather, ("x",), {"index": "i", "dim": 1})
     (('x', 1, 'i'), {})
     """
-    key = (func, len(args), *kwargs)
-    try:
-        order = _orders[key]
-    except KeyError:
-        moved, kept = _order(parameters_of(func), len(args), list(kwargs))
-        is_in_order = not moved and kept == tuple((name, name) for name in kwargs)
-        order = _orders[key] = None if is_in_order else (moved, kept)
-    if order is None:
-        return args, kwargs
-    moved, kept = order
-    args = (*args, *[kwargs[name] for name in moved])
-    return args, {name: kwargs[given] for name, given in kept} if kept else {}
+    order = order_of(func, args, kwargs) if kwargs else None
+    return (args, kwargs) if order is None else move_keywords(order, args, kwargs)
+
+
+def by_name(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a Python function, each under its name; without the defaults.
+
+    >>> by_name(torch.autograd.grad, ("y", "x"), {"create_graph": True})
+    {'outputs': 'y', 'inputs': 'x', 'create_graph': True}
+    """
+    return {**dict(zip(_names_of(func), args, strict=False)), **kwargs}
+
+
+@lru_cache(maxsize=4096)
+def _names_of(func: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(func).parameters)
 
 
 Parameters = tuple[tuple[str, bool, bool], ...]
@@ -63,7 +86,7 @@ def _of_schema(schema: Any) -> Parameters:
     )
 
 
-def _order(overloads: tuple[Parameters, ...], num_given: int, names: list[str]) -> _Order:
+def _order(overloads: tuple[Parameters, ...], num_given: int, names: list[str]) -> Order:
     """Which keywords move to positions, and which stay under which names."""
     known = {name for overload in overloads for name, _, _ in overload}
     given = {name if name in known else _NUMPY_NAMES.get(name, name): name for name in names}
@@ -87,4 +110,4 @@ def _fits(overload: Parameters, num_given: int, given: dict[str, str]) -> bool:
     return required <= given.keys() <= names
 
 
-__all__ = ["in_order", "parameters_of"]
+__all__ = ["Order", "by_name", "in_order", "move_keywords", "order_of", "parameters_of"]

@@ -14,6 +14,7 @@ from workbench.core.placement import Placement
 from workbench.core.rules import Equation, Operand, Signature, choose, signatures
 from workbench.core.sbp import Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
+from workbench.tensors.dispatch.keywords import Order
 from workbench.tensors.dispatch.placeholder_calls import infer_outputs
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.dispatch.weight_gradients import split_backward
@@ -43,6 +44,7 @@ class Plan:
         inputs_match: whether all operands lie in ``targets`` already.
         copies_view: whether the function gives a view on one device, but had to copy here.
         depends_on_data: whether the shapes of the results depend on values.
+        order: how keywords of the call move before ``local`` has them; None where they stay.
         infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     copies_view: bool = False
     inputs_match: bool = False
     depends_on_data: bool = False
+    order: Order | None = None
     infos: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.embedding_rows import embedding_rows
 from workbench.kernels.launch import can_launch
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
+from workbench.tensors.dispatch.keywords import by_name
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
@@ -146,7 +146,7 @@ def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags over rows of a split table: each rank looks up its own rows, and the bags are summed. Dense gradients."""
     if input.is_floating_point():  # the first argument of torch.embedding_bag is the table
         return NotImplemented
-    options = inspect.signature(F.embedding_bag).bind(input, weight, *args, **kwargs).arguments
+    options = by_name(F.embedding_bag, (input, weight, *args), kwargs)
     if options.get("sparse"):
         return F.embedding_bag(**{**options, "sparse": False})
     mode = options.get("mode", "mean")
