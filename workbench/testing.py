@@ -18,16 +18,19 @@ import torch
 
 from workbench.errors import CollectiveAborted
 from workbench.tensors.simulated import Simulated
-from workbench.tensors.world import World
+from workbench.tensors.world import World, run_backward_in_calling_thread
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 _SEED = 0x5EED
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) -> list[Any]:
-    """Run ``fn`` on ``num_ranks`` simulated CPU ranks, threads of this process, and return its results by rank.
+def run_ranks(
+    fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED, device: str | torch.device = "cpu"
+) -> list[Any]:
+    """Run ``fn`` on ``num_ranks`` simulated ranks, threads of this process, and return its results by rank.
 
+    The shards of all ranks are on ``device``.
     ``fn`` takes the rank, or nothing (``wb.rank()`` tells it). The first rank to fail ends the waits of the others,
     and its exception is raised here with a note that names the rank. A deadlock is an error at once, not a timeout.
     torch's default generator belongs to the process, so ranks that build a model at the same time get different
@@ -42,7 +45,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) 
     grad_enabled, takes_rank = torch.is_grad_enabled(), _takes_rank(fn)
 
     def run(rank: int) -> None:
-        world = World(rank, num_ranks, torch.device("cpu"), ThreadTransport(hub, rank))
+        world = World(rank, num_ranks, torch.device(device), ThreadTransport(hub, rank, torch.device(device)))
+        run_backward_in_calling_thread(world.device)
         world.context.generator = torch.Generator().manual_seed(seed)
         try:
             with Simulated(world), torch.set_grad_enabled(grad_enabled):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from workbench.errors import SessionError
 from workbench.testing import run_ranks
 
@@ -35,15 +37,16 @@ class Finished:
 class SimulatedSession:
     """As much of a ``Session`` as ``Comparison`` needs. ``submitted`` names what was run, but no questions."""
 
-    device = "cpu"
-
-    def __init__(self, num_engines: int = 2) -> None:
-        self.num_engines = num_engines
+    def __init__(self, num_engines: int = 2, device: str | torch.device = "cpu") -> None:
+        self.num_engines, self.device = num_engines, device
         self.submitted: list[str] = []
 
     def submit(self, fn: Callable[..., Any], *args: Any, ranks: list[int] | None = None, label: str = "") -> Finished:
         if fn.__name__ != "has_job":
             self.submitted.append(fn.__name__)
         if ranks is not None or fn.__name__.endswith("_job"):
-            return Finished(lambda: [fn(*args)])
-        return Finished(lambda: run_ranks(lambda: fn(*args), self.num_engines))
+            return Finished(lambda: [fn(*args)] if self.device == "cpu" else self._run(fn, args, 1))
+        return Finished(lambda: self._run(fn, args, self.num_engines))
+
+    def _run(self, fn: Callable[..., Any], args: Any, num_ranks: int) -> list[Any]:
+        return run_ranks(lambda: fn(*args), num_ranks, device=self.device)

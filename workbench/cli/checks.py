@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -63,13 +62,17 @@ def check_gpus() -> Finding:
     """The GPUs that torch can use, and those that it cannot."""
     import torch
 
+    from workbench.session.processes.gpus import find_gpus
+
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         text = ", ".join(f"{gpu.name} with {format_bytes(gpu.total_memory)}" for gpu in gpus)
         return Finding("gpus", GOOD, f"{text}; CUDA {torch.version.cuda}")
-    if shutil.which("nvidia-smi") and _succeeds(["nvidia-smi", "-L"]):
+    names, why_not = find_gpus()
+    if names or why_not:
+        what = why_not or f"nvidia-smi lists {len(names)}, but torch {torch.__version__} cannot use them"
         fix = "Install torch for your driver's CUDA version: make clean, then make install TORCH_INDEX=<its index>"
-        return Finding("gpus", WARNING, f"a driver is there, but torch {torch.__version__} cannot use it", fix)
+        return Finding("gpus", WARNING, f"{what}; engines run on the CPU", fix)
     return Finding("gpus", GOOD, "none; engines run on the CPU")
 
 
@@ -150,10 +153,3 @@ def _loopback_carries(message: bytes) -> bool:
 def has_module(name: str) -> bool:
     """Whether a module can be imported, without importing it."""
     return importlib.util.find_spec(name) is not None
-
-
-def _succeeds(command: list[str]) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False

@@ -19,7 +19,8 @@ from workbench.session.output.listeners import OnPublished, OutputListener, Show
 from workbench.session.output.log import OutputLogs
 from workbench.session.processes import discovery
 from workbench.session.processes.folder import SessionFolder, reap_stale_sessions
-from workbench.session.processes.launch import LocalProcesses, find_gpus
+from workbench.session.processes.gpus import find_gpus
+from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
 from workbench.session.remote_call import RemoteCall
@@ -363,13 +364,17 @@ def find_current() -> Session | None:
 def _choose_gpus(device: str) -> list[str]:
     if device not in ("auto", "cpu", "cuda"):
         raise SessionError(f"Session(device={device!r}): the device is 'auto', 'cpu' or 'cuda'.")
-    gpus = [] if device == "cpu" else find_gpus()
+    if device == "cpu":
+        return []
+    gpus, why_not = find_gpus()
     if device == "cuda" and not gpus:
         raise SessionError(
-            "Session(device='cuda'): 0 GPUs found (nvidia-smi and CUDA_VISIBLE_DEVICES), at least 1 is needed. "
-            "Use device='cpu', or device='auto', which takes GPUs if there are any."
+            f"Session(device='cuda'): 0 GPUs found ({why_not or 'nvidia-smi and CUDA_VISIBLE_DEVICES'}), at least 1 is "
+            "needed. Use device='cpu', or device='auto', which takes GPUs if there are any."
         )
-    return gpus
+    if why_not:
+        print(f"workbench: the engines work on the CPU: {why_not}", file=sys.stderr)
+    return list(gpus)
 
 
 def _choose_num_engines(engines: int | None, gpus: Sequence[str]) -> int:

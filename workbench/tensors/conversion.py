@@ -86,7 +86,7 @@ def from_local(
 ) -> GlobalTensor:
     """A plain tensor as B on the placement of the global ones that it meets: every rank must hold the same value.
 
-    ``origin`` names its argument in the error of check mode.
+    It moves to the device of the shards. ``origin`` names its argument in the error of check mode.
     """
     if _is_of_transform(local):
         raise LayoutError(
@@ -97,6 +97,8 @@ def from_local(
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
+    if local.device != world.device and not spec.is_placeholder:
+        local = local.to(world.device)
     if local.requires_grad and torch.is_grad_enabled():
         return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)

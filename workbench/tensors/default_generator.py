@@ -1,7 +1,8 @@
-"""torch's default generator is one for the whole process. Simulated ranks, which are threads, take turns with it here.
+"""torch's default generators are those of the whole process: the CPU's, and one for each GPU. Simulated ranks, which
+are threads, take turns with them here.
 
-What seeds it, puts its state back, or asks whether it was drawn from does so in one of these contexts. They may be
-nested. No exchange may happen inside: the ranks that it waits for may be waiting for their turn.
+What seeds them, puts their state back, or asks whether they were drawn from does so in one of these contexts. They may
+be nested. No exchange may happen inside: the ranks that it waits for may be waiting for their turn.
 """
 
 from __future__ import annotations
@@ -13,30 +14,48 @@ from contextlib import contextmanager
 import torch
 
 _turn = threading.RLock()
+_WITHOUT_GENERATOR = ("cpu", "meta")
+"""Devices with no generator beside the CPU's."""
+
+
+def states(device: torch.device | None = None) -> list[torch.Tensor]:
+    """The states of the CPU's generator, and of this device's if it has one of its own; all on the CPU."""
+    found = [torch.get_rng_state()]
+    if device is not None and device.type not in _WITHOUT_GENERATOR:
+        found.append(torch.get_device_module(device).get_rng_state(device))
+    return found
+
+
+def set_states(values: list[torch.Tensor], device: torch.device | None = None) -> None:
+    """Go on from what ``states`` has returned for the same kind of device."""
+    torch.set_rng_state(values[0])
+    if len(values) > 1:
+        assert device is not None
+        torch.get_device_module(device).set_rng_state(values[1], device)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context that begins with this seed, and in which no other thread seeds the generator."""
+    """A context that begins with this seed, and in which no other thread seeds the generators."""
     with _turn:
         torch.manual_seed(seed)
         yield
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """A context after which the generator goes on as if nothing had been drawn in it."""
+def restored(device: torch.device | None = None) -> Iterator[None]:
+    """A context after which the generators of the CPU and of this device go on as if nothing had been drawn in it."""
     with _turn:
-        before = torch.get_rng_state()
+        before = states(device)
         try:
             yield
         finally:
-            torch.set_rng_state(before)
+            set_states(before, device)
 
 
 @contextmanager
-def watched() -> Iterator[Callable[[], bool]]:
-    """A context whose value says whether the generator was drawn from.
+def watched(device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
+    """A context whose value says whether the generator of the CPU, or of this device, was drawn from.
 
     >>> with watched() as has_drawn:
     ...     _ = torch.rand(1)
@@ -44,8 +63,8 @@ def watched() -> Iterator[Callable[[], bool]]:
     True
     """
     with _turn:
-        before = torch.get_rng_state()
-        yield lambda: not torch.equal(before, torch.get_rng_state())
+        before = states(device)
+        yield lambda: not all(map(torch.equal, before, states(device)))
 
 
-__all__ = ["restored", "seeded", "watched"]
+__all__ = ["restored", "seeded", "set_states", "states", "watched"]

@@ -57,6 +57,8 @@ def manual_seed(seed: int) -> None:
 def draw_key(world: World, generator: torch.Generator | None = None, is_used: bool = True) -> int:
     """A 63-bit key from the generator that all ranks advance alike, or from the one that the caller gave.
 
+    It is drawn on the CPU, also where torch makes tensors on another device: every GPU has a generator of its own.
+
     ``is_used`` is false on a rank that draws because others do, and makes no numbers of the key.
     """
     if world.context.recorder is not None:
@@ -69,7 +71,7 @@ def draw_key(world: World, generator: torch.Generator | None = None, is_used: bo
 
 def _draw(world: World, generator: torch.Generator | None) -> int:
     source = generator or world.context.generator
-    device = None if source is None else source.device
+    device = torch.device("cpu") if source is None else source.device
     with unseen_by_modes():
         return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
 

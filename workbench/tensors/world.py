@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import WorldError
+from workbench.tensors import default_generator
 from workbench.tensors import patch_table as patches
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.transport import selection
@@ -162,7 +163,7 @@ def init(
             f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
             f"{_process_world.world_size} already. Call workbench.tensors.world.shutdown() first."
         )
-    chosen = torch.device(device) if device is not None else _default_device(world_size)
+    chosen = _use(torch.device(device)) if device is not None else _default_device(world_size)
     transport: Transport
     requested = selection.requested_transport(chosen, backend)
     if world_size > 1:
@@ -174,7 +175,7 @@ def init(
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
         run_backward_in_calling_thread(chosen)
     else:
-        transport = ThreadTransport(ThreadHub(1), 0)
+        transport = ThreadTransport(ThreadHub(1), 0, chosen)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
     _process_world.generation = generation or 0
     patches.install()
@@ -275,11 +276,12 @@ def at_rebuild(forget: Callable[[], None]) -> None:
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """Give all ranks rank 0's random state. torch seeds every process differently, but the ranks' models and the keys
-    of their random tensors must agree.
+    """Give all ranks rank 0's random states, of the CPU and of the ranks' devices. torch seeds every process
+    differently, but the ranks' models and the keys of their random tensors must agree.
     """
-    states = transport.all_gather(torch.get_rng_state().to(device), "init()")
-    torch.set_rng_state(states[0].cpu())
+    own = default_generator.states(device)
+    of_rank_0 = [transport.all_gather(state.to(device), "init()")[0].cpu() for state in own]
+    default_generator.set_states(of_rank_0, device)
 
 
 def shutdown() -> None:
@@ -339,6 +341,18 @@ def _default_device(world_size: int) -> torch.device:
     local_world = launcher_value("local_world_size", world_size)
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
         return torch.device("cpu")
-    device = torch.device("cuda", launcher_value("local_rank", 0) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    return _use(torch.device("cuda", launcher_value("local_rank", 0) % torch.cuda.device_count()))
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make a GPU the present one of this process: torch launches kernels, and NCCL sends, on the present one. A device
+    without a number is the present one.
+    """
+    if device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device)
+    number: int | None = device.index
+    if number is None:
+        return torch.device(device.type, module.current_device())
+    module.set_device(number)
     return device

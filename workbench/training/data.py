@@ -181,9 +181,9 @@ class GlobalDataLoader:
         num_samples = self._num_samples
         assert num_samples is not None
         if not self.shuffle:
-            return torch.arange(num_samples)
+            return torch.arange(num_samples, device="cpu")
         generator = torch.Generator().manual_seed(self.seed)
-        permutations = (torch.randperm(num_samples, generator=generator) for _ in range(epoch + 1))
+        permutations = (torch.randperm(num_samples, generator=generator, device="cpu") for _ in range(epoch + 1))
         for order in permutations:
             last = order
         return last

@@ -77,7 +77,7 @@ def first_batch(
     dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2, collate_fn: Collate | None = None
 ) -> Batch:
     """The first ``num_samples`` samples of a data set, or all if there are fewer."""
-    indices = torch.arange(min(num_samples, num_samples_of(dataset)))
+    indices = torch.arange(min(num_samples, num_samples_of(dataset)), device="cpu")
     return Batch.of(take(dataset, indices, collate_fn), loss_fn)
 
 

@@ -36,8 +36,9 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
         return ""
     batch = (output, targets)
+    device = next(leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
     try:
-        with torch.no_grad(), default_generator.restored():
+        with torch.no_grad(), default_generator.restored(device):
             loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""
@@ -61,20 +62,22 @@ def check_mean(loss_fn: LossFunction, output: Any, targets: Any, num_micro_batch
     """
     rows = count_samples(tree_leaves((output, targets)))
     generator = torch.Generator().manual_seed(0)
-    one = lambda value: tree_map(lambda leaf: _one_sample(leaf, rows, generator), value)  # noqa: E731
+    devices = [leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    device = devices[0] if devices else torch.device("cpu")
+    one = lambda value: tree_map(lambda leaf: _one_sample(leaf, rows, generator, device), value)  # noqa: E731
     problem = unlike_a_mean(loss_fn, one(output), one(targets))
     if problem:
         raise RunError(f"forward_backward: {problem}; this one has {num_micro_batches}.")
 
 
-def _one_sample(leaf: Any, rows: int | None, generator: torch.Generator) -> Any:
+def _one_sample(leaf: Any, rows: int | None, generator: torch.Generator, device: torch.device) -> Any:
     """A plain tensor of one sample: numbers between 0 and 1, which are probabilities too; the class 1; true."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = tuple(leaf.shape)
     shape = (1, *shape[1:]) if shape and shape[0] == rows else shape
-    values = torch.rand(shape, generator=generator) if leaf.is_floating_point() else torch.ones(shape)
-    return values.to("cpu" if leaf.is_meta else leaf.device, leaf.dtype)
+    numbers = torch.rand(shape, generator=generator, device="cpu")
+    return (numbers if leaf.is_floating_point() else torch.ones_like(numbers)).to(device, leaf.dtype)
 
 
 def _number(loss: Any) -> float:

@@ -20,6 +20,8 @@ from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, Pee
 _ANSWER_S = 5.0
 """Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
 
+_CPU = torch.device("cpu")
+
 
 class _Message(NamedTuple):
     tensor: torch.Tensor
@@ -105,8 +107,8 @@ class ThreadTransport(AsyncTransport):
     name = "threads"
     cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9, one_shot_bytes=2**62)
 
-    def __init__(self, hub: ThreadHub, rank: int) -> None:
-        self.hub, self.rank, self.world_size = hub, rank, hub.num_ranks
+    def __init__(self, hub: ThreadHub, rank: int, device: torch.device = _CPU) -> None:
+        self.hub, self.rank, self.world_size, self.device = hub, rank, hub.num_ranks, device
         self.sent_bytes = 0
         """Bytes that this rank has sent."""
 

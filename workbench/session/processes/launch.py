@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,19 +58,9 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
     environment |= {name: os.environ.get(name, loopback) for name in INTERFACE_VARIABLES if loopback}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
+        # nvidia-smi counts GPUs so; CUDA would count from the fastest one
+        environment["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return environment
-
-
-def find_gpus() -> list[str]:
-    """CUDA's names of this machine's GPUs. Does not load CUDA into this process."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-    lines = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(index) for index in range(len(lines))]
 
 
 class WatchedControllerLauncher(LocalControllerLauncher):

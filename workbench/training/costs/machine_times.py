@@ -267,7 +267,7 @@ def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
 
     Every rank trains its own, without exchanges.
     """
-    alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0))
+    alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0, watch.world.device))
     alone.context.generator = torch.Generator().manual_seed(0)
     steps = [_tiny_step(alone, depth) for depth in _DEPTHS]
     with Simulated(alone):

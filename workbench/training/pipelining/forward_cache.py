@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from workbench.core.layout import Layout
 from workbench.core.strategy import Options
+from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.weight_gradients import has_hooks
@@ -243,8 +244,8 @@ class ForwardCache(ABC):
         return result, self.record(result, inputs, call)
 
     def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
-        """The state that a forward may change: attributes, buffers, inputs, torch's generator."""
-        found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
+        """The state that a forward may change: attributes, buffers, inputs, torch's generators."""
+        found: list[Any] = [state.numpy().tobytes() for state in default_generator.states(self.world.device)]
         with local_torch():
             found += [version_of(tensor) for tensor in inputs]
             for part in self._parts:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workbench.core.presets import strategy_of
+from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World
 from workbench.training.batches import call
@@ -47,10 +48,10 @@ def settle_stages(module: nn.Module, state: ParallelState, inputs: Any, world: W
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
     with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
-        random = torch.get_rng_state()
+        random = default_generator.states(world.device)
         with recorded_calls(module) as calls:
             call(module, inputs)
-        torch.set_rng_state(random)
+        default_generator.set_states(random, world.device)
     return calls
 
 

@@ -113,7 +113,11 @@ class Job:
         generator = torch.Generator().manual_seed(self.seed)
         step = 0
         while step < self.num_steps:
-            order = torch.randperm(num_samples, generator=generator) if self.shuffle else torch.arange(num_samples)
+            order = (
+                torch.randperm(num_samples, generator=generator, device="cpu")
+                if self.shuffle
+                else torch.arange(num_samples, device="cpu")
+            )
             used = num_samples - num_samples % self.batch_size if self.drop_last else num_samples
             for indices in order[:used].split(self.batch_size)[: self.num_steps - step]:
                 yield Batch.of(self._cast(take(self.dataset, indices, self.collate_fn)), self.loss_fn)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from workbench.core.metrics import StepBlock
 from workbench.core.presets import StrategyLike
@@ -21,7 +22,7 @@ from workbench.core.strategy import Strategy
 from workbench.tensors import default_generator
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
-from workbench.training.batches import call, loss_of
+from workbench.training.batches import Batch, call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
@@ -44,7 +45,7 @@ def run_one_device(
     commands: Callable[[], list[RunCommand]] = list,
     precision: str = "fp32",
 ) -> RankResult:
-    """The run on one device in plain torch, with the same micro-batches in the same order.
+    """The run on this rank's device in plain torch, with the same micro-batches in the same order.
 
     A model that draws random numbers in its first step runs in a world of one rank instead, because plain torch draws
     other numbers. ``listen`` gets a ``StepBlock`` about three times a second, and layers are timed if it is given.
@@ -54,14 +55,15 @@ def run_one_device(
     if job.draws:
         course = WeightHistory.begin(job.model(), precision)
         return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
-    collects = job.measures_memory and not is_simulated(current())
-    peak = PeakMeter(torch.device("cpu"), collects_garbage=collects)
-    model = job.model()
+    world = current()
+    device = world.device
+    peak = PeakMeter(device, collects_garbage=job.measures_memory and not is_simulated(world))
+    model = job.model().to(device)
     course = WeightHistory.begin(model, precision)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
     if precision in AUTOCAST_DTYPES:
-        autocast_forward(model, "cpu", AUTOCAST_DTYPES[precision])
+        autocast_forward(model, world.autocast_type, AUTOCAST_DTYPES[precision])
     seed_draws(job)
     losses, times, weights = [], [], {}
     reported, reported_s = 0, time.perf_counter()
@@ -70,8 +72,8 @@ def run_one_device(
         optimizer.zero_grad()
         total = 0.0
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
-        with measured, default_generator.watched() if step == 0 else nullcontext(bool) as has_drawn:
-            for part in batch.cut(num_micro_batches, job.count):
+        with measured, default_generator.watched(device) if step == 0 else nullcontext(bool) as has_drawn:
+            for part in _on_device(batch, device).cut(num_micro_batches, job.count):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 total += float(loss.detach())
@@ -93,6 +95,13 @@ def run_one_device(
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     course = replace(course, end=weights)
     return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s, course=course)
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all tensors on a device."""
+    both = (batch.inputs, batch.targets)
+    inputs, targets = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), both)
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
@@ -118,7 +127,7 @@ def _run_on_one_rank(
         current(),
         Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision),
     )
-    alone = _worlds_of_one.pop(here, None) or World(0, 1, here.device, ThreadTransport(ThreadHub(1), 0))
+    alone = _worlds_of_one.pop(here, None) or World(0, 1, here.device, ThreadTransport(ThreadHub(1), 0, here.device))
     with Simulated(alone):
         result = run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)
     _worlds_of_one[here] = alone  # not after a failure
@@ -135,7 +144,8 @@ def warm_up(job: Job) -> str:
     Raises:
         RunError: the model does not take the batch, or there is no loss with a gradient.
     """
-    model, batch = job.model(), job.first_batch()
+    device = current().device
+    model, batch = job.model().to(device), _on_device(job.first_batch(), device)
     optimizer = job.optimizer(model)
     with explained("the model", {"inputs": batch.inputs}, "It must run in plain torch: model_fn()(inputs)."):
         output = call(model, batch.inputs)

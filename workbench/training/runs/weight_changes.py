@@ -52,7 +52,7 @@ def disturb(model: nn.Module, tolerance: Tolerance, seed: int = 1) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.device.type != "meta":
-                factors = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+                factors = torch.rand(parameter.shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
                 moved = parameter.double() * (1 + tolerance.unit * factors.to(parameter.device))
                 parameter.copy_(moved)
     return model

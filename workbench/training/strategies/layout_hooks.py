@@ -49,7 +49,7 @@ class PrepareInput:
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
             layout = layouts.input_layout(choice, value.dim())
-            value = from_local(value.to(world.device), world, layout, lambda: origin)
+            value = from_local(value, world, layout, lambda: origin)
         shape = value._spec.shape
         num_samples = world.context.call.num_samples or (shape[0] if shape else 0)
         layout = layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))

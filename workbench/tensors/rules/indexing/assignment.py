@@ -68,7 +68,7 @@ def _as_tensor(item: Any, target: GlobalTensor) -> Any:
         if not item.numel():
             item = item.long()
     if isinstance(item, torch.Tensor) and not isinstance(item, GlobalTensor):
-        return from_local(item.to(target._spec.world.device), target._spec.world, target._spec.layout)
+        return from_local(item, target._spec.world, target._spec.layout)
     return item
 
 

@@ -1,0 +1,70 @@
+"""Programs of users whose shards are on a device while they make models and batches on the host, as on a GPU."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.checked_device import DEVICE, counted
+from workbench.testing import run_ranks
+
+_DATA = torch.Generator().manual_seed(5)
+X, Y = torch.randn(16, 12, generator=_DATA), torch.randint(0, 6, (16,), generator=_DATA)
+
+
+def mlp():
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 6)]
+    return nn.Sequential(*layers)
+
+
+def train(model, step, num_steps=4, make=lambda p: torch.optim.AdamW(p, lr=0.02)):
+    """Losses of some steps, and the counts of the last one."""
+    optimizer = make(model.parameters())
+    losses = []
+    for _ in range(num_steps):
+        with counted() as counts:
+            optimizer.zero_grad()
+            losses.append(step(model))
+            optimizer.step()
+    return [loss.item() for loss in losses], counts
+
+
+def own_step(model):
+    loss = F.cross_entropy(model(X), Y)
+    loss.backward()
+    return loss.detach()
+
+
+def scheduled_step(model):
+    return wb.forward_backward(model, F.cross_entropy, X, Y)
+
+
+STRATEGIES = {
+    "data": ("*: data", 2, own_step),
+    "model": ("*: model", 2, own_step),
+    "rows and columns": ("0: model; 2: model:row; 5: data", 2, own_step),
+    "zero 1": ("*: data | zero=1", 2, own_step),
+    "zero 2": ("*: data | zero=2", 2, own_step),
+    "zero 3": ("*: data | zero=3", 2, own_step),
+    "recompute": ("*: data | recompute", 2, own_step),
+    "gpipe": ("pipeline | mb=4 gpipe", 2, scheduled_step),
+    "1f1b": ("pipeline | mb=4 1f1b", 2, scheduled_step),
+    "interleaved": ("pipeline | mb=4 interleaved", 2, scheduled_step),
+    "zero bubble": ("pipeline | mb=4 zero_bubble", 2, scheduled_step),
+    "hybrid": ("hybrid | mb=2", 4, scheduled_step),
+}
+TRUTH = train(mlp(), own_step)[0]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_on_a_device_equals_the_host(name):
+    strategy, num_ranks, step = STRATEGIES[name]
+    model = mlp()
+    found = run_ranks(lambda: train(wb.parallelize(copy.deepcopy(model), strategy), step), num_ranks, device=DEVICE)
+    for losses, counts in found:
+        assert losses == pytest.approx(TRUTH, rel=1e-4)
+        assert not counts.waits, counts

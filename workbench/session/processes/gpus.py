@@ -1,0 +1,97 @@
+"""Which GPUs engines can use, by what nvidia-smi and torch's files say. Nothing here loads CUDA or torch.
+
+``CUDA_VISIBLE_DEVICES`` of an engine takes a number, or the UUID of a GPU or of a slice of one (MIG). A process sees
+one slice only, so slices are listed one by one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+_TIMEOUT_S = 20
+_GPU = re.compile(r"GPU \d+:")
+_SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_CUDA_OF_DRIVER = re.compile(r"CUDA Version: *(\d+)\.(\d+)")
+_NO_GPU = ("No devices", "No GPU")
+
+
+class FoundGpus(NamedTuple):
+    """CUDA's names of the GPUs and slices that engines can use. ``why_not`` says why there are none although the
+    machine or the environment names some; empty where it names none.
+    """
+
+    names: tuple[str, ...]
+    why_not: str = ""
+
+
+def find_gpus() -> FoundGpus:
+    """The GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` allows, if this torch can use them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and not _visible(chosen):
+        return FoundGpus(())
+    if shutil.which("nvidia-smi") is None:
+        return FoundGpus(()) if chosen is None else FoundGpus((), f"CUDA_VISIBLE_DEVICES={chosen}, but no nvidia-smi")
+    listing = _nvidia_smi("-L")
+    named = _named(listing.stdout)
+    if listing.returncode or not named:
+        said = next(iter((listing.stdout + listing.stderr).strip().splitlines()), f"exit status {listing.returncode}")
+        return FoundGpus((), "" if said.startswith(_NO_GPU) else f"nvidia-smi: {said}")
+    why_not = _unusable(_cuda_of_torch(), _nvidia_smi().stdout)
+    return FoundGpus((), why_not) if why_not else FoundGpus(named if chosen is None else _visible(chosen))
+
+
+def _nvidia_smi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _visible(chosen: str) -> tuple[str, ...]:
+    """The names in ``CUDA_VISIBLE_DEVICES``; CUDA ignores those behind a -1."""
+    names = [name.strip() for name in chosen.split(",")]
+    return tuple(name for name in names[: names.index("-1") if "-1" in names else None] if name)
+
+
+def _named(listing: str) -> tuple[str, ...]:
+    """The number of each GPU of ``nvidia-smi -L``, or the UUIDs of its slices if it has some."""
+    found: list[list[str]] = []
+    for line in listing.splitlines():
+        if _GPU.match(line):
+            found.append([])
+        elif found and (part := _SLICE.match(line)):
+            found[-1].append(part[1])
+    return tuple(name for number, slices in enumerate(found) for name in slices or [str(number)])
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version that torch was built with, from its file; None for a torch that knows CPUs only."""
+    spec = importlib.util.find_spec("torch")
+    origin = spec.origin if spec is not None else None
+    assert origin is not None
+    version: str | None = runpy.run_path(str(Path(origin).with_name("version.py"))).get("cuda")
+    return version
+
+
+def _unusable(cuda_of_torch: str | None, overview: str) -> str:
+    """Why torch cannot use the GPUs of a driver, from what ``nvidia-smi`` prints; empty if it can.
+
+    A driver serves programs of its own major version of CUDA and of older ones.
+    """
+    if cuda_of_torch is None:
+        return "the installed torch is for CPUs only"
+    driver = _CUDA_OF_DRIVER.search(overview)
+    if driver is not None and int(driver[1]) < int(cuda_of_torch.split(".")[0]):
+        return f"the driver is for CUDA {driver[1]}.{driver[2]}, and the installed torch needs {cuda_of_torch}"
+    return ""
+
+
+__all__ = ["FoundGpus", "find_gpus"]
