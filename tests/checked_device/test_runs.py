@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -52,3 +53,26 @@ def test_compare_trains_on_the_device_and_finds_the_runs_equal(device_session):
     with Comparison(device_session, subject) as comparison:
         runs = [comparison.start(strategy).result() for strategy in ("*: data", "*: model", "*: data | bf16")]
     assert [run.equal for run in runs] == [True, True, True]
+
+
+@pytest.fixture
+def with_tf32():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_a_compared_run_computes_without_tf32(device_session, with_tf32):
+    matmul, seen = torch.backends.cuda.matmul, set()
+
+    def loss_fn(output, targets):
+        settings = matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+        seen.add((*settings, matmul.allow_bf16_reduced_precision_reduction))
+        return F.cross_entropy(output, targets)
+
+    subject = Subject.of(mlp, (X, Y), loss_fn, batch_size=8, steps=2)
+    with Comparison(device_session, subject) as comparison:
+        assert comparison.start("*: data").result().equal
+    assert seen == {("ieee", "ieee", False), ("tf32", "tf32", True)}  # the first small step checks no numbers
+    assert matmul.fp32_precision == "tf32"

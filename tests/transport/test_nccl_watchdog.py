@@ -12,6 +12,7 @@ from torch.distributed import HashStore, ReduceOp
 
 from tests.transport.shared_ranks import assert_all_returned, run_on_threads
 from workbench.errors import CollectiveAborted
+from workbench.transport import selection
 from workbench.transport.network import distributed, nccl_watchdog
 from workbench.transport.network.distributed import DistributedTransport
 from workbench.transport.network.hang_detector import HAS_LEFT
@@ -333,3 +334,18 @@ def test_a_missing_rank_is_named_with_its_last_call(monkeypatch):
 
     results, _ = run_played(program, 2, monkeypatch, timeout_s=0.2)
     assert isinstance(results[0], CollectiveAborted) and "barrier" in str(results[0]) and "0.2 s" in str(results[0])
+
+
+def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch):
+    limits_s, environment = {}, {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(
+        selection.dist,
+        "init_process_group",
+        lambda backend, *, timeout, **others: limits_s.update({backend: timeout.total_seconds()}),
+    )
+    selection.open_group("gloo", rendezvous_of(2), 0, 2, 30.0)
+    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    selection.open_group("nccl", rendezvous_of(2), 0, 2, 30.0)
+    assert limits_s == {"gloo": 30.0, "nccl": 300.0}
+    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -235,13 +234,7 @@ def _join(
     transport, why_not = selection.select_for_devices(rendezvous, rank, device, timeout_s)
     backend = backend or ("gloo" if transport is not None else selection.select_backend(device, rendezvous.members))
     try:
-        dist.init_process_group(
-            backend,
-            store=rendezvous.sub_store("group"),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        selection.open_group(backend, rendezvous, rank, world_size, timeout_s)
         if transport is None:
             transport = selection.connect_distributed(rendezvous, rank, world_size, backend, device, timeout_s)
             selection.set_reason(transport, world_size, why_not)

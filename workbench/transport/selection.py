@@ -5,6 +5,7 @@ All ranks take part and select the same: each rank publishes what it can use, an
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from workbench.transport.mixed import MixedTransport
 from workbench.transport.network.distributed import DistributedTransport
 from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.hang_detector import HangDetector
+from workbench.transport.network.nccl_watchdog import disarm_torch
 from workbench.transport.rendezvous import Member, Rendezvous, host_name
 from workbench.transport.shared.transport import FIRST_CHUNK_BYTES, SharedTransport
 
@@ -155,6 +157,18 @@ def select_backend(device: torch.device, members: tuple[Member, ...]) -> str:
     if device.type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     return named[0] if named else "gloo" if share_one_gpu(members) else "nccl"
+
+
+def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make torch.distributed's default group."""
+    limit_s = disarm_torch(timeout_s) if backend == "nccl" else timeout_s
+    dist.init_process_group(
+        backend,
+        store=rendezvous.sub_store("group"),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=limit_s),
+    )
 
 
 def connect_distributed(

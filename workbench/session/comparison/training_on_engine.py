@@ -5,15 +5,17 @@ Engines load this module, so it imports nothing of the notebook's side.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
+from workbench.training.runs.float32 import exact_sums
 from workbench.training.runs.float64 import KeepsFloat64
 from workbench.training.runs.job import RankSegment
 from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
@@ -129,8 +131,11 @@ def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:
     return replace(job, dtype=torch.float64) if variant == "float64" else job
 
 
-def _mode(job: Job) -> AbstractContextManager[Any]:
-    return KeepsFloat64() if job.dtype == torch.float64 else nullcontext()
+@contextmanager
+def _mode(job: Job) -> Iterator[None]:
+    """What makes runs of a job comparable: the numbers of its dtypes, on GPUs too."""
+    with exact_sums(), KeepsFloat64() if job.dtype == torch.float64 else nullcontext():
+        yield
 
 
 def _report(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankReport:

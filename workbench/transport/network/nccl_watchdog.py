@@ -6,12 +6,14 @@ their headers. Nothing is written while all is well. When a call has not ended a
 calls and reads those of the ranks that it waits for: two different calls with one number show that the ranks diverged.
 A rank that has not reached the call yet may be slow; only the timeout ends that wait.
 
-The main thread may be blocked in a wait for the device, so a separate thread checks, and aborts the call.
+The main thread may be blocked in a wait for the device, so a separate thread checks, and aborts the call. torch has a
+watchdog too, which ends the process together with the user's variables. ``disarm_torch`` leaves hangs to this one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -29,6 +31,12 @@ SUSPECT_S = 0.5
 _NUM_REMEMBERED = 32
 """Number of calls of a channel whose headers are kept."""
 _GAVE_UP = "calls/gave up"
+_TORCH_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # neither a timeout nor an error of NCCL ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does an abort that takes long
+}
+_TORCH_WAITS_TIMES = 10
+"""torch reports a call that has taken this multiple of our timeout."""
 
 
 class Work(Protocol):
@@ -45,6 +53,18 @@ class _Pending(NamedTuple):
     numbers: tuple[tuple[str, int], ...]
     ranks: frozenset[int]
     works: tuple[Work, ...]
+
+
+def disarm_torch(timeout_s: float) -> float:
+    """Keep torch's own watchdog from ending this process; call it before NCCL's group is made. What the user has set in
+    the environment stays.
+
+    Returns:
+        The timeout in seconds for that group: ours comes first.
+    """
+    for name, value in _TORCH_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    return _TORCH_WAITS_TIMES * timeout_s
 
 
 def send_channel(source: int, destination: int) -> str:
