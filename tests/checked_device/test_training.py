@@ -68,3 +68,42 @@ def test_training_on_a_device_equals_the_host(name):
     for losses, counts in found:
         assert losses == pytest.approx(TRUTH, rel=1e-4)
         assert not counts.waits, counts
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "*: data | zero=3"])
+def test_a_step_of_an_optimizer_is_fused(make, strategy):
+    built = mlp()
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer = make(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            own_step(model)
+            with counted() as counts:
+                optimizer.step()
+        return counts
+
+    for counts in run_ranks(program, device=DEVICE):
+        fused = [number for name, number in counts.launches.items() if name.startswith("_fused_")]
+        assert fused == [1], counts.launches
+        assert not counts.waits
+
+
+def test_steps_counted_on_the_host_stay_there():
+    """A checkpoint of a step that was not fused."""
+    built = mlp()
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(built), "*: data")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        own_step(model)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["foreach"] = None
+        own_step(model)
+        optimizer.step()
+        return optimizer.state[model[0].weight]["step"].item()
+
+    assert run_ranks(program, device=DEVICE) == [2, 2]
