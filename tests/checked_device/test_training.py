@@ -107,3 +107,22 @@ def test_steps_counted_on_the_host_stay_there():
         return optimizer.state[model[0].weight]["step"].item()
 
     assert run_ranks(program, device=DEVICE) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "share"),
+    [("*: data", 2, 2), ("*: data", 4, 4), ("*: data; 2: model", 2, 2), ("*: data | zero=2", 2, 2), ("*: model", 2, 1)],
+)
+def test_a_rank_copies_its_own_samples_only(strategy, num_ranks, share):
+    built = mlp()
+    samples = 4 * share  # whose classes and features divide evenly
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        for _ in range(2):
+            with counted() as counts:
+                F.cross_entropy(model(X[:samples]), Y[:samples]).backward()
+        return counts.bytes_from_host
+
+    found = run_ranks(program, num_ranks, device=DEVICE)
+    assert found == [(X[:samples].nbytes + Y[:samples].nbytes) // share] * num_ranks

@@ -82,11 +82,16 @@ class _ToLocal(torch.autograd.Function):
 
 
 def from_local(
-    local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None = None
+    local: torch.Tensor,
+    world: World,
+    layout: Layout,
+    origin: Callable[[], str] | None = None,
+    stays: bool = False,
 ) -> GlobalTensor:
     """A plain tensor as B on the placement of the global ones that it meets: every rank must hold the same value.
 
-    It moves to the device of the shards. ``origin`` names its argument in the error of check mode.
+    It moves to the device of the shards; if ``stays``, a tensor without gradient stays where it is. ``origin`` names
+    its argument in the error of check mode.
     """
     if _is_of_transform(local):
         raise LayoutError(
@@ -97,9 +102,10 @@ def from_local(
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
-    if local.device != world.device and not spec.is_placeholder:
-        local = local.to(world.device)
-    if local.requires_grad and torch.is_grad_enabled():
+    has_grad = local.requires_grad and torch.is_grad_enabled()
+    if local.device != world.device and not spec.is_placeholder and (has_grad or not stays):
+        local = local.to(world.device, non_blocking=True)
+    if has_grad:
         return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
 

@@ -17,7 +17,7 @@ from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
-from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.training.batches import count_samples
 from workbench.training.sample_rows import batch_leaves
 from workbench.training.strategies.layouts import LayoutsInUse
@@ -49,14 +49,23 @@ class PrepareInput:
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
             layout = layouts.input_layout(choice, value.dim())
-            value = from_local(value, world, layout, lambda: origin)
+            value = from_local(value, world, layout, lambda: origin, stays=True)
         shape = value._spec.shape
         num_samples = world.context.call.num_samples or (shape[0] if shape else 0)
         layout = layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, equal for all samples
-        return box_implicitly(value, layout, choice.name)
+        return _on_device(box_implicitly(value, layout, choice.name))
+
+
+def _on_device(value: GlobalTensor) -> GlobalTensor:
+    """A batch is boxed where it is, so that only this rank's samples are copied to its GPU."""
+    spec = value._spec
+    with local_torch():
+        if spec.is_placeholder or value.device == spec.world.device:
+            return value
+        return wrap(value.detach().to(spec.world.device, non_blocking=True), spec)
 
 
 class PrepareOutput:
