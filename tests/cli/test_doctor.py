@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,15 +71,18 @@ def test_no_chromium_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.check_chromium().state == WARNING
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", [((), "the installed torch is for CPUs only"), (("0", "1"), "")])
+def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, found: tuple[Any, str]) -> None:
     import torch
 
+    from workbench.session.processes import gpus
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
-    monkeypatch.setattr(checks, "_succeeds", lambda _command: True)
+    monkeypatch.setattr(gpus, "find_gpus", lambda: gpus.FoundGpus(*found))
     finding = checks.check_gpus()
     assert finding.state == WARNING
     assert "torch" in finding.text
+    assert "engines run on the CPU" in finding.text
 
 
 def test_an_engine_that_does_not_start_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
