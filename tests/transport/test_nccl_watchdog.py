@@ -161,8 +161,6 @@ class Nccl:
     def __init__(self, num_ranks):
         self.num_ranks, self.lock, self.waiting = num_ranks, threading.Lock(), {}
         self.num_aborted, self.local = 0, threading.local()
-        self.isend, self.irecv = "send", "receive"
-        self.P2POp = lambda kind, tensor, peer: (kind, tensor, peer)
 
     def meet(self, place, num_members, size, then):
         """The next call at a place; it ends when all members have made it with the same size."""
@@ -180,19 +178,25 @@ class Nccl:
                     act(others)
         return call
 
-    def batch_isend_irecv(self, operations):
-        works = []
-        for kind, tensor, peer in operations:
-            assert tensor.dtype in KNOWN and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-            place = (self.rank, peer) if kind == "send" else (peer, self.rank)
-            held = tensor.clone() if kind == "send" else tensor
+    def new_group(self, ranks):
+        return "downward"
 
-            def act(others, held=held, kind=kind):
-                if kind == "receive":
-                    held.copy_(next(o[2].__defaults__[0] for o in others if o[2].__defaults__[1] == "send"))
+    def isend(self, tensor, peer, group):
+        return self.pass_on("send", tensor, (self.rank, peer), group)
 
-            works.append(self.meet(place, 2, tensor.numel(), act))
-        return works
+    def irecv(self, tensor, peer, group):
+        return self.pass_on("receive", tensor, (peer, self.rank), group)
+
+    def pass_on(self, kind, tensor, place, group):
+        """The n-th send of one rank to another meets the n-th receive, on the communicator of their direction."""
+        assert tensor.dtype in KNOWN and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        assert group == (None if place[0] < place[1] else "downward")
+
+        def act(others, held=tensor, kind=kind):  # a send reads its memory when the receive is there
+            if kind == "receive":
+                held.copy_(next(o[2].__defaults__[0] for o in others if o[2].__defaults__[1] == "send"))
+
+        return self.meet(place, 2, tensor.numel(), act)
 
     def all_gather(self, parts, tensor, async_op):
         def act(others, parts=parts, mine=(self.rank, tensor)):
@@ -235,6 +239,46 @@ def run_played(fn, num_ranks, monkeypatch, timeout_s=20.0):
             transport.close()
 
     return run_on_threads(program, num_ranks), len(aborted)
+
+
+def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):
+    waited, places = [], []
+    monkeypatch.setattr(Call, "wait", lambda self: waited.append(self))
+    passed = Nccl.pass_on
+    monkeypatch.setattr(Nccl, "pass_on", lambda self, kind, tensor, place, group: (
+        places.append((self.rank, place)), passed(self, kind, tensor, place, group))[1])  # fmt: skip
+
+    def program(transport, rank):
+        others = [peer for peer in (2, 1, 0) if peer != rank]
+        if rank == 0:
+            transport.exchange([(1, torch.ones(3))], [], 0, "an activation")
+        if rank == 1:
+            transport.exchange([], [(0, torch.empty(3))], 0, "an activation")
+        transport.exchange([(p, torch.ones(2)) for p in others], [(p, torch.empty(2)) for p in others], 0, "boxing")
+        transport.all_gather(torch.zeros(1), "barrier")
+
+    results, _ = run_played(program, 3, monkeypatch)
+    assert_all_returned(results)
+    assert len(waited) == 1 + 3 * 2 + 3  # receives of the activation and of the boxing, and the barrier
+    for rank in range(3):
+        own = [place for of, place in places if of == rank]
+        assert own[-4:] == sorted(own[-4:])
+
+
+def test_a_sender_may_write_at_once(monkeypatch):
+    def program(transport, rank):
+        x, out = torch.ones(3), torch.empty(3)
+        if rank == 0:
+            transport.exchange([(1, x)], [], 0, "an activation")
+            x.zero_()
+        transport.all_gather(torch.zeros(1), "barrier")
+        if rank == 1:
+            transport.exchange([], [(0, out)], 0, "an activation")
+        transport.all_gather(torch.zeros(1), "barrier")
+        return out.tolist()
+
+    results, _ = run_played(program, 2, monkeypatch)
+    assert assert_all_returned(results)[1] == [1, 1, 1]
 
 
 def test_sent_bytes_are_counted_and_threads_end(monkeypatch):

@@ -3,14 +3,20 @@
 Slices travel point to point (exact counts, no padding); reductions use NCCL's all-reduce. NCCL orders its operations on
 streams, and no wait here blocks the main thread in C++. ``nccl_watchdog`` finds a call that hangs and aborts NCCL's
 communicators, so that a main thread that waits for the device continues and raises the error.
+
+A communicator runs a rank's calls in their order, and a large send ends together with its receive. The ranks of a
+pipeline call in unlike orders. So each direction of each pair of ranks has a communicator: torch makes one per pair and
+group, and there is a group for each direction. Nobody waits for sends: they read copies.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +52,8 @@ class DistributedTransport(AsyncTransport):
         self.name, self.device = backend, device
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
+        self._downward = dist.new_group(list(range(world_size)))
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._abort_reason: str | None = None
         self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
@@ -54,19 +62,28 @@ class DistributedTransport(AsyncTransport):
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:
-        """Start all sends and receives of one exchange in one group call, because NCCL has no tags."""
+        """Start all sends and receives of one exchange."""
         self._raise_if_aborted(header)
-        operations = [dist.P2POp(dist.isend, _bytes_of(tensor), destination) for destination, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, _memory_of(out), source) for source, out in receives]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        calls = [((self.rank, peer), dist.isend, _copied_bytes(tensor)) for peer, tensor in sends]
+        calls += [((peer, self.rank), dist.irecv, _memory_of(out)) for peer, out in receives]
+        calls.sort(key=lambda call: call[0])  # the first call on a communicator waits for the peer's: one order for all
+        received = []
+        for (source, destination), function, memory in calls:
+            group = None if source < destination else self._downward
+            work = function(memory, destination if source == self.rank else source, group=group)
+            self._watchdog.record(
+                header, [nccl_watchdog.send_channel(source, destination)], [source, destination], [work]
+            )
+            if destination == self.rank:
+                received.append(work)
+            else:
+                self._sending.append((work, memory))
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        if works:
-            channels = [nccl_watchdog.send_channel(self.rank, peer) for peer, _ in sends]
-            channels += [nccl_watchdog.send_channel(peer, self.rank) for peer, _ in receives]
-            self._watchdog.record(header, channels, [peer for peer, _ in [*sends, *receives]], works)
 
         def finish() -> None:
-            for work in works:
+            for work in received:
                 work.wait()  # orders the current stream after the transfer; does not block this thread
 
         return finish
@@ -140,6 +157,12 @@ class DistributedTransport(AsyncTransport):
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes to send: NCCL lacks some dtypes and ignores torch's conjugate and negative bits."""
     return _memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _copied_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes to send in memory that nobody else writes: the caller may write to the tensor at once."""
+    sent = _bytes_of(tensor)
+    return sent.clone() if sent.data_ptr() == tensor.data_ptr() else sent
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
