@@ -64,6 +64,7 @@ class DistributedTransport(AsyncTransport):
     ) -> Callable[[], None]:
         """Start all sends and receives of one exchange."""
         self._raise_if_aborted(header)
+        calls: list[tuple[tuple[int, int], Any, torch.Tensor]]
         calls = [((self.rank, peer), dist.isend, _copied_bytes(tensor)) for peer, tensor in sends]
         calls += [((peer, self.rank), dist.irecv, _memory_of(out)) for peer, out in receives]
         calls.sort(key=lambda call: call[0])  # the first call on a communicator waits for the peer's: one order for all
