@@ -42,10 +42,11 @@ def run_ranks(
     hub = ThreadHub(num_ranks)
     results: list[Any] = [None] * num_ranks
     failures: list[tuple[int, BaseException]] = []
+    place = torch.empty(0, device=device).device  # with its number
     grad_enabled, takes_rank = torch.is_grad_enabled(), _takes_rank(fn)
 
     def run(rank: int) -> None:
-        world = World(rank, num_ranks, torch.device(device), ThreadTransport(hub, rank, torch.device(device)))
+        world = World(rank, num_ranks, place, ThreadTransport(hub, rank, place))
         run_backward_in_calling_thread(world.device)
         world.context.generator = torch.Generator().manual_seed(seed)
         try:

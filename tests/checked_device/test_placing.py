@@ -33,6 +33,10 @@ def test_a_device_without_a_number_is_the_present_one(own_world):
     assert torch.ones(2, device="checked").device == world.current().device
 
 
+def test_simulated_ranks_know_the_number_of_their_device():
+    assert run_ranks(lambda: world.current().device, device="checked") == [DEVICE, DEVICE]
+
+
 def test_ranks_begin_with_the_random_state_of_rank_0_on_the_device_too():
     def states_after(seed):
         torch.manual_seed(seed)
