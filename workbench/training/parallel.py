@@ -105,7 +105,7 @@ def parallelize(
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         following = resolved.layers[position + 1] if position + 1 < len(layers) else None
-        own = dict(layer.named_parameters(recurse=False))
+        own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, following, foreign, state.on_interrupt)

@@ -107,6 +107,8 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     if boxed is None:
         boxed = box(tensor, layout, function)
         tensor._boxings = {(layout, state): boxed}
+    elif (running := source.world.context.running) is not None:
+        running.add_reuse(tensor, boxed, function)
     return boxed
 
 

@@ -84,6 +84,13 @@ class CallObserver:
         self.tags[tag] = len(self.boxings)
         self.boxings.append(InputBoxing(index, target.layout, function, edge - self.start))
 
+    def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str, edge: int) -> None:
+        """Record that the call uses a boxing of an input that was made before it, and through which gradients go."""
+        with local_torch():
+            made_by = getattr(boxed.grad_fn, "boxing", None)
+        if made_by is not None and made_by[2] not in self.tags and any(known is tensor for known in self.inputs):
+            self.add(tensor, boxed._spec, function, made_by[2], edge)
+
 
 @dataclass
 class CallRecord:

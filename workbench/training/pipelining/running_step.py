@@ -109,6 +109,11 @@ class RunningStep:
                     f"{function or 'it'!r} on stage {start}, or use the schedule gpipe."
                 )
 
+    def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str) -> None:
+        """Record that an operation takes a boxing of a tensor that an earlier one has made."""
+        if self.observer is not None:
+            self.observer.add_reuse(tensor, boxed, function, tensor._spec.world.context.position)
+
     def _stage_of(self, placement: Placement) -> int | None:
         return self._stages.get(placement)
 

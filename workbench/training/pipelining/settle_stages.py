@@ -12,6 +12,7 @@ from torch import nn
 from workbench.core.presets import strategy_of
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.batches import call
 from workbench.training.gradients.stale_optimizer import optimizers_of
@@ -68,6 +69,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for holder, name, buffer in held:
             holder[name] = buffer
+            if isinstance(buffer, GlobalTensor):
+                forget_derived(buffer)  # the write below is seen on one stage's ranks only
         with torch.no_grad():
             for buffer, before in zip(here, values, strict=True):
                 plain(buffer).copy_(before)

@@ -186,7 +186,7 @@ class StageRank:
     def _view_parameters(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
         stages, views = parameter_stages(module, resolved), dict[int, GlobalTensor]()
         for _, layer in layers_of(module):
-            for name, parameter in layer.named_parameters(recurse=False):
+            for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
                 own: Any = parameter
                 if id(own) not in views:
                     views[id(own)] = self._view_parameter(own, stages[id(own)])
@@ -207,14 +207,16 @@ class StageRank:
 
     def _view_buffers(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
         choices = {choice.name: choice for choice in resolved.layers}
-        nearest = resolved.layers[0]
+        nearest, views = resolved.layers[0], dict[tuple[int, Layout], GlobalTensor]()
         for name, submodule in module.named_modules():
             nearest = choices.get(name or ROOT, nearest)
-            for short, buffer in submodule.named_buffers(recurse=False):
+            for short, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
                 placement = self._layouts.placement_of_buffers(name or ROOT, submodule, nearest)
                 own: Any = buffer
                 layout = Layout(placement, (broadcast,) * placement.num_axes)
-                self._views.append((submodule._buffers, short, own, self._view(own, layout)))
+                if (id(own), layout) not in views:
+                    views[id(own), layout] = self._view(own, layout)
+                self._views.append((submodule._buffers, short, own, views[id(own), layout]))
 
     def _view(self, own: GlobalTensor, layout: Layout) -> GlobalTensor:
         """A tensor of the module with the stage's spec: the same storage, or a placeholder of another stage's."""

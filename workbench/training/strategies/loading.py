@@ -13,6 +13,7 @@ from torch import nn
 from workbench.core.layout import Region
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World, current
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
 
@@ -60,7 +61,9 @@ class Weight:
         if not isinstance(self.tensor, GlobalTensor):
             region: Region = tuple((0, size) for size in self.tensor.shape)
             _fill(files, self.name, region, self.tensor.detach())
-        elif not self.tensor.is_placeholder:
+            return
+        forget_derived(self.tensor)  # boxings of what it held before, on all ranks
+        if not self.tensor.is_placeholder:
             spec = self.tensor._spec
             _fill(files, self.name, spec.layout.region(spec.shape, spec.world.rank), plain(self.tensor))
 

@@ -25,11 +25,11 @@ def shard_parameters(
     layouts: StageLayouts,
     converted: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Own parameters of a layer; a tied parameter is converted once, for the layer that owns it.
+    """Own parameters of a layer; one that is tied, or has several names, is converted once, for the layer that owns it.
 
     One that is global already stays the same object, so that optimizers go on with it.
     """
-    for name, parameter in list(layer.named_parameters(recurse=False)):
+    for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter not in converted:
             layout = layouts.parameter_layout(owners[parameter], parameter.dim())
             moved = shard_tensor(parameter, layout, layouts.world)
@@ -46,15 +46,18 @@ def shard_parameters(
 
 
 def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
-    """Buffers are whole on every rank of the stage where they are needed."""
+    """Buffers are whole on every rank of the stage where they are needed; what layers of a stage share stays shared."""
     choices = {choice.name: choice for choice in layouts.resolved.layers}
     nearest = layouts.resolved.layers[0]
+    converted: dict[tuple[int, Layout], GlobalTensor] = {}
     for name, submodule in module.named_modules():
         nearest = choices.get(name or ROOT, nearest)
-        for short, buffer in submodule.named_buffers(recurse=False):
+        for short, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
             placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
             layout = Layout(placement, (broadcast,) * placement.num_axes)
-            submodule._buffers[short] = shard_tensor(buffer, layout, layouts.world)
+            if (id(buffer), layout) not in converted:
+                converted[id(buffer), layout] = shard_tensor(buffer, layout, layouts.world)
+            submodule._buffers[short] = converted[id(buffer), layout]
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:

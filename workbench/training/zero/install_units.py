@@ -73,7 +73,8 @@ def _units(
     stages = parameter_stages(module, state.resolved)
     members: dict[nn.Module, list[ShardedParameter]] = {}
     for choice, (_, layer) in zip(state.resolved.layers, layers_of(module), strict=True):
-        own = [(name, p) for name, p in layer.named_parameters(recurse=False) if id(p) in shards]
+        named = layer.named_parameters(recurse=False, remove_duplicate=False)
+        own = [(name, p) for name, p in named if id(p) in shards]
         # Layout hooks box whole parameters of other stages here, around each use.
         here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
         members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
