@@ -179,7 +179,8 @@ def made_from_others(make):
 def comparisons(make):
     a, b = make("a"), make("b")
     whole = torch.equal(a, b), torch.equal(a, a * 1), torch.allclose(a, b), torch.allclose(a, a + 1e-12), a.equal(b)
-    return whole, torch.isclose(a, b), torch.equal(a.detach(), DATA["a"]), torch.allclose(DATA["a"], a)
+    sizes = a.is_same_size(b), a.is_same_size(make("w")), a.is_same_size(other=DATA["a"]), DATA["b"].is_same_size(a)
+    return whole, sizes, torch.isclose(a, b), torch.equal(a.detach(), DATA["a"]), torch.allclose(DATA["a"], a)
 
 
 @program

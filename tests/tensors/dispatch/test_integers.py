@@ -1,4 +1,4 @@
-"""Sizes, dims and counts may be 0-dim tensors, plain or global, wherever torch takes them."""
+"""Sizes, dims, counts and factors may be 0-dim tensors, plain or global, wherever torch takes them."""
 
 import pytest
 import torch
@@ -42,6 +42,9 @@ CALLS = {
     "pool": lambda x, n: F.adaptive_avg_pool2d(x[None], (n, n)),
     "one_hot": lambda x, n: F.one_hot(x.long() % 3, n),
     "a plain tensor of this size": lambda x, n: x + torch.arange(n)[:, None],
+    "alpha": lambda x, n: torch.add(x, x, alpha=n / 4).sub_(x, alpha=n),
+    "alpha and beta": lambda x, n: torch.addmm(x[:, :3], x, x.T, beta=n, alpha=n / 2),
+    "factor": lambda x, n: torch.addcmul(x, x, x, value=n * 0.5),
 }
 
 

@@ -18,13 +18,15 @@ _ALWAYS = {"__getitem__": {1}, "narrow": {2}}
 
 
 def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The arguments with 0-dim integer tensors read where torch takes integers; None where there are none.
+    """The arguments with 0-dim tensors read where torch takes integers, or a number by name alone; None where there are
+    none.
 
     A value of a global tensor is read on all ranks.
     """
-    places, names = _integer_parameters(getattr(func, "__name__", ""))
+    places, names, numbers = _integer_parameters(getattr(func, "__name__", ""))
     read_args = tuple(_read(value) if at in places or (at and -1 in places) else value for at, value in enumerate(args))
     read_kwargs = {name: _read(value) if name in names else value for name, value in kwargs.items()}
+    read_kwargs |= {name: _number(kwargs[name]) for name in numbers & kwargs.keys()}
     is_same = all(a is b for a, b in zip(args, read_args, strict=True))
     if is_same and all(kwargs[name] is value for name, value in read_kwargs.items()):
         return None
@@ -40,24 +42,33 @@ def _read(value: Any) -> Any:
     return value
 
 
+def _number(value: Any) -> Any:
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() == 0
+    return value.detach().item() if is_tensor else value
+
+
 @lru_cache(maxsize=4096)
-def _integer_parameters(name: str) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out.
+def _integer_parameters(name: str) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
+    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out. Then
+    names of numbers (``alpha``, ``beta``, ``value``).
 
     A 0-dim tensor stays a tensor where the operator takes tensors too (``x + n``, ``torch.max(x, n)``). Operators on
     Python's numbers alone (``add(int, int)``) say nothing.
     """
     places: set[int] = set()
     names: set[str] = set()
+    numbers: set[str] = set()
     tensors: set[int | str] = set()
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
         kinds = [str(argument.real_type) for argument in schema.arguments]
         for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
             if kind in _TENSORS and not argument.kwarg_only:
                 tensors |= {position, argument.name}
+            if kind == "number" and argument.kwarg_only and "Tensor" in kinds:
+                numbers.add(argument.name)
             if position and kind in _INTEGERS | _LISTS and "Tensor" in kinds:
                 places.add(position)
                 names.add(argument.name)
                 if position == 1 and kind in _LISTS:
                     places.add(-1)
-    return frozenset(places - tensors | _ALWAYS.get(name, set())), frozenset(names - tensors)
+    return frozenset(places - tensors | _ALWAYS.get(name, set())), frozenset(names - tensors), frozenset(numbers)

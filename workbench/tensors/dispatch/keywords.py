@@ -80,10 +80,12 @@ def parameters_of(func: Callable[..., Any]) -> tuple[Parameters, ...]:
 
 
 def _of_schema(schema: Any) -> Parameters:
-    """Python calls ``self`` of a function ``input``."""
-    return tuple(
+    """Python calls ``self`` of a function ``input``, and functions that make tensors take ``requires_grad`` too."""
+    found = [
         ("input" if a.name == "self" else a.name, not a.kwarg_only, not a.has_default_value()) for a in schema.arguments
-    )
+    ]
+    is_factory = any(name == "pin_memory" for name, _, _ in found)
+    return (*found, ("requires_grad", False, False)) if is_factory else tuple(found)
 
 
 def _order(overloads: tuple[Parameters, ...], num_given: int, names: list[str]) -> Order:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from workbench.core.layout import Shape
 from workbench.tensors.dispatch.registry import handler
-from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.rules.random.sampling import without_partial
 
 
@@ -18,33 +19,44 @@ def _constant_like(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         spec = spec_of(tensor._spec.world, without_partial(tensor), tensor._spec.shape)
-        dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_placeholder:
-            local = new_placeholder(spec.shape, dtype, spec.world.device)
-        else:
-            local = make(spec.local_shape, *args[1:], dtype=dtype, device=spec.world.device)
-        result = wrap(local, spec)
-        return result.requires_grad_() if kwargs.get("requires_grad") else result
+        dtype, order = kwargs.get("dtype") or tensor.dtype, kwargs.get("memory_format") or torch.preserve_format
+
+        def local() -> torch.Tensor:
+            made: torch.Tensor = make(
+                plain(tensor), *args[1:], dtype=dtype, device=spec.world.device, memory_format=order
+            )
+            return made
+
+        return _made(spec, dtype, local, kwargs)
 
     return creation
 
 
-for _name, _make in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", torch.empty), ("full", torch.full)):
-    handler(f"{_name}_like")(_constant_like(_make))
+def _made(spec: Spec, dtype: torch.dtype, local: Any, kwargs: Any) -> GlobalTensor:
+    with local_torch():
+        found = new_placeholder(spec.shape, dtype, spec.world.device) if spec.is_placeholder else local()
+    result = wrap(found, spec)
+    return result.requires_grad_() if kwargs.get("requires_grad") else result
+
+
+for _name in ("zeros", "ones", "empty", "full"):
+    handler(f"{_name}_like")(_constant_like(getattr(torch, f"{_name}_like")))
+
+
+def _whole(tensor: GlobalTensor, shape: Shape) -> Spec:
+    """B on the tensor's placement, whatever the tensor's layout."""
+    return spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
 
 
 def _new(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
-        """``Tensor.new_zeros`` and similar: B on the tensor's placement, whatever the tensor's layout."""
-        tensor = args[0]
-        is_listed = isinstance(args[1], (tuple, list))
-        shape = tuple(map(operator.index, args[1] if is_listed else args[1:]))
-        rest = args[2:] if is_listed else ()
-        spec = spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
-        dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_placeholder:
-            return wrap(new_placeholder(shape, dtype, spec.world.device), spec)
-        return wrap(make(shape, *rest, dtype=dtype, device=spec.world.device), spec)
+        """``Tensor.new_zeros`` and similar."""
+        tensor, *given = *args, *(kwargs[name] for name in ("size", "stride", "fill_value") if name in kwargs)
+        is_listed = isinstance(given[0], (tuple, list))
+        shape = tuple(map(operator.index, given[0] if is_listed else given))
+        rest = given[1:] if is_listed else ()
+        spec, dtype = _whole(tensor, shape), kwargs.get("dtype") or tensor.dtype
+        return _made(spec, dtype, lambda: make(shape, *rest, dtype=dtype, device=spec.world.device), kwargs)
 
     return creation
 
@@ -54,5 +66,17 @@ for _name, _make in (
     ("new_ones", torch.ones),
     ("new_empty", torch.empty),
     ("new_full", torch.full),
+    ("new_empty_strided", torch.empty_strided),
 ):
     handler(_name)(_new(_make))
+
+
+@handler("new_tensor")
+def new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor of numbers that all ranks have."""
+    tensor, data = args[0], args[1] if len(args) > 1 else kwargs["data"]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    values = torch.tensor(data, dtype=dtype, device=tensor._spec.world.device)
+    if isinstance(values, GlobalTensor):
+        return values.requires_grad_() if kwargs.get("requires_grad") else values
+    return _made(_whole(tensor, tuple(values.shape)), dtype, lambda: values, kwargs)

@@ -29,6 +29,12 @@ def num_dims(func: Any, args: Any, kwargs: Any) -> Any:
     return len(args[0]._spec.shape)
 
 
+@handler("is_same_size")
+def has_same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether two tensors have the same logical shape."""
+    return args[0].shape == (args[1] if len(args) > 1 else kwargs["other"]).shape
+
+
 @handler("numel", "nelement")
 def num_elements(func: Any, args: Any, kwargs: Any) -> int:
     """Logical number of elements."""
