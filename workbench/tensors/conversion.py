@@ -99,6 +99,8 @@ def from_local(
             "function transform (torch.vmap, torch.func.grad). Transforms drop layouts: use "
             "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
         )
+    if local.requires_grad:
+        _refuse_replaced(local)
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
@@ -108,6 +110,37 @@ def from_local(
     if has_grad:
         return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
+
+
+REPLACED = "_was_sharded"
+"""An attribute of a plain parameter whose module has a global one in its place."""
+_MOST_NODES = 1000
+
+
+def _refuse_replaced(plain: torch.Tensor) -> None:
+    """Raise for a parameter that was replaced, or what was computed from one: it does not learn any more."""
+    found = [plain] if plain.is_leaf else _leaves(plain)
+    for leaf in found:
+        if REPLACED in leaf.__dict__:
+            raise LayoutError(
+                f"a global tensor meets a parameter of shape {tuple(leaf.shape)} from before wb.parallelize, which has "
+                "put a global one in its place: the old one keeps its values and learns no more. A list, a closure or "
+                "a variable holds it. Read the parameter from its module (module.layer.weight) where it is used."
+            )
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that a tensor was computed from, as far as a long history is searched."""
+    leaves, seen, waiting = [], set(), [tensor.grad_fn]
+    while waiting and len(seen) < _MOST_NODES:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [before for before, _ in node.next_functions]
+    return leaves
 
 
 def to_local(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:

@@ -32,6 +32,7 @@ from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
+from workbench.training.strategies.memory_overlaps import refuse_overlaps
 from workbench.training.strategies.reshard_state import OptimizerState
 from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
 from workbench.training.strategies.state import (
@@ -93,6 +94,7 @@ def parallelize(
     strategy = strategy_of(strategy, described, world.world_size)
     check_schedule_options(strategy)
     resolved = strategy.resolve(described, world.world_size)
+    refuse_overlaps(module)
     check_same_on_all_ranks(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
     on_meta = names_on_meta(module)

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import workbench as wb
+from workbench.errors import LayoutError, StrategyError
 from workbench.testing import run_ranks
 
 
@@ -82,3 +83,79 @@ def test_a_constant_of_another_stage_is_read_again_after_files_were_loaded(tmp_p
     for before, after in run_ranks(program, 2):
         torch.testing.assert_close(after, one(x).detach())
         torch.testing.assert_close(before * 3, after)
+
+
+class Holder(nn.Module):
+    """Keeps its weight where torch does not see it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        weight = self.layer.weight
+        self.how, self.kept, self.multiply = how, [weight], lambda x: x @ weight.t()
+
+    def forward(self, x):
+        if self.how == "list":
+            return self.layer(x) @ self.kept[0]
+        return self.multiply(self.layer(x)) if self.how == "closure" else self.layer(x)
+
+
+def holder(how):
+    torch.manual_seed(0)
+    return Holder(how)
+
+
+@pytest.mark.parametrize("how", ["list", "closure", "penalty"])
+def test_a_weight_from_before_is_an_error_where_it_meets_the_model(how):
+    models = [holder(how) for _ in range(2)]
+
+    def program(rank):
+        before = models[rank].layer.weight
+        model = wb.parallelize(models[rank], "*: data")
+        with torch.set_grad_enabled(how != "list"):
+            loss = model(torch.ones(8, 4)).square().mean()
+            return loss + 0.1 * before.norm() if how == "penalty" else loss
+
+    with pytest.raises(LayoutError, match=r"parameter of shape \(4, 4\) from before wb.parallelize.*from its module"):
+        run_ranks(program, 2)
+
+
+def test_a_plain_tensor_of_ones_own_may_learn_beside_the_model():
+    models, scales = [holder("") for _ in range(2)], [torch.ones(4, requires_grad=True) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        (model(torch.ones(8, 4)) * (scales[rank] * 2).exp()).mean().backward()
+        return scales[rank].grad is not None
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def shared_data():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def view_as_buffer():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("top", model[0].weight.detach()[2:])
+    return model
+
+
+def parts_of_one():
+    whole, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight, model[1].weight = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+    model.register_buffer("nothing", whole[:0])
+    return model
+
+
+def test_tensors_that_share_memory_are_refused_and_parts_of_one_are_not():
+    wanted = {
+        shared_data: r"'0.weight' and '1.weight' are two tensors.*64 bytes",
+        view_as_buffer: r"'0.weight' and 'top'",
+    }
+    for make, message in wanted.items():
+        with pytest.raises(StrategyError, match=rf"(?s){message}.*b.weight = a.weight"):
+            run_ranks(lambda make=make: wb.parallelize(make(), "*: data"), 1)
+    assert run_ranks(lambda: wb.parallelize(parts_of_one(), "*: model") is not None, 1) == [True]

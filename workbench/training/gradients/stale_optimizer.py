@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import LayoutError
+from workbench.tensors.conversion import REPLACED
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.training.gradients.shard import state_spec
@@ -20,7 +21,6 @@ MOVE_STATE = (
     "State lies where its parameter does: give the optimizer when the strategy changes, wb.parallelize(module, "
     "strategy, optimizer=optimizer), or make a new one."
 )
-_REPLACED = "_was_sharded"
 _with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers of global parameters that have stepped, or whose state was loaded."""
 
@@ -46,7 +46,7 @@ def optimizers_of(module: nn.Module) -> list[Optimizer]:
 
 def mark_replaced(parameter: torch.Tensor) -> None:
     """Mark a plain parameter whose module now has a global one in its place."""
-    parameter.__dict__[_REPLACED] = True
+    parameter.__dict__[REPLACED] = True
 
 
 def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
@@ -55,7 +55,7 @@ def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_
     Raises:
         LayoutError: some of the optimizer's ``plain`` parameters were replaced.
     """
-    if replaced := sum(_REPLACED in parameter.__dict__ for parameter in plain):
+    if replaced := sum(REPLACED in parameter.__dict__ for parameter in plain):
         raise LayoutError(
             f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
             "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "
