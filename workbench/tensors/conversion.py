@@ -131,7 +131,8 @@ def _refuse_replaced(plain: torch.Tensor) -> None:
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The leaves that a tensor was computed from, as far as a long history is searched."""
-    leaves, seen, waiting = [], set(), [tensor.grad_fn]
+    leaves: list[torch.Tensor] = []
+    seen, waiting = set[Any](), [tensor.grad_fn]
     while waiting and len(seen) < _MOST_NODES:
         node: Any = waiting.pop()
         if node is None or node in seen:

@@ -25,7 +25,9 @@ NEW = {
     "new_ones": lambda x: x.new_ones(size=(2, 3), dtype=torch.int64),
     "new_full": lambda x: x.new_full((2,), fill_value=1.5, requires_grad=True),
     "new_empty_strided": lambda x: x.new_empty_strided((4, 3), (1, 4)).fill_(1.0),
-    "new_empty_strided by name": lambda x: x.new_empty_strided(size=(4,), stride=(2,), requires_grad=True).detach() * 0,
+    "new_empty_strided by name": lambda x: (
+        x.new_empty_strided(size=(4,), stride=(2,), requires_grad=True).detach().fill_(2)
+    ),
     "new_tensor": lambda x: x.new_tensor([[1, 2], [3, 4]], requires_grad=True),
     "new_tensor by name": lambda x: x.new_tensor(data=7, dtype=torch.int64),
 }

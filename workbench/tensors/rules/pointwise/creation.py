@@ -36,7 +36,9 @@ def _made(spec: Spec, dtype: torch.dtype, local: Any, kwargs: Any) -> GlobalTens
     with local_torch():
         found = new_placeholder(spec.shape, dtype, spec.world.device) if spec.is_placeholder else local()
     result = wrap(found, spec)
-    return result.requires_grad_() if kwargs.get("requires_grad") else result
+    if kwargs.get("requires_grad"):
+        result.requires_grad_()
+    return result
 
 
 for _name in ("zeros", "ones", "empty", "full"):
@@ -51,7 +53,8 @@ def _whole(tensor: GlobalTensor, shape: Shape) -> Spec:
 def _new(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
         """``Tensor.new_zeros`` and similar."""
-        tensor, *given = *args, *(kwargs[name] for name in ("size", "stride", "fill_value") if name in kwargs)
+        tensor, given = args[0], list(args[1:])
+        given += [kwargs[name] for name in ("size", "stride", "fill_value") if name in kwargs]
         is_listed = isinstance(given[0], (tuple, list))
         shape = tuple(map(operator.index, given[0] if is_listed else given))
         rest = given[1:] if is_listed else ()
