@@ -127,6 +127,16 @@ def test_with_ranks_outside(case):
     assert_case(case, Placement.of("cpu", [2, 0]), 3, seed=5)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if "expert" in case.name else pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.name,
+)
+def test_with_more_ranks_than_rows(case):
+    """Shards of some ranks are empty."""
+    assert_case(case, Placement.of("cpu", [3, 0, 6, 1, 5, 2, 4]), 7, seed=8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_under_many_layouts(case):

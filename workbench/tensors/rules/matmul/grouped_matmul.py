@@ -35,6 +35,8 @@ def product_by_expert(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.
     ends = [0, *offsets.tolist()]
     result = rows.new_zeros(len(rows), weights.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):  # torch's kernel does not cast
+        if not len(weights):  # a rank without experts takes part in backward, too
+            result[:0] = rows[:0] @ weights.sum(0)
         for expert, matrix in enumerate(weights, start=first):
             start, stop = ends[expert : expert + 2]
             result[start:stop] = rows[start:stop] @ matrix
