@@ -177,10 +177,11 @@ def _entry(text: str) -> Any:
     return wb.sbp.broadcast if text == "B" else wb.sbp.split(int(text[2]))
 
 
-def gloo_world(meeting: str = "env://") -> World:
+def gloo_world(init_method: str = "env://") -> World:
     """A second world of the same ranks, with a rendezvous of its own, whose tensors travel over gloo."""
     world = current()
-    hang_detector = HangDetector(join_rendezvous(meeting, world.rank, world.world_size, 1_000_000, 60.0), world.rank)
+    rendezvous = join_rendezvous(init_method, world.rank, world.world_size, 1_000_000, 60.0)
+    hang_detector = HangDetector(rendezvous, world.rank)
     transport = GlooTransport(world.rank, world.world_size, 60.0, hang_detector)
     return World(world.rank, world.world_size, torch.device("cpu"), transport)
 

@@ -34,10 +34,10 @@ PAIRS = [("S(0)", "S(1)"), ("S(0)", "B"), ("P", "B"), ("P", "S(0)")]
 JUDGED, TARGET = (256 * 2**20, "S(0)", "S(1)"), Target(10, at_least=True)
 
 
-def gloo_world(meeting: str = "env://") -> World:
+def gloo_world(init_method: str = "env://") -> World:
     """A second world of the same ranks, whose tensors travel over gloo."""
     here = current()
-    hang_detector = HangDetector(join_rendezvous(meeting, here.rank, here.world_size, 1_000_000, 60.0), here.rank)
+    hang_detector = HangDetector(join_rendezvous(init_method, here.rank, here.world_size, 1_000_000, 60.0), here.rank)
     transport = GlooTransport(here.rank, here.world_size, 60.0, hang_detector, here.device)
     return World(here.rank, here.world_size, here.device, transport)
 

@@ -146,7 +146,7 @@ class Subject:
     def costs(self) -> ModelCosts:
         """Counted on fake tensors."""
         inputs, targets = (part[: self.batch_size] for part in self.data())
-        return layer_costs(self.make, inputs, self.loss, targets)
+        return layer_costs(self.make, inputs, loss_fn=self.loss, targets=targets)
 
 
 SUBJECTS = (

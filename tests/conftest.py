@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.patience import PAGE_PATIENCE_S, PROGRAM_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
 
 _LATER = ("procs", "engines", "browser", "slow")
-_LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_PATIENCE_S) | {"browser": 4 * PAGE_PATIENCE_S}
+_LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_TIMEOUT_S) | {"browser": 4 * PAGE_TIMEOUT_S}
 """Of whole tests by marker, the longest that fits: such a test waits several times, and each wait says what for."""
 
 

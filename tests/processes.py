@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["workbench.api", "workbench.training.runs.train", "torch.testing", "torch._dynamo"])
@@ -44,20 +44,20 @@ class Ranks:
     ) -> None:
         per_rank = [environment or {}] * num_ranks if not environment or isinstance(environment, dict) else environment
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-ranks-")
-        meeting = (Path(self._folder.name) / "meeting").as_uri()
+        init_method = (Path(self._folder.name) / "rendezvous").as_uri()
         self.processes: list[Any] = []
         self._ends: list[Connection] = []
         for rank, variables in enumerate(per_rank):
             ours, theirs = _context.Pipe(duplex=False)
             every = {"OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(num_ranks), **dict(variables)}
-            call = (theirs, meeting, every, joins, program, arguments)
+            call = (theirs, init_method, every, joins, program, arguments)
             process = _context.Process(target=_run, args=call, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
             self._ends.append(ours)
 
-    def results(self, timeout_s: float = PROGRAM_PATIENCE_S) -> list[Any]:
+    def results(self, timeout_s: float = PROGRAM_TIMEOUT_S) -> list[Any]:
         """What the programs returned, by rank; None for a rank that died without a word.
 
         Raises:
@@ -98,7 +98,7 @@ def run_processes(
     num_ranks: int,
     *arguments: Any,
     environment: dict[str, str] | Sequence[dict[str, str]] = (),
-    timeout_s: float = PROGRAM_PATIENCE_S,
+    timeout_s: float = PROGRAM_TIMEOUT_S,
 ) -> list[Any]:
     """Run ``program(*arguments)`` on every rank of a world of real processes; its results by rank.
 
@@ -110,7 +110,7 @@ def run_processes(
 
 def _run(
     home: Connection,
-    meeting: str,
+    init_method: str,
     environment: dict[str, str],
     joins: bool,
     program: Callable[..., Any],
@@ -124,11 +124,11 @@ def _run(
     from workbench.tensors.world import shutdown
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    os.environ["WORKBENCH_TEST_MEETING"] = meeting
+    os.environ["WORKBENCH_TEST_RENDEZVOUS"] = init_method
     late_device.register_if_asked()
     try:
         if joins:
-            wb.init(init_method=meeting)
+            wb.init(init_method=init_method)
         result = program(*arguments)
         # Not home.send: that one would leave tensors in shared memory, which ends with this process.
         home.send_bytes(pickle.dumps(result))

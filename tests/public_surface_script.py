@@ -84,7 +84,7 @@ def checkpoints(model: nn.Module) -> None:
 def planner(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     """What is best, and what it costs."""
     machine = wb.planner.calibrate()
-    costs = wb.planner.layer_costs(model, batch[0], F.cross_entropy, batch[1])
+    costs = wb.planner.layer_costs(model, batch[0], loss_fn=F.cross_entropy, targets=batch[1])
     print(machine, wb.planner.plan(costs, "h200", 8, 64))
     wb.planner.partition_stages(model, F.cross_entropy, *batch, 2)
     wb.planner.dry_run(lambda: model, "*: data", 8, *batch, F.cross_entropy)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -34,7 +34,7 @@ def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*launcher, str(script)],
-        capture_output=True, text=True, env=environment, timeout=PROGRAM_PATIENCE_S, check=False,
+        capture_output=True, text=True, env=environment, timeout=PROGRAM_TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = sorted(file.read_text().splitlines() for file in (tmp_path / "logs").rglob("stdout.log"))

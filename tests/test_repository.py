@@ -60,7 +60,7 @@ OWN_LIMITS = re.compile(
 
 
 def test_browser_tests_wait_for_the_page_and_not_for_the_clock() -> None:
-    """What takes a second takes a minute where others have the cores; tests/patience.py has the only limit."""
+    """What takes a second takes a minute where others have the cores; tests/timeouts.py has the only limit."""
     found = {
         str(path.relative_to(ROOT)): lines
         for path in (ROOT / "tests" / "browser").glob("*.py")
@@ -80,7 +80,7 @@ def test_browser_tests_wait_for_the_page_and_not_for_the_clock() -> None:
     ],
 )
 def test_a_limit_of_its_own_is_found(line: str) -> None:
-    assert OWN_LIMITS.search(line) and not OWN_LIMITS.search("timeout=PAGE_PATIENCE_S")
+    assert OWN_LIMITS.search(line) and not OWN_LIMITS.search("timeout=PAGE_TIMEOUT_S")
 
 
 def test_the_changelog_tells_of_this_version() -> None:

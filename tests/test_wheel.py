@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 
 pytestmark = pytest.mark.engines
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ class Installed:
         environment |= {"HOME": str(self.home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run(
             list(map(str, command)),
-            cwd=self.home, env=environment, capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, check=False,
+            cwd=self.home, env=environment, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False,
         )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def pip(python: Path, *arguments: str | Path) -> None:
     """The pip that runs here, on another environment; nothing is fetched."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -108,7 +108,7 @@ def files_below(folder: Path, without: Sequence[str] = ("__pycache__",)) -> froz
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder, home = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("home")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PROGRAM_PATIENCE_S)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PROGRAM_TIMEOUT_S)
     (folder / "share").mkdir()  # wherever ipykernel is installed, it has put its kernel there
     here = Installed(folder, home, files_below(folder))
     pip(here.python, "install", "--no-deps", "--no-index", built.wheel)

@@ -17,7 +17,7 @@ from workbench.tensors.world import current
 def measure_a_little() -> list[tuple[str, float]]:
     """One pair of each kind at 4 KB and one large one, as the benchmark does."""
     boxing.LIMIT_SIZE, boxing.shares_cores = 2**20, lambda: False
-    gloo = boxing.gloo_world(os.environ["WORKBENCH_TEST_MEETING"])
+    gloo = boxing.gloo_world(os.environ["WORKBENCH_TEST_RENDEZVOUS"])
     cases = [boxing.Case(4096, *pair) for pair in boxing.PAIRS] + [boxing.Case(2**20, "S(0)", "S(1)")]
     boxing.SIZES = dict.fromkeys(boxing.SIZES, 2)
     first, second = (json.loads(json.dumps(boxing.measure_all(cases, gloo, rounds=1))) for _ in range(2))

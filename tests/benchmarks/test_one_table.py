@@ -13,7 +13,7 @@ from benchmarks import __main__ as everything
 from benchmarks import one_table, reporting
 from benchmarks.one_table import newest, read_result, score
 from benchmarks.reporting import Comparison, Target, side_by_side, table
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -77,7 +77,7 @@ def test_a_benchmark_that_breaks_off_does_not_stop_the_others(monkeypatch: pytes
 def test_help_is_given() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--help"],
-        capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, check=True, cwd=ROOT,
+        capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True, cwd=ROOT,
         env={**os.environ, "COLUMNS": "120"},
     )  # fmt: skip
     assert "--table" in done.stdout

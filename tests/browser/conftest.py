@@ -13,7 +13,7 @@ import pytest
 
 from tests.browser.page import ROOT, WIDE, LabPage, new_page
 from tests.browser.server import CHROMIUM_OPTIONS, LabServer, find_chromium, running_lab
-from tests.patience import PAGE_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def browser(chromium: str) -> Iterator[Any]:
     """For the tests of one file: while playwright runs, nothing else in this process may use asyncio."""
     from playwright.sync_api import expect, sync_playwright
 
-    milliseconds = PAGE_PATIENCE_S * 1000
+    milliseconds = PAGE_TIMEOUT_S * 1000
     expect.set_options(timeout=milliseconds)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS, timeout=milliseconds)

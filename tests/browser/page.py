@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PAGE_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -193,7 +193,7 @@ class LabPage:
             self.page.wait_for_function(f"([name, least]) => ({POINTS})(name) > least", arg=[name, more_than])
         except TookTooLong:
             raise AssertionError(
-                f"{name}: {self.points(name)} points after {PAGE_PATIENCE_S} s, wanted more than {more_than}; "
+                f"{name}: {self.points(name)} points after {PAGE_TIMEOUT_S} s, wanted more than {more_than}; "
                 f"the page complained of {self.errors}, its figures: {self.page.evaluate(FIGURES_OF_PAGE)}, "
                 f"the kernel's: {self.ask_kernel(FIGURES_OF_KERNEL)}"
             ) from None
@@ -228,15 +228,15 @@ class LabPage:
 def new_page(browser: Any, **options: Any) -> Any:
     """A page of a fresh context, whose waits are all as patient as those of the others, those of its widgets, too."""
     page = browser.new_page(**options)
-    page.set_default_timeout(PAGE_PATIENCE_S * 1000)
+    page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
     page.add_init_script(PATIENT_WIDGETS)
     return page
 
 
 PATIENT_WIDGETS = f"""(() => {{
     const [later, ends] = [globalThis.setTimeout, AbortSignal.timeout];
-    globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_PATIENCE_S * 125} : ms, ...rest);
-    AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_PATIENCE_S * 1000}));
+    globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_TIMEOUT_S * 125} : ms, ...rest);
+    AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_TIMEOUT_S * 1000}));
 }})()"""
 """ipywidgets asks for its models in another way where a kernel does not answer within 4 s, as when a page that is
 loaded again misses the answer. It waits an eighth of a page's patience, so that the other way has time. anywidget gives

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.patience import PAGE_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S
 
 TOKEN = "workbench-test"
 CHROMIUM_OPTIONS = [
@@ -78,7 +78,7 @@ class LabServer:
 
     def _ask(self, method: str, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=PAGE_PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=PAGE_TIMEOUT_S) as answer:
             return bytes(answer.read())
 
 
@@ -152,15 +152,15 @@ def _free_port() -> int:
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + PAGE_PATIENCE_S
+    deadline = time.monotonic() + PAGE_TIMEOUT_S
     while time.monotonic() < deadline:
         assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()[-3000:]}"
         try:
-            with urllib.request.urlopen(url, timeout=PAGE_PATIENCE_S):
+            with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S):
                 return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.2)
-    raise AssertionError(f"JupyterLab did not answer within {PAGE_PATIENCE_S} s:\n{log.read_text()[-3000:]}")
+    raise AssertionError(f"JupyterLab did not answer within {PAGE_TIMEOUT_S} s:\n{log.read_text()[-3000:]}")
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:

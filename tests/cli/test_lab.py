@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.browser.server import LOG, isolated_environment, stop, write_notebook
-from tests.patience import PAGE_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S
 
 pytestmark = [pytest.mark.procs]
 
@@ -29,10 +29,10 @@ def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:
     try:
         address = _printed_address(server, tmp_path / LOG)
         assert urlsplit(address).path == "/lab/tree/my%20own.ipynb"
-        with urllib.request.urlopen(address, timeout=PAGE_PATIENCE_S) as page:
+        with urllib.request.urlopen(address, timeout=PAGE_TIMEOUT_S) as page:
             assert page.status == 200 and "login" not in page.url
         with urllib.request.urlopen(
-            address.replace("/lab/tree/", "/api/contents/"), timeout=PAGE_PATIENCE_S
+            address.replace("/lab/tree/", "/api/contents/"), timeout=PAGE_TIMEOUT_S
         ) as contents:
             assert b'"type": "notebook"' in contents.read()
     finally:

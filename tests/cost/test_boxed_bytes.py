@@ -58,7 +58,7 @@ MODELS = {
 def costs_of(name):
     """What no strategy changes."""
     make, inputs, targets, loss_fn = MODELS[name]
-    return layer_costs(make, inputs, loss_fn, targets)
+    return layer_costs(make, inputs, loss_fn=loss_fn, targets=targets)
 
 
 def both(name, text, num_ranks, hardware=RING):

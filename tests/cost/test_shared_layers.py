@@ -28,7 +28,7 @@ WHERE_SUMS_FIT = {
 @functools.cache
 def costs_of(name: str) -> ModelCosts:
     make, inputs, targets, loss_fn = MODELS[name]
-    return layer_costs(make, inputs, loss_fn, targets)
+    return layer_costs(make, inputs, loss_fn=loss_fn, targets=targets)
 
 
 def both(name: str, text: str, num_ranks: int, costs: ModelCosts) -> tuple[float, int]:

@@ -100,7 +100,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path: Path) -> 
         check_point.save(folder)
         return [*losses, *(job(X, Y) for _ in range(3))]
 
-    def go_on(rank: int, distribute: Any, before: int) -> Any:
+    def resume(rank: int, distribute: Any, before: int) -> Any:
         job = train_with(rule, distribute)
         for _ in range(before):
             job(X, Y)
@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path: Path) -> 
 
     expected = run_ranks(begin, 2)[0]
     for num_ranks, distribute, before in [(1, None, 0), (3, None, 1), (3, flow.distribute.split(0), 0)]:
-        for losses in run_ranks(lambda rank, d=distribute, b=before: go_on(rank, d, b), num_ranks):
+        for losses in run_ranks(lambda rank, d=distribute, b=before: resume(rank, d, b), num_ranks):
             np.testing.assert_allclose(losses, expected[3:], rtol=1e-5, atol=1e-6)
 
 

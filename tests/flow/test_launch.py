@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.flow.running import source_of
 from tests.flow.test_graph import plain_losses
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.flow.launch import arguments_for_torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_the_pipeline_of_the_document_runs_on_two_processes(tmp_path):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=PROGRAM_PATIENCE_S,
+        timeout=PROGRAM_TIMEOUT_S,
         check=False,
     )
     errors = "".join(file.read_text() for file in (tmp_path / "logs").rglob("stderr.log"))

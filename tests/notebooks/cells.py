@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PAGE_PATIENCE_S
+from tests.timeouts import PAGE_TIMEOUT_S
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 SEEDS = FOLDER / "seeds"
@@ -29,7 +29,7 @@ def execute(notebook: Any, folder: Path = FOLDER) -> Any:
     from nbclient import NotebookClient
 
     where = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=PAGE_PATIENCE_S, store_widget_state=False, resources=where).execute()
+    NotebookClient(notebook, timeout=PAGE_TIMEOUT_S, store_widget_state=False, resources=where).execute()
     return notebook
 
 

@@ -65,7 +65,7 @@ class Attention(nn.Module):
 def test_heads_are_read_from_calls_of_attention_and_from_configurations() -> None:
     assert layer_costs(Attention(), (2, 5, 24)).heads == (2, 6)
     words = torch.zeros(2, 10, dtype=torch.int64)
-    assert layer_costs(lambda: GPT(128, 1, 50, 10), words, next_word_loss, words).heads == (4,)
+    assert layer_costs(lambda: GPT(128, 1, 50, 10), words, loss_fn=next_word_loss, targets=words).heads == (4,)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=6,

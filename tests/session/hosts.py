@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.patience import wait_until
+from tests.timeouts import wait_until
 
 NETWORK = "10.77.0"
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.session import engine, protocol
 from workbench.session.adapter import Event
 
@@ -16,7 +16,7 @@ def collect(request, kind, count):
     """The first ``count`` events of a kind."""
     found: list[Event] = []
     while len(found) < count:
-        event = request.events.get(timeout=PATIENCE_S)
+        event = request.events.get(timeout=WAIT_TIMEOUT_S)
         if event.kind == kind:
             found.append(event)
     return found
@@ -28,7 +28,7 @@ def tag():
 
 def test_each_rank_replies_and_becomes_idle(session):
     request = session._live().execute((0, 1), "pass", tag())
-    events = [request.events.get(timeout=PATIENCE_S) for _ in range(4)]
+    events = [request.events.get(timeout=WAIT_TIMEOUT_S) for _ in range(4)]
     assert sorted((event.kind, event.rank) for event in events) == [
         ("idle", 0),
         ("idle", 1),
@@ -43,7 +43,7 @@ def test_streams_arrive_whole_and_the_client_keeps_none(session):
     text = {0: "", 1: ""}
     idle: set[int] = set()
     while idle != {0, 1}:
-        event = request.events.get(timeout=PATIENCE_S)
+        event = request.events.get(timeout=WAIT_TIMEOUT_S)
         if event.kind == "stream":
             text[event.rank] += event.content[1]
         elif event.kind == "idle":
@@ -71,7 +71,7 @@ def test_messages_that_came_before_we_listened_are_not_lost(session):
     time.sleep(0.5)
     (callback, arguments), *_ = attached
     real(callback, *arguments)
-    events = [request.events.get(timeout=PATIENCE_S) for _ in range(5)]
+    events = [request.events.get(timeout=WAIT_TIMEOUT_S) for _ in range(5)]
     assert {event.kind for event in events} == {"stream", "result", "data", "reply", "idle"}
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
@@ -210,7 +210,7 @@ def test_a_run_is_followed_to_its_end_and_kept_on_disk(session, tmp_path):
     assert ranks == {0, 1}
 
 
-def test_pause_change_the_strategy_go_on_and_stop(session):
+def test_pause_change_the_strategy_resume_and_stop(session):
     with Comparison(session, subject(3000)) as comparison:
         run = comparison.start("data")
         followed = Followed(run)
@@ -223,10 +223,10 @@ def test_pause_change_the_strategy_go_on_and_stop(session):
         run.change("0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "stages", {"step_s": 0.5})
         followed.until(lambda: followed.happened("strategy"))
         assert followed.steps == held, "it waits while it is changed"
-        run.go_on()
+        run.resume()
         followed.until(lambda: followed.steps > held + 5)
         run.stop()
-        record = run.result(PATIENCE_S)
+        record = run.result(WAIT_TIMEOUT_S)
     ((step, text),) = record.changes
     assert step == held and text.startswith("0: data; 2: data@1") and len(record.losses) < 3000
     assert record.equal, "losses as on one device, before and after"
@@ -273,4 +273,4 @@ def test_a_cell_that_has_to_wait_says_for_what(session, capsys):
         session.run("pass")
         told = capsys.readouterr().err
         assert "training run 'hybrid, edited', step " in told and "of 600; this waits its turn" in told
-        run.result(PATIENCE_S)
+        run.result(WAIT_TIMEOUT_S)

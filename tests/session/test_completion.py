@@ -10,7 +10,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 import workbench as wb
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.session import completion
 from workbench.session.magic import SessionMagics
 from workbench.session.magic_commands import COMMANDS
@@ -23,11 +23,11 @@ class Kernel:
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
-        self.client.execute_interactive("import workbench as wb\n%load_ext workbench", timeout=PATIENCE_S)
+        self.client.execute_interactive("import workbench as wb\n%load_ext workbench", timeout=WAIT_TIMEOUT_S)
 
     def _answer(self, message_id: str) -> dict[str, Any]:
         while True:
-            message = self.client.get_shell_msg(timeout=PATIENCE_S)
+            message = self.client.get_shell_msg(timeout=WAIT_TIMEOUT_S)
             if message["parent_header"].get("msg_id") == message_id:
                 return dict(message["content"])
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.patience import PATIENCE_S, PROGRAM_PATIENCE_S, wait_until
+from tests.timeouts import PROGRAM_TIMEOUT_S, WAIT_TIMEOUT_S, wait_until
 from workbench.errors import CellError
 from workbench.session import run
 from workbench.session.on_engine import deferred_interrupts
@@ -72,7 +72,7 @@ def run_alone(package, body, holds=True):
     script = package / "script.py"
     script.write_text(ALONE.format(body=body, holds=holds))
     return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
     )
 
 
@@ -119,7 +119,7 @@ class TestEngines:
     def test_while_it_imports_status_says_what(self, session):
         call = session.submit(_import_slow)
         wait_until(lambda: "slow" in {each.importing for each in session.status()}, "an import that is said")
-        call.result(PATIENCE_S)
+        call.result(WAIT_TIMEOUT_S)
         assert [each.importing for each in session.status()] == ["", ""]
 
     def test_another_interrupt_ends_an_import_that_hangs_with_its_engine(self, session, hanging, capsys):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import CellError, SessionError
 from workbench.session import protocol
 
@@ -89,7 +89,7 @@ class TestGlobalTensors:
     MAKE = "x = wb.tensor([[1., 2.], [3., 4.]], placement=wb.placement('cpu', [0, 1]), sbp=wb.sbp.split(0))"
 
     def test_the_value_is_the_logical_tensor(self, session):
-        result = session.run(f"{self.MAKE}\nx", timeout=PATIENCE_S)
+        result = session.run(f"{self.MAKE}\nx", timeout=WAIT_TIMEOUT_S)
         expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         assert all(torch.equal(value, expected) for value in result.values)
         assert result.text.startswith("[all] float32[2, 2]  S(0)  on  ")
@@ -97,7 +97,7 @@ class TestGlobalTensors:
 
     def test_a_cell_on_one_rank_communicates_nothing(self, session):
         session.run(self.MAKE)
-        result = session.run("x", ranks=[0], timeout=PATIENCE_S)
+        result = session.run("x", ranks=[0], timeout=WAIT_TIMEOUT_S)
         assert isinstance(result.values[0], protocol.OmittedValue)
 
     def test_pull_gives_the_logical_tensor(self, session):
@@ -123,7 +123,7 @@ class TestOutput:
         session.run_cell(
             f"import os, time\nprint('first', flush=True)\nwhile not os.path.exists({str(shown)!r}): time.sleep(0.01)",
             show=lambda stream, block: shown.touch(),
-            timeout=PATIENCE_S,
+            timeout=WAIT_TIMEOUT_S,
         )
         assert shown.exists()
 
@@ -148,7 +148,7 @@ class TestPushPull:
 class TestCalls:
     def test_results_and_messages_in_order(self, session):
         call = session.submit(publish_numbers, 200)
-        assert call.result(timeout=PATIENCE_S) == [0, 10]
+        assert call.result(timeout=WAIT_TIMEOUT_S) == [0, 10]
         messages = call.messages()
         for rank in (0, 1):
             assert [content for sender, content in messages if sender == rank] == [(rank, n) for n in range(200)]
@@ -157,7 +157,7 @@ class TestCalls:
 
     def test_functions_of_the_caller_travel(self, session):
         offset = 5
-        assert session.submit(lambda x: x + offset, 1).result(timeout=PATIENCE_S) == [6, 6]
+        assert session.submit(lambda x: x + offset, 1).result(timeout=WAIT_TIMEOUT_S) == [6, 6]
 
     def test_stop_is_asked_for(self, session):
         call = session.submit(loop_until_stopped)
@@ -166,15 +166,16 @@ class TestCalls:
         with pytest.raises(TimeoutError, match="still running"):
             call.result(timeout=0.05)
         call.request_stop()
-        assert all(steps > 0 for steps in call.result(timeout=PATIENCE_S))
-        assert session.submit(publish_numbers, 1).result(timeout=PATIENCE_S) == [0, 10]  # the next call is not stopped
+        assert all(steps > 0 for steps in call.result(timeout=WAIT_TIMEOUT_S))
+        after = session.submit(publish_numbers, 1).result(timeout=WAIT_TIMEOUT_S)
+        assert after == [0, 10]  # the next call is not stopped
 
     @pytest.mark.timed
     def test_one_rank_fails_and_the_others_are_stopped(self, session):
         started = time.monotonic()
         call = session.submit(fail_on_rank_1)
         with pytest.raises(CellError, match="RuntimeError on rank 1: no luck") as caught:
-            call.result(timeout=PATIENCE_S)
+            call.result(timeout=WAIT_TIMEOUT_S)
         assert 'raise RuntimeError("no luck")' in str(caught.value)
         assert "rank 0 was running in fail_on_rank_1" in str(caught.value)
         assert time.monotonic() - started < 3
@@ -186,7 +187,7 @@ class TestCalls:
         with pytest.raises(
             CellError, match=r"ranks 0-1 were running in sleep_long \(test_engines\.py:\d+\) and stopped"
         ):
-            call.result(timeout=PATIENCE_S)
+            call.result(timeout=WAIT_TIMEOUT_S)
 
     def test_a_cell_waits_for_a_running_call(self, session, capsys):
         call = session.submit(publish_numbers, 50)

@@ -7,8 +7,8 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from tests.patience import PATIENCE_S
 from tests.session.traces import Traces
+from tests.timeouts import WAIT_TIMEOUT_S
 
 pytestmark = [pytest.mark.engines, pytest.mark.timed]
 
@@ -91,7 +91,7 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook):
     traces = Traces.of(notebook.pid)
     assert len(traces.processes) >= 5 and len(traces.ports) > 10 and traces.folders
     notebook.manager.restart_kernel(now=False)
-    notebook.client.wait_for_ready(timeout=PATIENCE_S)
+    notebook.client.wait_for_ready(timeout=WAIT_TIMEOUT_S)
     traces.assert_gone()
 
     assert notebook.run(START_ONE)[2] is None  # at once

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import workbench.session as session_package
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
 from workbench.session.processes import fork_server, launch
@@ -151,7 +151,7 @@ def test_a_plain_script_leaves_nothing_behind(tmp_path):
         # no close: the interpreter's exit does it
     """)
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=WAIT_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["values"] == [1]
@@ -194,7 +194,7 @@ def test_nothing_outlives_a_killed_notebook(tmp_path):
         assert all(process.find() for process in processes)
     finally:
         parent.send_signal(signal.SIGKILL)
-        parent.wait(PATIENCE_S)
+        parent.wait(WAIT_TIMEOUT_S)
         parent.stdout.close()
     wait_until(lambda: not any(process.find() for process in processes))
     wait_until(lambda: not folder.path.exists())
@@ -215,7 +215,7 @@ def test_close_is_idempotent_and_ends_everything():
     assert not session._folder.path.exists()
     assert session_package.find_current() is not session
     with pytest.raises(CellError, match="died while running"):
-        call.result(timeout=PATIENCE_S)
+        call.result(timeout=WAIT_TIMEOUT_S)
     with pytest.raises(NotStartedError, match=r"wb\.Session"):
         session.run("1")
 

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 import workbench as wb
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import CellError, NotStartedError
 from workbench.session import cluster, completion, magic
 
@@ -248,7 +248,7 @@ class TestNamesOfTheEngines:
     """What the kernel asks the shell for on Tab and Shift-Tab."""
 
     @pytest.fixture(autouse=True)
-    def _patience(self, monkeypatch):
+    def _longer_timeout(self, monkeypatch):
         monkeypatch.setattr(completion, "ANSWER_TIMEOUT_S", 20.0)  # a busy machine is not what is tested here
 
     def complete(self, shell, text):
@@ -340,7 +340,7 @@ def test_a_debugger_listens_on_loopback(run):
     assert error is None
     port = int(re.search(r"rank 1  debugger listens on 127\.0\.0\.1:(\d+)", captured.stdout).group(1))
     request = json.dumps({"seq": 1, "type": "request", "command": "initialize", "arguments": {"adapterID": "test"}})
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_TIMEOUT_S) as connection:
         connection.sendall(f"Content-Length: {len(request)}\r\n\r\n{request}".encode())
         answer = b""
         while b"supportsConditionalBreakpoints" not in answer:

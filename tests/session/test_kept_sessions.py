@@ -10,8 +10,8 @@ import psutil
 import pytest
 from IPython.core.error import UsageError
 
-from tests.patience import wait_until
 from tests.session.another_notebook import first_notebook, kill, own_folder  # noqa: F401
+from tests.timeouts import wait_until
 from workbench.errors import SessionError
 from workbench.session import Session, cluster, magic_commands
 from workbench.session.processes import discovery, folder

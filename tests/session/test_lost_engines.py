@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.core.strategy import Strategy
 from workbench.errors import NotStartedError, SessionError
 from workbench.session.comparison.comparison import Comparison
@@ -49,7 +49,7 @@ def assert_runs(panel, comparison):
     """A run of each, checked against one device."""
     num_runs = len(panel.runs)
     panel.run()
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
     assert panel.error is None, panel.error
     assert len(panel.runs) == num_runs + 1 and panel.runs[-1].equal is True
     record = comparison.start(Strategy("*: model")).result()
@@ -84,7 +84,7 @@ def test_an_engine_that_is_lost_while_a_run_goes_on(own_session, panel, comparis
     while panel._runs_section.live.history.last_step == 0:
         panel.wait(0.1)
     os.kill(pid, signal.SIGKILL)
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
     assert "rank 1 died" in str(panel.error) and "rank 1 died" in panel._runs_section.live.failure.value
     assert_runs(panel, comparison)
 

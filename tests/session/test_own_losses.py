@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import CellError
 from workbench.ui.panel import Panel
 
@@ -66,7 +66,7 @@ def test_the_panel_trains_a_module_with_its_own_loss(session):
         session, Regression, columns(), strategy={"left": "data", "right": "model"}, batch_size=7, steps=5, keep=False
     )
     panel.run()
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
     assert panel.runs[-1].error is None and panel.runs[-1].equal, panel.runs[-1]
 
 

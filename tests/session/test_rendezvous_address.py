@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import EngineStartError, WorldError
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.rendezvous_address import (
@@ -64,7 +64,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 
 
 def test_the_store_listens_at_its_address_and_nowhere_else():
-    place, timeout = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=PATIENCE_S)
+    place, timeout = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=WAIT_TIMEOUT_S)
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
     stores[0].set("key", "value")

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import SessionError
 from workbench.session import protocol
 from workbench.session.processes import folder
@@ -74,7 +74,7 @@ def test_requests_are_first_come_first_served():
     assert order == []
     use(0)
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_TIMEOUT_S)
     assert order == [0, 1, 2]
 
 
@@ -120,7 +120,7 @@ def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
     state = made.path / "session.json"
     state.write_text(state.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
     assert folder.reap_stale_sessions() == 1
-    assert sleeper.wait(PATIENCE_S) == -9
+    assert sleeper.wait(WAIT_TIMEOUT_S) == -9
     assert not made.path.exists()
 
 

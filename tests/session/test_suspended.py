@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.engines
 
@@ -69,7 +69,7 @@ def test_a_sleep_longer_than_ten_heartbeats(tmp_path):
         assert facts["boxings"][0] == facts["boxings"][1] > 0
         assert facts["kept"] == [17, 17]
         assert facts["after"] == facts["before"]
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(WAIT_TIMEOUT_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -6,7 +6,7 @@ import threading
 import time
 
 import workbench.tensors.world  # noqa: F401 - what an engine loads first
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.session.processes import watchdog
 
 
@@ -21,5 +21,5 @@ def test_an_engine_waits_until_the_controller_has_written_where_it_listens(tmp_p
         if part != text:
             time.sleep(0.05)
             assert waiting.is_alive() and not os.environ["IPP_CONNECTION_INFO"]
-    waiting.join(PATIENCE_S)
+    waiting.join(WAIT_TIMEOUT_S)
     assert json.loads(os.environ["IPP_CONNECTION_INFO"]) == told

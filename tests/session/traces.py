@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.patience import wait_until
+from tests.timeouts import wait_until
 from workbench.session.processes.folder import ProcessId, all_folders
 
 

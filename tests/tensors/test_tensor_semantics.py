@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
+from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, Layer, assert_as_one_device
 from workbench.errors import LayoutError
 from workbench.tensors import world
 from workbench.testing import run_ranks
@@ -20,15 +20,6 @@ PROGRAMS = []
 def program(function):
     PROGRAMS.append(function)
     return function
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.weight = torch.nn.Parameter(make("w", False))
-
-    def forward(self, x):
-        return (x @ self.weight).tanh()
 
 
 @program

@@ -9,20 +9,10 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.tensors.dispatch.custom_functions import Cube
 from workbench.errors import LayoutError
 from workbench.tensors.torch_patches import torch_function_bypasses as bypasses
 from workbench.testing import run_ranks
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
 def test_a_custom_function_runs_on_shards_that_are_declared():
@@ -45,7 +35,7 @@ def test_functions_that_exchange_plain_tensors_are_refused():
     run_ranks(program, 2)
 
 
-def test_plain_custom_functions_are_left_alone():
+def test_plain_custom_functions_are_unchanged():
     x = torch.full((2,), 2.0, requires_grad=True)
     Cube.apply(x).sum().backward()
     assert x.grad.tolist() == [12.0, 12.0]

@@ -29,6 +29,6 @@ def test_a_mistake_is_found(tmp_path: Path, magic: str, code: str) -> None:
     assert check_notebooks.check([notebook_with(tmp_path, f"{magic}\n{code}")]) == 1
 
 
-def test_other_magics_are_left_alone() -> None:
+def test_other_magics_are_unchanged() -> None:
     cell = {"cell_type": "code", "source": ["%%bash\n", "ls"]}
     assert check_notebooks.as_comments({"cells": [cell]})["cells"][0]["source"] == ["%%bash\n", "ls"]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import workbench as wb
+from tests.training.classifier_steps import assert_steps_equal_one_device
 from workbench.testing import run_ranks
 
 MATMULS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
@@ -87,21 +88,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda pair: f"{pair[0]} on {pair[1]}")
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "plain"])
 def test_training_equals_one_device(name, strategy):
-    one, inputs, targets = make(name)
-
-    def train(model):
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-        for _ in range(2):
-            loss = F.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-
-    expected = train(copy.deepcopy(one))
-    for found in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(one), strategy[0])), strategy[1]):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_steps_equal_one_device(*make(name), *strategy)
 
 
 class Counting(TorchDispatchMode):

@@ -270,14 +270,14 @@ class Chaos:
         ]
         answers = {rank: self.answer(rank) for rank in survivors}
         if word == "stopped":
-            self.go_on(self.processes[round_.victim].pid)
+            self.resume(self.processes[round_.victim].pid)
             answers[round_.victim] = (*self.answer(round_.victim)[:2], moment_s)
         if word == "killed":
             self.processes[round_.victim].join(10)
             self.start(round_.victim)
         return {rank: (how, text, end_s - moment_s) for rank, (how, text, end_s) in answers.items()}
 
-    def go_on(self, pid: int) -> None:
+    def resume(self, pid: int) -> None:
         """Continue a process that is stopped, or about to be."""
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             time.sleep(1e-3)

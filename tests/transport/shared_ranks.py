@@ -7,7 +7,7 @@ import threading
 import torch
 
 import workbench.tensors.install  # noqa: F401 - installs the patches of torch
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World
 from workbench.transport import selection
@@ -17,7 +17,7 @@ class ThreadGather:
     """All-gathers tensors of one shape, as a process group does; ``of(rank)`` is one rank's function."""
 
     def __init__(self, num_ranks):
-        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self._barrier = threading.Barrier(num_ranks, timeout=WAIT_TIMEOUT_S)
         self._parts = [None] * num_ranks
 
     def of(self, rank):
@@ -45,11 +45,11 @@ def run_on_threads(fn, num_ranks):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=PATIENCE_S)
+        thread.join(timeout=WAIT_TIMEOUT_S)
     return results
 
 
-def run_shared(fn, num_ranks=2, timeout_s=PATIENCE_S):
+def run_shared(fn, num_ranks=2, timeout_s=WAIT_TIMEOUT_S):
     """``fn(transport, rank)`` on every rank; returns what each returned or raised."""
     gather = ThreadGather(num_ranks)
 

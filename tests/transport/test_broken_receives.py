@@ -24,7 +24,7 @@ def stop_while_sending():
     """Rank 0 stops in the middle of a message; returns when rank 1 noticed, and its open resources later."""
     os.environ["WORKBENCH_TRANSPORT"] = "gloo"
     before = open_resources(None, 0, 1)
-    world = wb.init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=TIMEOUT_S)
+    world = wb.init(init_method=os.environ["WORKBENCH_TEST_RENDEZVOUS"], timeout_s=TIMEOUT_S)
     members = world.transport.hang_detector.members
     numbers, started = torch.zeros(NUM_NUMBERS), time.monotonic()
     if world.rank == 0:

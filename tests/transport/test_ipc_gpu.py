@@ -21,7 +21,7 @@ PAIRS = [("S(0)", "S(1)"), ("S(0)", "B"), ("P", "B"), ("P", "S(0)"), ("S(1)", "B
 
 def join(**variables):
     os.environ.update(WORKBENCH_TRANSPORT="ipc", **variables)
-    init(init_method=os.environ["WORKBENCH_TEST_MEETING"], device="cuda:0", timeout_s=60)
+    init(init_method=os.environ["WORKBENCH_TEST_RENDEZVOUS"], device="cuda:0", timeout_s=60)
     assert current().transport_name == "ipc", current().transport_groups
     return current()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.patience import PROGRAM_PATIENCE_S
+from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import WorldError
 from workbench.transport import launchers
 
@@ -66,7 +66,7 @@ def test_a_script_under_mpirun(tmp_path):
     command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, str(tmp_path / "program.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, env=environment, check=False
+        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]

@@ -79,7 +79,7 @@ def try_to_join():
     import os
 
     try:
-        init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=20)
+        init(init_method=os.environ["WORKBENCH_TEST_RENDEZVOUS"], timeout_s=20)
     except WorldError as error:
         return str(error)
     return (current().transport_name, *current().transport_groups)

@@ -111,7 +111,7 @@ def test_a_process_without_a_world_names_its_rank(monkeypatch):
 
 def break_and_rebuild():
     """Rank 1 makes another call; both rebuild with the same init method, and older tensors work in the new world."""
-    place = os.environ["WORKBENCH_TEST_MEETING"]
+    place = os.environ["WORKBENCH_TEST_RENDEZVOUS"]
     here = wb.init(init_method=place)
     x = wb.tensor(torch.arange(6.0), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
     module = wb.parallelize(torch.nn.Linear(3, 3), "*: data")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from workbench.core.metrics import RunRecord
+
+if TYPE_CHECKING:
+    from tests.ui.reports import FakeTrainer
+    from workbench.ui.panel import Panel
 
 
 def make_record(name: str, **changes: object) -> RunRecord:
@@ -53,3 +59,20 @@ def runs() -> list[RunRecord]:
     )
     failed = RunRecord("pipeline", "*: data@9", num_ranks=2, batch_size=100, error="stage 9 of 2 stages")
     return [make_record("data"), model, failed]
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    """Describes a model of two layers and starts runs that report what a test wants."""
+    from tests.ui.reports import FakeTrainer
+
+    return FakeTrainer()
+
+
+@pytest.fixture
+def panel(trainer: FakeTrainer) -> Panel:
+    """A panel without engines."""
+    from tests.ui.reports import make_mlp
+    from workbench.ui.panel import Panel
+
+    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)

@@ -53,6 +53,10 @@ def spans(rank: int, step: int = 0, stage: int | None = None) -> StepSpans:
     )
 
 
+def make_mlp() -> None:
+    """Only its name is shown."""
+
+
 class FakeRun:
     """A run that reports what it was given and goes on until the test ends it or somebody stops it."""
 
@@ -84,8 +88,8 @@ class FakeRun:
         self.commands.append("pause")
         self.waiting.append(RunEvent("paused", 1))
 
-    def go_on(self) -> None:
-        self.commands.append("go on")
+    def resume(self) -> None:
+        self.commands.append("resume")
         self.waiting.append(RunEvent("running", 1))
 
     def change(self, strategy: Strategy, name: str = "", predicted: object = None) -> None:

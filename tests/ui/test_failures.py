@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.conftest import make_record
-from tests.ui.reports import FakeRun, FakeTrainer, block
+from tests.ui.reports import FakeRun, FakeTrainer, block, make_mlp
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
@@ -29,15 +29,6 @@ from workbench.ui.strategy.state import PanelState
 
 class Broken(Exception):
     """What nobody has foreseen."""
-
-
-def make_mlp() -> None:
-    """Only its name is shown."""
-
-
-@pytest.fixture
-def trainer() -> FakeTrainer:
-    return FakeTrainer()
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def run_once(panel: Panel) -> None:
     """A finished run, so that there is one to choose."""
     panel.run()
     panel._runs_section._poller.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
     panel._runs_section.table.selected = panel._runs_section.table.rows[0].key
 
 
@@ -107,7 +98,7 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
     ("Stop", start, (FakeRun, "stop"), lambda p: runs(p).stop_button.click()),
     ("Change strategy", start, (FakeRun, "pause"), lambda p: runs(p).change_button.click()),
     ("Apply", start, (FakeRun, "change"), lambda p: runs(p).apply_button.click()),
-    ("Keep", lambda p: (start(p), runs(p).change()), (FakeRun, "go_on"), lambda p: runs(p).keep_button.click()),  # type: ignore[func-returns-value]
+    ("Keep", lambda p: (start(p), runs(p).change()), (FakeRun, "resume"), lambda p: runs(p).keep_button.click()),  # type: ignore[func-returns-value]
     ("the trace", run_once, (RunsSection, "trace"), lambda p: runs(p).trace_button.click()),
     ("sorting", run_once, (RunTable, "sort_by"), lambda p: tell_table(p, event="sort", value="peak_bytes")),
     ("Open in panel", run_once, (strategy_editor.StrategyEditor, "open"), lambda p: runs(p).table.open_button.click()),
@@ -118,9 +109,9 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
     ("a filter", run_once, (RunTable, "refresh"),
      lambda p: setattr(runs(p).table.filter_field, "value", "memory < 300")),
     ("Load runs", run_once, (SavedRuns, "__iter__"), lambda p: runs(p).table.load_button.click()),
-    ("the width", start, (RunView, "_draw_anew"),
+    ("the width", start, (RunView, "_redraw"),
      lambda p: runs(p).live.link._handle_custom_msg({"event": "width", "value": 700}, [])),
-    ("the theme", start, (RunView, "_draw_anew"),
+    ("the theme", start, (RunView, "_redraw"),
      lambda p: runs(p).live.link._handle_custom_msg({"event": "theme", "value": "dark"}, [])),
 ]  # fmt: skip
 
@@ -148,7 +139,7 @@ def test_a_callback_that_fails_is_shown(
     assert shown.error is None and shown.box.layout.display == "none"
     for run in panel._runs_section._trainer.runs:  # type: ignore[attr-defined]
         run.ended.set()
-    assert panel.wait(PATIENCE_S) and not panel._editor.planner.is_searching and not panel._editor._is_measuring
+    assert panel.wait(WAIT_TIMEOUT_S) and not panel._editor.planner.is_searching and not panel._editor._is_measuring
     run_once(panel)
 
 
@@ -193,14 +184,14 @@ def failure_of(panel: Panel) -> str:
 
 
 def assert_over_and_can_run(panel: Panel, error: str) -> None:
-    assert panel.wait(PATIENCE_S) and not panel.running
+    assert panel.wait(WAIT_TIMEOUT_S) and not panel.running
     assert isinstance(panel.error, Broken) and error in failure_of(panel) and "<details>" in failure_of(panel)
     assert "failed" in runs(panel).live.status.state.value and runs(panel).stop_button.disabled
     assert not panel._editor.controls.run.disabled
     panel.run()
     assert failure_of(panel) == "" and panel.error is None
     runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(PATIENCE_S) and isinstance(panel.runs[-1], RunRecord)
+    assert panel.wait(WAIT_TIMEOUT_S) and isinstance(panel.runs[-1], RunRecord)
 
 
 def test_a_run_that_cannot_begin(panel: Panel, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch):
@@ -216,7 +207,7 @@ def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pyt
         broken.setattr(*target, fail)
         panel.run()
         run = panel._runs_section._trainer.runs[-1]  # type: ignore[attr-defined]
-        assert panel.wait(PATIENCE_S)
+        assert panel.wait(WAIT_TIMEOUT_S)
     if target[1] != "done":
         assert run.commands == ["stop"], "nobody would see how it goes on"
     assert_over_and_can_run(panel, "what failed")
@@ -228,7 +219,7 @@ def test_a_prediction_that_fails_is_shown_and_the_run_goes_on(panel: Panel, monk
         panel.run()
         assert panel.running and isinstance(panel._failures.error, Broken)
     runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(PATIENCE_S) and panel.error is None and len(panel.runs) == 1
+    assert panel.wait(WAIT_TIMEOUT_S) and panel.error is None and len(panel.runs) == 1
 
 
 def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monkeypatch: pytest.MonkeyPatch):
@@ -237,7 +228,7 @@ def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monk
         for name in ("finish", "fail"):
             broken.setattr(RunView, name, fail)
         runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
-        assert panel.wait(PATIENCE_S)
+        assert panel.wait(WAIT_TIMEOUT_S)
     assert not panel.running and len(panel.runs) == 1 and isinstance(panel._failures.error, Broken)
     assert runs(panel).stop_button.disabled and not panel._editor.controls.run.disabled
 
@@ -259,7 +250,8 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
     stop.click()
     assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.status.state.value
     stop.click()
-    assert panel.wait(PATIENCE_S) and trainer.runs[-1].commands == ["stop", "interrupt"] and stop.description == "Stop"
+    assert panel.wait(WAIT_TIMEOUT_S) and stop.description == "Stop"
+    assert trainer.runs[-1].commands == ["stop", "interrupt"]
 
 
 # ---- how they are shown ---------------------------------------------------------------------------------------------

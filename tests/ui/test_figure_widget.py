@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.ui.live import live_figure
 from workbench.ui.live.figure_widget import LiveFigureWidget
 
@@ -102,7 +102,7 @@ def test_threads_take_turns(widget: LiveFigureWidget, sent: list[dict[str, Any]]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_TIMEOUT_S)
     [name] = names(widget, "1 device")
     shown: dict[str, Any] = {}
     ends = {1: 20, 2: 50, 3: 70}

@@ -11,9 +11,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
-from tests.ui.reports import FakeTrainer
+from tests.ui.reports import FakeTrainer, make_mlp
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
@@ -26,25 +26,11 @@ from workbench.ui.strategy_editor import StrategyEditor, facts_of
 from workbench.units import format_bytes
 
 
-def make_mlp() -> None:
-    """Only its name is shown."""
-
-
-@pytest.fixture
-def trainer() -> FakeTrainer:
-    return FakeTrainer()
-
-
-@pytest.fixture
-def panel(trainer: FakeTrainer) -> Panel:
-    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)
-
-
 def finish(panel: Panel, trainer: FakeTrainer, error: Exception | None = None) -> None:
     """Let the current run end and wait until the panel has shown it."""
     trainer.runs[-1].error = error
     trainer.runs[-1].ended.set()
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
 
 
 def editor(panel: Panel) -> StrategyEditor:
@@ -338,7 +324,7 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
     measured = threading.Event()
 
     def calibrate() -> Hardware:
-        assert measured.wait(PATIENCE_S)
+        assert measured.wait(WAIT_TIMEOUT_S)
         return load_hardware("v100-dgx1")
 
     facts = facts_of(gpt(1).layers, 32, (64,), None)
@@ -358,6 +344,11 @@ def test_bad_arguments_are_named():
         Panel(None, make_mlp, (32, 64), costs=gpt(1))
     with pytest.raises(HardwareError, match="no-such-machine"):
         Panel(None, make_mlp, (32, 64), costs=gpt(1), num_ranks=2, hardware="no-such-machine")
+
+
+def test_the_order_of_compare_is_a_mistake_with_its_fix():
+    with pytest.raises(ValueError, match=r"a session comes first\. Write wb\.Panel\(wb\.Session\.current\(\), make_ml"):
+        Panel(make_mlp, (32, 64), None, costs=gpt(1), num_ranks=2)
 
 
 def test_a_real_model_is_counted_on_metadata():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
@@ -57,7 +57,7 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
 
     def search(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
         asked.append((num_ranks, precision))
-        assert go.wait(PATIENCE_S)
+        assert go.wait(WAIT_TIMEOUT_S)
         return plan
 
     part = make_part(strategy="*: data | bf16", search=search)

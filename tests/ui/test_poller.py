@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, block
 from workbench.ui.live.poller import Poller
@@ -38,7 +38,7 @@ def follow(run: FakeRun, on_metrics=lambda messages: None) -> tuple[object, obje
 
     poller = Poller(run, note, lambda record, error: ended.append((record, error)))
     poller.start()
-    assert poller.join(PATIENCE_S)
+    assert poller.join(WAIT_TIMEOUT_S)
     assert len(ended) == 1
     return (*ended[0], threads)
 
@@ -61,7 +61,7 @@ def test_on_trained_is_called_before_the_result_is_fetched():
         Asked(1), lambda _: None, lambda *_: calls.append("end"), on_trained=lambda: calls.append("trained")
     )
     poller.start()
-    assert poller.join(PATIENCE_S) and calls == ["trained", "result", "end"]
+    assert poller.join(WAIT_TIMEOUT_S) and calls == ["trained", "result", "end"]
 
 
 def test_an_error_of_the_run_is_handed_on():
@@ -83,7 +83,7 @@ def test_the_poller_asks_at_most_ten_times_a_second():
     started = time.monotonic()
     poller = Poller(Polled(4), lambda messages: None, lambda record, error: None, interval_s=0.001)
     poller.start()
-    assert poller.join(PATIENCE_S)
+    assert poller.join(WAIT_TIMEOUT_S)
     assert time.monotonic() - started >= 0.25
 
 
@@ -92,4 +92,4 @@ def test_join_says_when_time_ran_out():
     poller.start()
     assert not poller.join(0.05)
     poller.run.stop()
-    assert poller.join(PATIENCE_S)
+    assert poller.join(WAIT_TIMEOUT_S)

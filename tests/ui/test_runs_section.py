@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.patience import PATIENCE_S, wait_until
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.reports import FakeTrainer, block
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
@@ -31,11 +31,6 @@ class FakeEditor:
 
 
 @pytest.fixture
-def trainer() -> FakeTrainer:
-    return FakeTrainer()
-
-
-@pytest.fixture
 def editor() -> FakeEditor:
     return FakeEditor()
 
@@ -48,7 +43,7 @@ def part(trainer: FakeTrainer, editor: FakeEditor) -> RunsSection:
 def finish(part: RunsSection, trainer: FakeTrainer, error: Exception | None = None) -> None:
     trainer.runs[-1].error = error
     trainer.runs[-1].ended.set()
-    assert part.wait(PATIENCE_S)
+    assert part.wait(WAIT_TIMEOUT_S)
 
 
 def test_a_run_is_followed_to_its_end(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
@@ -75,14 +70,14 @@ def test_equal_names_are_numbered(part: RunsSection, trainer: FakeTrainer):
     assert [run.name for run in part.runs] == ["data", "data (2)"]
 
 
-def test_pause_and_go_on(part: RunsSection, trainer: FakeTrainer):
+def test_pause_and_resume(part: RunsSection, trainer: FakeTrainer):
     part.run()
     part.pause_button.click()
     assert trainer.runs[0].commands == ["pause"] and part.pause_button.description == "Go on"
     wait_until(lambda: "paused" in part.live.status.state.value)
     part.pause()
     part.pause_button.click()
-    assert trainer.runs[0].commands == ["pause", "go on"] and part.pause_button.description == "Pause"
+    assert trainer.runs[0].commands == ["pause", "resume"] and part.pause_button.description == "Pause"
     wait_until(lambda: "running" in part.live.status.state.value)
     finish(part, trainer)
 
@@ -93,7 +88,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsSection, traine
     assert part.changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
     editor.strategy, editor.label = Strategy("*: model"), "model"
     part.apply_button.click()
-    assert trainer.runs[0].commands == ["pause", "strategy *: model", "go on"]
+    assert trainer.runs[0].commands == ["pause", "strategy *: model", "resume"]
     assert not part.changing and part.apply_button.layout.display == "none"
     wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
@@ -110,7 +105,7 @@ def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsSection, trai
         part.apply()
     assert part.changing and trainer.runs[0].commands == ["pause"]
     part.keep_button.click()
-    assert trainer.runs[0].commands == ["pause", "go on"] and not part.changing
+    assert trainer.runs[0].commands == ["pause", "resume"] and not part.changing
     finish(part, trainer)
 
 

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.patience import PATIENCE_S
+from tests.timeouts import WAIT_TIMEOUT_S
 from tests.ui.reports import FakeTrainer
 from workbench.ui.panel import Panel
-
-
-def make_mlp() -> None:
-    """Only its name is shown."""
-
-
-@pytest.fixture
-def trainer() -> FakeTrainer:
-    return FakeTrainer()
-
-
-@pytest.fixture
-def panel(trainer: FakeTrainer) -> Panel:
-    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)
 
 
 def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTrainer):
     tabs = panel.tabs
     assert tabs.chosen == "strategy"
     panel._editor.controls.run.click()
-    assert (tabs.chosen, tabs.heard) == ("live", 1)
+    assert (tabs.chosen, tabs.num_answers) == ("live", 1)
     panel._runs_section.change()
     assert tabs.chosen == "strategy", "where another one is chosen"
     panel.apply()
     assert tabs.chosen == "live"
     tabs.chosen = "compare"
     trainer.runs[-1].ended.set()
-    assert panel.wait(PATIENCE_S)
+    assert panel.wait(WAIT_TIMEOUT_S)
     assert tabs.chosen == "compare", "the end of a run takes nobody away from what he reads"
     assert tabs.names["compare"] == "Compare (1)"
     panel.load("*: model")
@@ -47,7 +31,7 @@ def test_a_click_on_run_is_answered_also_where_it_fails(panel: Panel, trainer: F
 
     monkeypatch.setattr(trainer, "start", start)
     panel._editor.controls.run.click()
-    assert panel.tabs.heard == 1 and "no engines" in panel._runs_section.live.failure.value
+    assert panel.tabs.num_answers == 1 and "no engines" in panel._runs_section.live.failure.value
 
 
 def test_run_and_the_state_stay_in_sight(panel: Panel):

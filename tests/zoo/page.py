@@ -17,22 +17,22 @@ MARKS = {"equal": "✓", "refused": "refused", "unclear": "error", "wrong": "**w
 HEAD = """\
 # Models that were tried
 
-Nobody prepared these models for the workbench: each is its library's code as it is, with random weights and a small
+These models were not prepared for the workbench: each is its library's own code, with random weights and a small
 configuration. Each trains three steps in 64 bits, on one device in plain torch and on ranks under five strategies. ✓
-means that the losses, all gradients and all weights are equal to those of one device, to {tolerance} of the largest (a
-model that mixes precisions trains in 32 bits). A pipeline is compared with the same micro-batches on one device.
+means that the losses, all gradients and all weights are equal to those of one device, within {tolerance} of the largest
+value (a model that mixes precisions trains in 32 bits). A pipeline is compared with one device that takes the same
+micro-batches.
 
 {counts}
 
-`make zoo` makes this page anew; it installs the libraries that it needs. Made on {date}. Versions: {versions}.
+`make zoo` makes this page again. It installs the libraries that it needs. Made on {date}. Versions: {versions}.
 
 | strategy | what `wb.parallelize` was given | ranks | equal | refused | error | wrong |
 | --- | --- | --- | --- | --- | --- | --- |
 {strategies}
 
-– means that nothing was compared: the rounding of the model itself grows too far in these steps, or the sweep did not
-come to it. "gathered" names functions without a rule that gathered their operands: the numbers are right, the step is
-slower.
+– means that nothing was compared: the model's own rounding grows too far in these steps, or the sweep ended before it.
+"gathered" names functions without a rule that gathered their operands: the numbers are right, the step is slower.
 """
 
 

@@ -127,7 +127,7 @@ def _model(name: str) -> Any:
         raise CommandError(f"{path}: the file needs model_fn, and dataset or inputs; see workbench plan --help.")
     loss_fn = getattr(module, "loss_fn", None)
     if hasattr(module, "inputs"):
-        return layer_costs(module.model_fn, module.inputs, loss_fn, getattr(module, "targets", None))
+        return layer_costs(module.model_fn, module.inputs, loss_fn=loss_fn, targets=getattr(module, "targets", None))
     from workbench.ui.planning.offline_trainer import costs_of
 
     return costs_of(module.model_fn, dataset_of(module), loss_fn, getattr(module, "collate_fn", None))

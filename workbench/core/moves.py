@@ -59,7 +59,7 @@ def moves_to(source: Layout, destination: Layout, shape: Shape, rank: int) -> tu
     own = tiling.place(rank) if rank in source.placement else None
     copy = own.copy if own is not None else tiling.copies[index % len(tiling.copies)]
     found = []
-    for tile, common, origin in tiling.meeting(target):
+    for tile, common, origin in tiling.overlaps(target):
         for term in tiling.terms:
             if owner(source, destination, shape, Place(tile, term, 0)) != mine.term:
                 continue
@@ -80,7 +80,7 @@ def moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> 
     own, region = tiling.place(rank), source.region(shape, rank)
     term = owner(source, destination, shape, own)
     found = []
-    for tile, common, origin in targets.meeting(region):
+    for tile, common, origin in targets.overlaps(region):
         for copy in targets.copies:
             index = tile + term + copy
             taker = targets.grid[index]

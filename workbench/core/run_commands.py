@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("stop", "pause", "go on", "strategy")
+KINDS = ("stop", "pause", "resume", "strategy")
 
 
 @dataclass(frozen=True, slots=True)

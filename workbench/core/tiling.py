@@ -25,7 +25,7 @@ class Cut:
     stops: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def meeting(self, low: int, high: int) -> Iterator[tuple[int, tuple[int, int], int]]:
+    def overlaps(self, low: int, high: int) -> Iterator[tuple[int, tuple[int, int], int]]:
         """(offset, overlap, start of the interval) of every interval that shares an element with ``low:high``."""
         for i in range(bisect_right(self.stops, low), bisect_left(self.starts, high)):
             start, stop = max(low, self.starts[i]), min(high, self.stops[i])
@@ -98,9 +98,9 @@ class Tiling:
         """The region that ``rank`` holds."""
         return self.layout.region(self.shape, rank)
 
-    def meeting(self, region: Region) -> Iterator[tuple[int, Region, tuple[int, ...]]]:
+    def overlaps(self, region: Region) -> Iterator[tuple[int, Region, tuple[int, ...]]]:
         """(offset of the tile, overlap, first element of the tile) of every tile that shares an element."""
-        rows = [list(cut.meeting(low, high)) for cut, (low, high) in zip(self.cuts, region, strict=True)]
+        rows = [list(cut.overlaps(low, high)) for cut, (low, high) in zip(self.cuts, region, strict=True)]
         for combination in itertools.product(*rows):
             yield (
                 sum(offset for offset, _, _ in combination),

@@ -101,7 +101,7 @@ class Distance(JsonRecord):
     losses: tuple[float, ...] = ()
     tensors: tuple[TensorChange, ...] = ()
 
-    def parted(self, tolerance: Tolerance) -> int | None:
+    def first_step_beyond(self, tolerance: Tolerance) -> int | None:
         """The first step whose loss is beyond the tolerance."""
         return next((step for step, apart in enumerate(self.losses) if not apart <= tolerance.loss), None)
 
@@ -184,9 +184,9 @@ class Case:
         if evidence == "noise" and self.equal_in:
             return WEIGHT_STEPS  # the only open question is whether the runs begin equally
         if evidence == "noise":
-            return max(WEIGHT_STEPS, (self.found.parted(self.tolerance) or 0) + 1) + _LOOK_AHEAD - 1
+            return max(WEIGHT_STEPS, (self.found.first_step_beyond(self.tolerance) or 0) + 1) + _LOOK_AHEAD - 1
         limit = self._explained(_NOISE_FACTOR)
-        beyond = [step for step in self._judged_steps() if not self.found.losses[step] <= limit(step)]
+        beyond = [step for step in self._compared_steps() if not self.found.losses[step] <= limit(step)]
         return max([WEIGHT_STEPS, *(step + 1 for step in beyond)])
 
     def verdict(self) -> Verdict:
@@ -218,7 +218,7 @@ class Case:
 
     def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
         """(description, size, limit) of all differences beyond a limit. NaN lies beyond every limit."""
-        for step in self._judged_steps():
+        for step in self._compared_steps():
             apart, most = self.found.losses[step], limit(step)
             if not apart <= most:
                 yield f"the loss of step {step + 1} differs by", apart, most
@@ -235,10 +235,10 @@ class Case:
         if self.found.tensors and not length <= most:
             yield "the first updates differ in length by", length, most
 
-    def _judged_steps(self) -> range:
+    def _compared_steps(self) -> range:
         """Steps up to the first one beyond the tolerance. Later differences follow from it."""
-        parted = self.found.parted(self.tolerance)
-        return range(len(self.found.losses) if parted is None else parted + 1)
+        beyond = self.found.first_step_beyond(self.tolerance)
+        return range(len(self.found.losses) if beyond is None else beyond + 1)
 
     def _tolerated(self, of: int | TensorChange | None) -> float:
         if of is None:
@@ -303,7 +303,7 @@ class Case:
             noise,
             exact,
             self._text(equal, by, reason),
-            equal and self.found.parted(self.tolerance) is not None,
+            equal and self.found.first_step_beyond(self.tolerance) is not None,
         )
 
     def _text(self, equal: bool, by: str, reason: str) -> str:

@@ -150,7 +150,7 @@ def _divided(
     left = boxed_output_sbp(choice, following, dims, setting.sequence)
     divided = [(work, own, inner if work.is_matmul else 1.0, takes) for work in row.own]
     for work in row.after:
-        parts = parts_of[left] if work.is_parted or left != "S-1" else 1.0
+        parts = parts_of[left] if work.is_divided or left != "S-1" else 1.0
         divided.append((work, parts, 1.0, parts))
     return divided
 

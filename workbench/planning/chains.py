@@ -31,7 +31,7 @@ class Chain:
 
     def __init__(self, problem: Problem, options: Sequence[Sequence[Choice]]) -> None:
         self.options = options
-        self._barred, self._num_tied_splits = _barred(problem, options)
+        self._tie_costs, self._num_tied_splits = _tie_costs(problem, options)
         self._repeats = _repeats(problem, options)
 
     def best(self, costs: Costs) -> tuple[Choice, ...] | None:
@@ -55,8 +55,8 @@ class Chain:
         index = 0
         while index < len(self.options):
             total = value[..., None] + costs(index)
-            if index in self._barred:
-                total += self._barred[index][:, None, :, None]
+            if index in self._tie_costs:
+                total += self._tie_costs[index][:, None, :, None]
             decisions.append(total.argmin(1))
             value = total.min(1)
             index += 1
@@ -70,7 +70,7 @@ class Chain:
         return value, decisions
 
 
-def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
+def _tie_costs(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
     """(by row, infinity for each choice that a split of the shared weights excludes; the number of possible splits).
 
     A split is a dim along which all layers cut the shared weight, or None.
@@ -80,8 +80,8 @@ def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict
         return {}, 1
     cuts = {i: [split_dim(problem.costs.layers[i], split) for _, split in options[i]] for i in tied}
     splits = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
-    barred = {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in splits]) for i in tied}
-    return barred, len(splits)
+    tie_costs = {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in splits]) for i in tied}
+    return tie_costs, len(splits)
 
 
 def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:

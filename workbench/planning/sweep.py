@@ -243,7 +243,7 @@ def _costs(model: Any) -> ModelCosts:
     if not isinstance(model, ModelCosts):
         raise StrategyError(
             f"simulate(model={type(model).__name__}): costs of layers are needed. Count them first: "
-            "wb.planner.layer_costs(model, inputs, loss_fn, targets)."
+            "wb.planner.layer_costs(model, inputs, loss_fn=loss_fn, targets=targets)."
         )
     return model
 

@@ -131,7 +131,7 @@ class EnginePool:
             self.replace(missing)
         elif self._world_is_stale:
             self._join(OutputListener(self.ranks, self.num_engines))
-        self._processes.note_oom_kills()
+        self._processes.record_oom_kills()
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers. All ranks join a new world."""

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def layer_costs(
     model: Model,
     inputs: Inputs,
+    *,
     loss_fn: Callable[..., Tensor] | None = None,
     targets: Any = None,
-    *,
     dtype: str | None = None,
 ) -> ModelCosts:
     """The costs of a model's layers, counted on metadata: no cluster, no weights.
@@ -52,7 +52,7 @@ def layer_costs(
     """
     from workbench.training.costs.layer_costs import layer_costs as count
 
-    return count(model, inputs, loss_fn, targets, dtype=dtype)
+    return count(model, inputs, loss_fn=loss_fn, targets=targets, dtype=dtype)
 
 
 def first_batch(
@@ -131,7 +131,7 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
             "plan(model): a module is traced with a batch, but inputs is None. Give one, e.g. inputs=(2, 784) for the "
             "shape of 2 samples, or inputs={'input_ids': ids}."
         )
-    return layer_costs(model, inputs, loss_fn, targets)
+    return layer_costs(model, inputs, loss_fn=loss_fn, targets=targets)
 
 
 __all__ = ["first_batch", "layer_costs", "plan"]

@@ -83,7 +83,7 @@ class RemoteCall:
 
     def send_command(self, kind: str, text: str = "") -> None:
         """Send a command that a training run executes between two steps on all ranks: ``"stop"``, ``"pause"``,
-        ``"go on"``, or ``"strategy"`` with the new one's text.
+        ``"resume"``, or ``"strategy"`` with the new one's text.
         """
         self._control("command", kind=kind, text=text)
 

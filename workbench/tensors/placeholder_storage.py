@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from workbench.core.layout import Shape
-from workbench.tensors.unseen_by_modes import unseen_by_modes
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 
 _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -27,7 +27,7 @@ def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> t
 def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A new zero in any shape: a term of a sum, or a parameter that has no values yet."""
     # An expanded tensor is a view, and views refuse the in-place functions that placeholders repeat.
-    with unseen_by_modes():  # a mode that keeps the zero would see later writes to it
+    with hidden_from_modes():  # a mode that keeps the zero would see later writes to it
         return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 
 

@@ -16,7 +16,7 @@ from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import fill_random
-from workbench.tensors.unseen_by_modes import unseen_by_modes
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 
 
@@ -72,7 +72,7 @@ def draw_key(world: World, generator: torch.Generator | None = None, is_used: bo
 def _draw(world: World, generator: torch.Generator | None) -> int:
     source = generator or world.context.generator
     device = torch.device("cpu") if source is None else source.device
-    with unseen_by_modes():
+    with hidden_from_modes():
         return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
 
 
@@ -90,7 +90,7 @@ def sample_shard(
     if world.context.recorder is not None:
         drawn: torch.Tensor = world.context.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
         return drawn.to(world.device)
-    with unseen_by_modes():
+    with hidden_from_modes():
         return _blockwise(sampler, key, shape, region, dtype).to(world.device)
 
 

@@ -48,7 +48,7 @@ class TensorState(Annotated):
     """Of a ``BoxedView``: the ``Origin`` that it was boxed from."""
     _root: Any = None
     """Of a ``BoxedView``: the boxed tensor whose storage it shares; None where it has its own."""
-    _doubt: str = ""
+    _ambiguity: str = ""
     """Of an ``AmbiguousTensor``: what was written in place."""
 
     _history_base: Any = None
@@ -82,7 +82,7 @@ def count_write(tensor: TensorState) -> None:
 def share_memory(made: TensorState, tensor: TensorState) -> None:
     """Let ``made``, which has the memory of ``tensor``, be a view of the same base."""
     made.__class__ = tensor.__class__
-    made._memory_owner, made._origin, made._doubt = tensor._memory_owner, tensor._origin, tensor._doubt
+    made._memory_owner, made._origin, made._ambiguity = tensor._memory_owner, tensor._origin, tensor._ambiguity
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
 
 
@@ -103,6 +103,6 @@ def forget_derived(tensor: TensorState) -> None:
 def forget_memory(tensor: TensorState) -> None:
     """``forget_derived`` for a tensor that has other memory now: it is no view of another tensor any more."""
     forget_derived(tensor)
-    if tensor._origin is not None or tensor._doubt:
+    if tensor._origin is not None or tensor._ambiguity:
         tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
     tensor._origin = tensor._root = tensor._history_base = tensor._memory_owner = None

@@ -95,7 +95,7 @@ class GlobalDataLoader:
         self.epoch = 0
         """The epoch of the current or the next iteration."""
         self._position = 0
-        self._starts_anew = False
+        self._starts_new_epoch = False
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch."""
@@ -131,13 +131,13 @@ class GlobalDataLoader:
                 f"GlobalDataLoader.load_state_dict: the state is of a loader with {'; '.join(wrong)}. A position is "
                 "valid for the same order only: make the loader with the same dataset, seed and shuffle."
             )
-        self.epoch, self._position, self._starts_anew = state["epoch"], state["position"], False
+        self.epoch, self._position, self._starts_new_epoch = state["epoch"], state["position"], False
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of one epoch, or of its rest after ``load_state_dict``. All ranks iterate together."""
-        if self._starts_anew:
+        if self._starts_new_epoch:
             self.epoch, self._position = self.epoch + 1, 0
-        self._starts_anew = True
+        self._starts_new_epoch = True
         batches = self._iterated if self._is_iterable else self._batches
         return batches(current(), self.epoch, self._position)
 
@@ -153,7 +153,7 @@ class GlobalDataLoader:
             self._position += len(batch)
             yield _assemble(part, rows, len(batch), layouts, world, f"batch at {self._position} of epoch {epoch}")
         if self._is_at_end():
-            self.epoch, self._position, self._starts_anew = epoch + 1, 0, False
+            self.epoch, self._position, self._starts_new_epoch = epoch + 1, 0, False
 
     def _iterated(self, world: World, epoch: int, start: int) -> Iterator[Any]:
         """The batches of an iterable data set. One is read ahead, so that the position after the last is the end's."""
@@ -171,7 +171,7 @@ class GlobalDataLoader:
                 break
             following = next(chunks, nothing) if chunk.num_samples == self.batch_size else nothing
             is_last = following.num_samples < smallest
-            self.epoch, self._position, self._starts_anew = (
+            self.epoch, self._position, self._starts_new_epoch = (
                 (epoch + 1, 0, False) if is_last else (epoch, position, True)
             )
             yield _assemble(chunk.part, chunk.rows, chunk.num_samples, layouts, world, what)

@@ -121,20 +121,20 @@ def _share_out(tensors: Mapping[str, torch.Tensor], limit: int, num_ranks: int) 
 def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world: World, what: str) -> None:
     """Write one file: every rank sends its slices, and the file's writer writes them, tensor by tensor."""
     partly = folder / f"{file.name}.tmp"
-    brought, error = _brought(file, tensors, world), None
+    gathered, error = _gather_in_order(file, tensors, world), None
     try:
         if world.rank == file.writer:
             with open(partly, "wb") as out:
                 out.write(_header(file, tensors))
-                out.writelines(whole.reshape(-1).view(torch.uint8).numpy().data for whole in brought)
+                out.writelines(whole.reshape(-1).view(torch.uint8).numpy().data for whole in gathered)
             os.replace(partly, folder / file.name)
     except OSError as found:
         error = found
-    deque(brought, maxlen=0)  # what the writer has not taken, every rank brings all the same
+    deque(gathered, maxlen=0)  # a writer that failed still takes part in the remaining exchanges
     raise_on_all_ranks(error, world, what)
 
 
-def _brought(file: _File, tensors: Mapping[str, torch.Tensor], world: World) -> Iterator[torch.Tensor]:
+def _gather_in_order(file: _File, tensors: Mapping[str, torch.Tensor], world: World) -> Iterator[torch.Tensor]:
     there = Placement.of(world.device.type, [file.writer])
     for name in file.tensors:
         value: Any = tensors[name].detach()

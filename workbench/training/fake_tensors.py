@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-class Faker:
+class FakeTensorConverter:
     """Tensors, and whatever holds some, as fake ones of one mode; a tensor that comes twice has one fake."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -35,7 +35,7 @@ class Faker:
 def fake_state(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Fake tensors for all parameters and buffers by name; tied ones share theirs."""
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return Faker(mode, dtype)(dict(everything))
+    return FakeTensorConverter(mode, dtype)(dict(everything))
 
 
 @contextmanager
@@ -50,4 +50,4 @@ def without_log() -> Iterator[None]:
         log.setLevel(level)
 
 
-__all__ = ["Faker", "fake_state", "without_log"]
+__all__ = ["FakeTensorConverter", "fake_state", "without_log"]

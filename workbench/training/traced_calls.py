@@ -9,7 +9,7 @@ from torch.func import functional_call
 from workbench.core.rows import Layer
 from workbench.tensors import default_generator
 from workbench.training.batches import Batch, arguments, call
-from workbench.training.fake_tensors import Faker, fake_state, without_log
+from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.strategies.call_order import Calls, recorded_calls
 from workbench.training.strategies.state import describe
 
@@ -35,7 +35,7 @@ def describe_with_calls(model: nn.Module, batch: Batch) -> list[Layer]:
 def _on_fake_tensors(model: nn.Module, batch: Batch) -> Calls:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(model, mode, None)
-    args, kwargs = arguments(Faker(mode, None)(batch.inputs))
+    args, kwargs = arguments(FakeTensorConverter(mode, None)(batch.inputs))
     with without_log(), mode, recorded_calls(model) as calls:
         functional_call(model, state, args, kwargs)
     return calls

@@ -59,7 +59,7 @@ class Transport(Protocol):
     def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
         """Send all of ``sends`` and return when all of ``receives`` are filled."""
 
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         """Like ``exchange``, but received tensors may lie in the sender's memory: read them, then call ``Release``."""
@@ -112,7 +112,7 @@ class AsyncTransport(Transport, Protocol):
     def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
         self.start_exchange(sends, receives, tag, header)()
 
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         pieces = [torch.empty(tuple(shape), dtype=dtype, device=self.device) for _, shape in wanted]

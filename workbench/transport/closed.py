@@ -13,7 +13,16 @@ from workbench.errors import CollectiveAborted
 from workbench.transport.base import Transport
 
 _EXCHANGES = frozenset(
-    {"exchange", "borrow", "all_reduce", "start_all_reduce", "all_gather", "start_exchange", "execute", "for_ranks"}
+    {
+        "exchange",
+        "exchange_in_place",
+        "all_reduce",
+        "start_all_reduce",
+        "all_gather",
+        "start_exchange",
+        "execute",
+        "for_ranks",
+    }
 )
 
 

@@ -31,7 +31,7 @@ class FakeTransport:
     ) -> Callable[[], None]:
         return _nothing
 
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         return [torch.empty(tuple(shape), dtype=dtype, device="meta") for _, shape in wanted], _nothing

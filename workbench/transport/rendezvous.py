@@ -99,7 +99,7 @@ def join_rendezvous(
             "generation once: give rebuild() or init() another init_method, or the generation that the others join."
         )
     _num_joined[init_method] = generation + 1
-    store.set(f"member/{rank}", json.dumps(asdict(_myself(device, requested))))
+    store.set(f"member/{rank}", json.dumps(asdict(_own_member(device, requested))))
     keys = [f"member/{peer}" for peer in range(world_size)]
     _wait_for_all(store, keys, f"rank {rank} of {world_size} at {init_method}", timeout_s)
     return Rendezvous(store, generation, tuple(Member(**json.loads(store.get(key))) for key in keys))
@@ -117,7 +117,7 @@ def host_name() -> str:
         return socket.gethostname()[:60]
 
 
-def _myself(device: str, requested: str) -> Member:
+def _own_member(device: str, requested: str) -> Member:
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:

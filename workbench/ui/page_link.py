@@ -51,9 +51,9 @@ class PageLink(anywidget.AnyWidget):
             self._asked_s = now_s
             self.send({"event": "ping", "number": self._asked})
 
-    def is_behind(self, now_s: float, patience_s: float) -> bool:
-        """Whether the page still draws earlier messages. After ``patience_s`` seconds without an answer: False."""
-        return self._answered < self._asked and now_s - self._asked_s < patience_s
+    def is_behind(self, now_s: float, timeout_s: float) -> bool:
+        """Whether the page still draws earlier messages. After ``timeout_s`` seconds without an answer: False."""
+        return self._answered < self._asked and now_s - self._asked_s < timeout_s
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         self._has_page = True

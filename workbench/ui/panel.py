@@ -85,7 +85,7 @@ class Panel(widgets.VBox):
     Raises:
         StrategyError: ``strategy`` does not parse. A strategy that does not fit the model is shown with its mistakes.
         HardwareError: no such machine or file.
-        ValueError: neither a session nor ``num_ranks``.
+        ValueError: neither a session nor ``num_ranks``, or a function in place of the session.
 
     >>> panel = wb.Panel(session, make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
     >>> panel.run(); panel.wait(); panel.runs[-1].equal                                      # doctest: +SKIP
@@ -115,6 +115,8 @@ class Panel(widgets.VBox):
         costs: ModelCosts | None = None,
         trainer: Trainer | None = None,
     ) -> None:
+        if callable(session):
+            raise ValueError(_model_first(session))
         job = (model_fn, dataset, loss_fn, collate_fn)
         self._is_offline = is_offline = session is None and trainer is None
         if is_offline:
@@ -264,9 +266,9 @@ class Panel(widgets.VBox):
         """Ask the run to wait after its current step."""
         self._runs_section.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue a paused run."""
-        self._runs_section.go_on()
+        self._runs_section.resume()
 
     def apply(self) -> None:
         """Change the run to the panel's strategy at its next step, with the same weights and optimizer state.
@@ -300,7 +302,7 @@ class Panel(widgets.VBox):
         try:
             self.run()
         finally:
-            self.tabs.heard += 1
+            self.tabs.num_answers += 1
 
     def changed(self) -> None:
         """Show the state in every part of the panel, and open the tab of a run that has begun."""
@@ -351,6 +353,14 @@ class Panel(widgets.VBox):
         if self._handle is None or self.running:
             return
         self._handle.update(self._static_bundle(), raw=True)
+
+
+def _model_first(model_fn: Callable[..., Any]) -> str:
+    name = getattr(model_fn, "__name__", "model_fn")
+    return (
+        f"Panel({name}, ...): the first argument is a function, but a session comes first. Write "
+        f"wb.Panel(wb.Session.current(), {name}, ...), or wb.Panel(None, {name}, ..., num_ranks=2) to predict only."
+    )
 
 
 def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:

@@ -18,7 +18,7 @@ class Tabs(anywidget.AnyWidget):
     """Chooses which part of the panel is shown. The page changes it at once, also while the kernel is busy.
 
     Parts are widgets in the same panel with the class ``wb-tab`` and that of their tab, ``tab_class("live")``. A click
-    on Run shows the live part, with the word "starting", until ``heard`` changes.
+    on Run shows the live part, with the word "starting", until ``num_answers`` changes.
 
     Args:
         on_visible: gets whether a page shows the bar.
@@ -33,7 +33,7 @@ class Tabs(anywidget.AnyWidget):
 
     chosen = traitlets.Enum(list(TABS), "strategy").tag(sync=True)
     names = traitlets.Dict(TABS).tag(sync=True)
-    heard = traitlets.Int(0).tag(sync=True)
+    num_answers = traitlets.Int(0).tag(sync=True)
     legend = traitlets.Unicode(legend_html()).tag(sync=True)
 
     def __init__(self, on_visible: Callable[[bool], None] = lambda seen: None, **traits: Any) -> None:

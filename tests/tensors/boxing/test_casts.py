@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.patience import PROGRAM_PATIENCE_S
 from tests.processes import run_processes
 from tests.tensors.boxing.casts import (
     GRIDS_OF_4,
@@ -19,6 +18,7 @@ from tests.tensors.boxing.casts import (
     run_casts,
     sampled,
 )
+from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.tensors.world import current
@@ -124,7 +124,7 @@ def assert_right_on_processes(num_ranks, count, transport):
         count,
         transport,
         environment=ENVIRONMENTS[transport],
-        timeout_s=PROGRAM_PATIENCE_S if count < 100 else 2 * PROGRAM_PATIENCE_S,
+        timeout_s=PROGRAM_TIMEOUT_S if count < 100 else 2 * PROGRAM_TIMEOUT_S,
     )
     check_casts(casts_on_processes(num_ranks, count), outcomes)
 

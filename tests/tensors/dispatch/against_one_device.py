@@ -45,6 +45,17 @@ class Maker:
         return tensor.requires_grad_() if grad else tensor
 
 
+class Layer(torch.nn.Module):
+    """A layer whose weight is ``make("w")``."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = torch.nn.Parameter(make("w", False))
+
+    def forward(self, x):
+        return (x @ self.weight).tanh()
+
+
 def logical(result):
     """The result with logical values in place of global tensors; all ranks call it."""
     return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, result)

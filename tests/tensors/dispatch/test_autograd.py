@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
+from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, Layer, assert_as_one_device
 from workbench.errors import LayoutError, SbpError
 from workbench.testing import run_ranks
 
@@ -173,15 +173,6 @@ def hooks_after_accumulation(make):
     w.register_post_accumulate_grad_hook(take)
     ((a @ w) ** 2).sum().backward()
     return a.grad, w.grad is None, sorted(seen)
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.weight = torch.nn.Parameter(make("w", False))
-
-    def forward(self, x):
-        return (x @ self.weight).tanh()
 
 
 @program

@@ -1,15 +1,14 @@
 """Custom autograd functions on global tensors: the numbers of one device, on shards or on gathered operands."""
 
-import copy
 import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
 from tests.tensors.dispatch import custom_functions as fns
+from tests.training.classifier_steps import assert_steps_equal_one_device
 from workbench.errors import ExplicitBoxingError, LayoutError
 from workbench.tensors.dispatch.fallback import FallbackWarning, _warned
 from workbench.testing import run_ranks
@@ -207,17 +206,4 @@ def test_training_equals_one_device(strategy, num_ranks):
     torch.manual_seed(0)
     one = nn.Sequential(Block(), Block()).double()
     inputs, targets = torch.randn(6, 8, dtype=torch.float64), torch.arange(6)
-
-    def train(model):
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-        for _ in range(3):
-            loss = F.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-
-    expected = train(copy.deepcopy(one))
-    for found in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(one), strategy)), num_ranks):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_steps_equal_one_device(one, inputs, targets, strategy, num_ranks, num_steps=3)

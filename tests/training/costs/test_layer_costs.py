@@ -84,7 +84,10 @@ def real_run(make: Callable[[], nn.Module], inputs: torch.Tensor) -> tuple[int, 
 
 
 def fake_run(make: Callable[[], nn.Module] | nn.Module, inputs: torch.Tensor) -> ModelCosts:
-    return layer_costs(make, inputs, lambda output, _: mean_square(output, torch.zeros_like(output)), inputs)
+    def loss_fn(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return mean_square(output, torch.zeros_like(output))
+
+    return layer_costs(make, inputs, loss_fn=loss_fn, targets=inputs)
 
 
 @pytest.mark.parametrize("name", CASES)

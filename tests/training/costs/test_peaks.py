@@ -40,7 +40,7 @@ def peaks() -> list[int]:
 
 @cache
 def costs_of_model() -> ModelCosts:
-    return layer_costs(make, WORDS[:16], next_word_loss, WORDS[:16])
+    return layer_costs(make, WORDS[:16], loss_fn=next_word_loss, targets=WORDS[:16])
 
 
 def predicted(text: str) -> Estimate:

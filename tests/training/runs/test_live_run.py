@@ -181,7 +181,7 @@ def test_a_paused_run_waits_until_it_is_told_to_go_on():
     def commands(messages):
         if any(event.kind == "paused" for event in events_of(messages)) and not paused.is_set():
             paused.set()
-            threading.Timer(0.3, lambda: given.append(RunCommand("go on"))).start()
+            threading.Timer(0.3, lambda: given.append(RunCommand("resume"))).start()
         return list(given)
 
     results, messages = train("*: data", commands)

@@ -50,7 +50,7 @@ def train(folder, strategy, num_steps, pause_s=0.0):
     return losses
 
 
-def go_on(folder, strategy, num_steps):
+def resume(folder, strategy, num_steps):
     """``train`` on a rank whose peers may be killed: then it ends with an error that says so, and returns None."""
     try:
         return train(folder, strategy, num_steps)

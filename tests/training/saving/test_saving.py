@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.patience import PROGRAM_PATIENCE_S
 from tests.processes import run_processes
+from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import CheckpointError
 from workbench.testing import assert_equal_to_one_device, run_ranks
 from workbench.training.saving import reading
@@ -268,7 +268,7 @@ def test_plain_torch_reads_it_on_one_device_and_we_read_plain_torchs(tmp_path):
 
     weights, first = run_ranks(program, 2)[0]
     command = [sys.executable, "-c", textwrap.dedent(PLAIN_TORCH), str(tmp_path / "ckpt"), str(tmp_path / "read.pt")]
-    subprocess.run(command, check=True, timeout=PROGRAM_PATIENCE_S, cwd=tmp_path)
+    subprocess.run(command, check=True, timeout=PROGRAM_TIMEOUT_S, cwd=tmp_path)
     model, optimizer, step = torch.load(tmp_path / "read.pt")
     assert step == 1 and optimizer["param_groups"][0]["lr"] == 0.25
     for name, value in weights.items():

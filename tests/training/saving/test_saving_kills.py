@@ -22,7 +22,7 @@ def a_round(folder, seed):
     strategy, num_ranks = WORLDS[seed % len(WORLDS)]
     losses = folder / "losses"
     before = losses.stat().st_size if losses.exists() else 0
-    with Ranks(saving_rounds.go_on, num_ranks, str(folder), strategy, 100_000) as ranks:
+    with Ranks(saving_rounds.resume, num_ranks, str(folder), strategy, 100_000) as ranks:
         deadline = time.monotonic() + 60
         while (losses.stat().st_size if losses.exists() else 0) == before:
             assert any(process.is_alive() for process in ranks.processes), ranks.results(1)

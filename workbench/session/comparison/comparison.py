@@ -275,9 +275,9 @@ class TrainingRun:
         """Ask the run to wait after its current step."""
         self.call.send_command("pause")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Ask a paused run to go on."""
-        self.call.send_command("go on")
+        self.call.send_command("resume")
 
     def change(self, strategy: StrategyLike, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
         """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.

@@ -5,7 +5,7 @@ Operations:
 * ``status``: a `RankStatus` with the main thread's stack.
 * ``abort``: end waits for other ranks.
 * ``stop``: make `stop_requested` true for one run.
-* ``command``: let a training run pause, go on, change its strategy or stop.
+* ``command``: let a training run pause, resume, change its strategy or stop.
 * ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
 * ``debug``: let a debugger listen.
 """

@@ -12,11 +12,11 @@ _debugger_hook = sys.breakpointhook
 def install() -> None:
     """Let ``breakpoint()`` print how to start a debugger while none listens. Without this it does nothing."""
     global _debugger_hook
-    if sys.breakpointhook is not _tell:
-        _debugger_hook, sys.breakpointhook = sys.breakpointhook, _tell
+    if sys.breakpointhook is not _print_how_to_attach:
+        _debugger_hook, sys.breakpointhook = sys.breakpointhook, _print_how_to_attach
 
 
-def _tell(*args: Any, **kwargs: Any) -> None:
+def _print_how_to_attach(*args: Any, **kwargs: Any) -> None:
     print(
         "breakpoint() was passed: no debugger listens on this rank. Start one with %workbench debug --ranks <rank>",
         file=sys.stderr,

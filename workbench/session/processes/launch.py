@@ -277,7 +277,7 @@ class LocalProcesses:
         """Those of the ranks whose process has ended."""
         return [rank for rank in ranks if not _is_running(self.engines[rank])]
 
-    def note_oom_kills(self) -> None:
+    def record_oom_kills(self) -> None:
         """Remember the kernel's count of OOM kills. `how_ended` explains a SIGKILL by lack of memory if it grows."""
         self._oom_kills = oom_kills.count()
 

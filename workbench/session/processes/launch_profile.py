@@ -107,7 +107,7 @@ class ProfileProcesses:
         """The notebook does not see how processes of a profile end."""
         return "its process has ended"
 
-    def note_oom_kills(self) -> None:
+    def record_oom_kills(self) -> None:
         """The notebook does not see the memory of other hosts."""
 
     def _start_failure(self, num_up: int) -> str:

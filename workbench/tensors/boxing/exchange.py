@@ -19,7 +19,7 @@ from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.assembly import assemble, packed, region_shape
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
-from workbench.tensors.unseen_by_modes import unseen_by_modes
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
 
@@ -85,7 +85,7 @@ class Exchange:
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """This rank's new shard, in memory of its own; a placeholder outside the destination."""
-        with unseen_by_modes():
+        with hidden_from_modes():
             return self._run(local, tag)
 
     def _run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
@@ -95,9 +95,9 @@ class Exchange:
         if self._is_placeholder:
             return new_placeholder(self._target.shape, self._dtype, world.device)
         if self._is_local:
-            return self._borrow(local, tag)
+            return self._exchange_pieces(local, tag)
         started = time.perf_counter()
-        result = self._meet(local, tag)
+        result = self._run_on_transport(local, tag)
         world.traffic.add(self.plan.kind, self._bytes_sent, time.perf_counter() - started)
         return result
 
@@ -109,7 +109,7 @@ class Exchange:
         transfer_plan = plan_transfer(plan, world.rank, self._dtype, self._header)
         return None if plan.kind == "all-reduce" and transfer_plan.shard_bytes > ONE_SHOT_BYTES else transfer_plan
 
-    def _meet(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+    def _run_on_transport(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         transport = self._transport()
         # See ``base.PeerAccessTransport``.
         execute = getattr(transport, "execute", None) if self._transfer_plan is not None else None
@@ -118,7 +118,7 @@ class Exchange:
             return self._placeholder() if result is None else result
         if self.plan.kind == "all-reduce":
             return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
-        return self._borrow(local, tag)
+        return self._exchange_pieces(local, tag)
 
     def _transport(self) -> Any:
         """The world's transport. In a world of several hosts, ranks of one host use their own (``mixed``)."""
@@ -126,17 +126,17 @@ class Exchange:
         for_ranks = getattr(transport, "for_ranks", None)
         return transport if for_ranks is None else for_ranks(self._ranks)
 
-    def _borrow(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+    def _exchange_pieces(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         rank, release = self._world.rank, None
-        borrowed: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
         sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
         if sends or self._wanted:
             transport = self._transport()
             sends = sends if getattr(transport, "accepts_strided", False) else packed(sends)
-            borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
+            received, release = transport.exchange_in_place(sends, self._wanted, self._dtype, tag, self._header)
         if self._target.is_placeholder:
             return self._placeholder()
-        others = iter(borrowed)
+        others = iter(received)
         pieces = [
             (move, next(others) if move.source != rank else slice_region(local, move.source_region))
             for move in self._to

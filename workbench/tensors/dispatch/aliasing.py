@@ -201,9 +201,9 @@ class AmbiguousTensor(GlobalTensor):
     def refuse(self, name: str) -> NoReturn:
         """Say what happened and what to write instead."""
         raise LayoutError(
-            f"{name} of a tensor {tuple(self._spec.shape)} in {self._spec.layout}: {self._doubt} was written in place. "
-            f"It was boxed, so it is a copy, while on one device it is a view of this tensor if the strides allow. "
-            f"Write .clone() behind it if a copy is meant, .view(...) if this tensor is to change."
+            f"{name} of a tensor {tuple(self._spec.shape)} in {self._spec.layout}: {self._ambiguity} was written "
+            "in place. It was boxed, so it is a copy, while on one device it is a view of this tensor if the strides "
+            "allow. Write .clone() behind it if a copy is meant, .view(...) if this tensor is to change."
         )
 
     def to_global(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,10 +219,10 @@ class AmbiguousTensor(GlobalTensor):
         self.refuse("full_tensor")
 
 
-def _doubt(view: BoxedView) -> None:
+def _mark_ambiguous(view: BoxedView) -> None:
     base = view._origin.base
     base.__class__ = AmbiguousTensor
-    base._doubt = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"
+    base._ambiguity = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"
 
 
 def _bring_up_to_date(view: BoxedView) -> None:
@@ -245,7 +245,7 @@ def _bring_up_to_date(view: BoxedView) -> None:
 def _write_back(view: BoxedView) -> None:
     origin = view._origin
     if origin.write is None:
-        _doubt(view)
+        _mark_ambiguous(view)
         return
     root: GlobalTensor = view if view._root is None else view._root
     root.__class__, kind = GlobalTensor, root.__class__

@@ -197,7 +197,7 @@ def examine(
     if sum(map(_num_elements, shapes)) <= _FULL_SIZE and tried[0] != shapes:
         tried.append(list(shapes))
     found = []
-    with _undisturbed(), default_generator.restored():
+    with _without_user_modes(), default_generator.restored():
         for some_shapes in tried:
             for some_dtypes in dict.fromkeys((tuple(in_double), tuple(dtypes))):
                 try:
@@ -223,7 +223,7 @@ def _num_elements(shape: Any) -> int:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _without_user_modes() -> Iterator[None]:
     """No modes, hooks or autocast of the program that is running: none of them is to see this."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -254,9 +254,9 @@ def _observe(cls: type[Function], args: Any, shapes: Any, dtypes: Any, device: t
         for number, (operand, version) in enumerate(zip(operands, versions, strict=True)):
             if operand._version != version and id(operand) not in marked:
                 raise LayoutError(
-                    f"{cls.__name__}.apply: writes into operand {number + 1} and does not say so. Of a global tensor "
-                    "the write may go to a gathered copy and be lost. Call ctx.mark_dirty(tensor) and return it, or "
-                    "write into a clone."
+                    f"{cls.__name__}.apply: writes into operand {number + 1} without ctx.mark_dirty. If the operand "
+                    "is a global tensor, the write may go to a gathered copy and be lost. Call ctx.mark_dirty(tensor) "
+                    "and return it, or write into a clone."
                 )
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(isinstance(leaf, GlobalTensor) for leaf in found):

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.tensor_state import count_write
-from workbench.tensors.unseen_by_modes import unseen_by_modes
 
 TENSOR = object()
 """Marks a tensor among the leaves of a result."""
@@ -39,7 +39,7 @@ def infer_outputs(
     """
     memo: dict[int, torch.Tensor] = {}
     grad_mode = torch.set_grad_enabled(with_grad and torch.is_grad_enabled())
-    with grad_mode, unseen_by_modes(), _without_data(), saving_as_ever():
+    with grad_mode, hidden_from_modes(), _without_data(), saving_as_ever():
         result = _run_without_data(func, args, kwargs, memo, with_grad)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
         return outputs_info(result, operands)

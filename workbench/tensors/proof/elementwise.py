@@ -64,7 +64,7 @@ def is_elementwise(run: Run, scale: float, operands: list[torch.Tensor]) -> bool
     values, gradients, seeds = _differentiate(run, operands, None, scale, generator)
     if not values or any(tuple(value.shape) != tuple(shape) for value in values):
         return False
-    if not all(_is_telling(value) for value in values):
+    if not all(_has_distinct_values(value) for value in values):
         return None
     for dim in range(len(shape)):
         num_ranks = 3 if scale <= 1 and shape[dim] > 2 else 2
@@ -139,7 +139,7 @@ def _differs(parts: list[torch.Tensor], entry: Sbp, whole: torch.Tensor) -> bool
     return mismatch(parts, entry, whole) is not None
 
 
-def _is_telling(value: torch.Tensor) -> bool:
+def _has_distinct_values(value: torch.Tensor) -> bool:
     if value.numel() < 2:
         return bool(value.numel())
     return bool(value.isfinite().all() and (value != value.reshape(-1)[0]).any())

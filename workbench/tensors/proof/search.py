@@ -114,7 +114,7 @@ class _Search:
         for inputs in declared:
             self._check_if_run(inputs, proof)
         # A composite takes split operands before its rule; the functions that it calls have proofs of their own.
-        if finds_missing and self.expected.is_telling and self.example.name.folded not in COMPOSITES:
+        if finds_missing and self.expected.has_distinct_values and self.example.name.folded not in COMPOSITES:
             tried = [inputs for inputs in self._combinations(max_combinations) if inputs not in declared]
             right = [(inputs, outputs) for inputs in tried if (outputs := self._right_outputs_of(inputs))]
             missing = [
@@ -338,8 +338,10 @@ class _OneDeviceResults:
         if pairs:
             torch.autograd.backward([v for v, _ in pairs], [w for _, w in pairs])
         self.gradients = {i: _gradient_of(leaf) for i, leaf in enumerate(leaves) if leaf.requires_grad and pairs}
-        self.is_telling = all(value.numel() > 0 and bool((value != value.reshape(-1)[0]).any() or value.numel() == 1)
-                              for value in (v.detach() for v in values))  # fmt: skip
+        self.has_distinct_values = all(
+            value.numel() > 0 and bool((value != value.reshape(-1)[0]).any() or value.numel() == 1)
+            for value in (v.detach() for v in values)
+        )
 
 
 def _entries_for(operand: torch.Tensor) -> list[Sbp]:

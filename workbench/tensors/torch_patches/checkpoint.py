@@ -1,9 +1,9 @@
 """``torch.utils.checkpoint`` on global tensors: recomputation begins at the same point of the backward on every rank.
 
-torch recomputes when a rank first needs a saved tensor, and stops when it has all it needs. Ranks need different ones
-(a placeholder needs none), so one would recompute, with its boxings, while another goes on. Here a saved token (the
-pin) stands before everything that the function saves, the last nodes of the function ask for it, and nothing stops
-early.
+torch recomputes when a rank first needs a saved tensor, and stops when that rank has all saved tensors. Ranks need
+different ones (a placeholder needs none), so one rank would recompute, with its boxings, while another continues. Here
+the first saved tensor is a token, the trigger. The last nodes of the function read it, and the recomputation runs to
+its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.patch_table import patch
-from workbench.tensors.unseen_by_modes import unseen_by_modes
 from workbench.tensors.world import World, joined
 
 _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
@@ -34,8 +34,8 @@ def _metadata_of_shard(tensor: torch.Tensor) -> Any:
         return torch_checkpoint._default_meta_extractor(tensor)
 
 
-class _Pin(torch.autograd.Function):
-    """Saves a token as the first of the tensors that the checkpoint keeps; asking for it starts the recomputation."""
+class _RecomputeTrigger(torch.autograd.Function):
+    """Saves a token as the first tensor that the checkpoint keeps. Reading it starts the recomputation."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options = {**kwargs, "use_reentrant": False, "early_stop": False}
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
-    pins: list[Any] = []
+    triggers: list[Any] = []
     call = world.context.call
     given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     with local_torch():
@@ -71,12 +71,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ]
     random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
 
-    def pinned(*inputs: Any, **named: Any) -> Any:
-        node = _Pin.apply(torch.zeros((), device=world.device, requires_grad=True)).grad_fn
-        if not pins:
-            pins.append(node)
+    def with_trigger(*inputs: Any, **named: Any) -> Any:
+        node = _RecomputeTrigger.apply(torch.zeros((), device=world.device, requires_grad=True)).grad_fn
+        if not triggers:
+            triggers.append(node)
             return function(*inputs, **named)
-        with unseen_by_modes():
+        with hidden_from_modes():
             inputs, named = _wrapped(specs, inputs, named)
         before = _generator_state(world)
         _set_generator_state(world, random_state)
@@ -86,11 +86,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _set_generator_state(world, before)
 
-    result = _original(pinned, *args, **options)
-    # The pin's saved tensors keep this function alive. If the function also held the pin, neither would be freed.
-    pin, pins[0] = pins[0], None
-    if pin is not None:
-        _start_at_the_end(result, pin)
+    result = _original(with_trigger, *args, **options)
+    # The trigger's saved tensors keep this function alive, so the function must not hold the trigger.
+    trigger, triggers[0] = triggers[0], None
+    if trigger is not None:
+        _start_at_the_end(result, trigger)
     return result
 
 
@@ -108,10 +108,11 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> A
     return tree_unflatten(leaves, structure)
 
 
-def _start_at_the_end(result: Any, pin: Any) -> None:
-    """Ask for the pin before the first node of a result runs; once per backward.
+def _start_at_the_end(result: Any, trigger: Any) -> None:
+    """Read the trigger before the first node of a result runs, once per backward.
 
-    Not before nodes older than the pin: an argument that is handed on would then hold, by its node, what holds it.
+    Nodes older than the trigger get no hook: they belong to arguments that the function returns, and a hook would
+    make a cycle of references.
     """
     asked: set[int] = set()
 
@@ -119,14 +120,14 @@ def _start_at_the_end(result: Any, pin: Any) -> None:
         task = torch._C._current_graph_task_id()
         if task not in asked:
             asked.add(task)
-            pin.saved_tensors  # noqa: B018 - unpacking is what recomputes
+            trigger.saved_tensors  # noqa: B018 - unpacking is what recomputes
 
     for leaf in tree_leaves(result):
         if not isinstance(leaf, torch.Tensor):
             continue
         with local_torch():
             node = leaf.grad_fn
-        if node is not None and node._sequence_nr() > pin._sequence_nr():
+        if node is not None and node._sequence_nr() > trigger._sequence_nr():
             node.register_prehook(ask)
 
 

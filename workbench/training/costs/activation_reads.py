@@ -24,7 +24,7 @@ class ActivationReads:
         self._readers: dict[int, list[str]] = {}
         self._entered: dict[int, list[str]] = {}
 
-    def note(
+    def record(
         self, layer: str | None, is_own: bool, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
     ) -> None:
         """Record the tensors (by address) that a function reads and makes; ``layer`` is its layer, or the last one
@@ -43,7 +43,7 @@ class ActivationReads:
             if address not in inputs:  # neither a view nor written in place
                 self._made[address] = layer, tensor
 
-    def note_input(self, layer: str, tensor: torch.Tensor | None) -> None:
+    def record_input(self, layer: str, tensor: torch.Tensor | None) -> None:
         """Record a layer's inputs."""
         if tensor is not None:
             _add(self._entered, tensor.untyped_storage()._cdata, layer)

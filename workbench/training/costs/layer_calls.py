@@ -56,7 +56,7 @@ class LayerCalls:
         """Record that the layer returns. ``output`` is None if it is not one tensor."""
         self._begun[layer].output = output
 
-    def note(self, entry: Entry, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
+    def record(self, entry: Entry, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
         """Record the tensors (by address) that a function reads and makes."""
         maker: int | None = None
         made = {address: tensor for address, tensor in outputs.items() if address not in inputs}

@@ -23,7 +23,7 @@ from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, count_samples, own_loss
 from workbench.training.costs.attention_heads import heads_of
 from workbench.training.costs.work_counter import WorkCounter
-from workbench.training.fake_tensors import Faker, fake_state, without_log
+from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,9 +33,9 @@ Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 def layer_costs(
     model: nn.Module | Callable[[], nn.Module],
     inputs: Inputs,
+    *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Any = None,
-    *,
     dtype: str | None = None,
 ) -> ModelCosts:
     """Functions, bytes and shapes of every layer, by a step on fake tensors. It does not change the model.
@@ -82,7 +82,7 @@ def _count(
     as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
-    state, fakes = fake_state(module, mode, cast_to), Faker(mode, cast_to)
+    state, fakes = fake_state(module, mode, cast_to), FakeTensorConverter(mode, cast_to)
     given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
     batch = fakes(given.inputs)
     num_samples = _num_samples(batch)

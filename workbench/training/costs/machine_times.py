@@ -113,13 +113,13 @@ def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
     for name in _dtypes(watch.world):
         for rows, inner, columns in PRODUCTS:
             rows, columns = scale * rows, scale * columns
-            xs, weights = _by_turns(read, name, rows, inner), _by_turns(read, name, columns, inner)
-            results, bias = _by_turns(written, name, rows, columns), read.view(DTYPES[name])[:columns]
+            xs, weights = _cycle_matrices(read, name, rows, inner), _cycle_matrices(read, name, columns, inner)
+            results, bias = _cycle_matrices(written, name, rows, columns), read.view(DTYPES[name])[:columns]
             layer = partial(_multiply, xs, weights, results, bias)
             yield ProductTime(name, rows, inner, columns, watch.own_s(layer) / 3)
 
 
-def _by_turns(memory: torch.Tensor, dtype: str, rows: int, columns: int) -> Iterator[torch.Tensor]:
+def _cycle_matrices(memory: torch.Tensor, dtype: str, rows: int, columns: int) -> Iterator[torch.Tensor]:
     """Cycle through matrices that lie side by side in memory."""
     of_dtype = memory.view(DTYPES[dtype])
     number = of_dtype.numel() // (rows * columns)

@@ -99,7 +99,7 @@ class WorkCounter(TorchDispatchMode):
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
         """Context around forward and backward of a model with these layers; ``batch`` is None if it is unknown."""
-        self._note_samples(batch)
+        self._record_samples(batch)
         handles = []
         for path, layer in layers.items():
             name = path or ROOT
@@ -197,7 +197,7 @@ class WorkCounter(TorchDispatchMode):
         taken = self._inputs[name]
         return Extent((), None) if taken is None else self._extent(taken)
 
-    def _note_samples(self, values: Any) -> None:
+    def _record_samples(self, values: Any) -> None:
         for leaf in torch.utils._pytree.tree_leaves(values):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
@@ -213,7 +213,7 @@ class WorkCounter(TorchDispatchMode):
         leaves = torch.utils._pytree.tree_leaves(args)
         first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         self._inputs.setdefault(name, first)
-        self._reads.note_input(name, first)
+        self._reads.record_input(name, first)
         self._calls.begin(name, first)
 
     def _end_layer(self, name: str, output: Any) -> None:
@@ -236,18 +236,18 @@ class WorkCounter(TorchDispatchMode):
             self._add_backward(node, func, inputs, outputs)
             return out
         if any(address in self._of_samples for address in inputs):
-            self._note_samples(out)
-        self._note_pieces(args[0] if args else None, out)
+            self._record_samples(out)
+        self._record_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
-        self._reads.note(entry.layer, entry.is_own, inputs, outputs)
-        self._calls.note(entry, inputs, outputs)
+        self._reads.record(entry.layer, entry.is_own, inputs, outputs)
+        self._calls.record(entry, inputs, outputs)
         entry.name = name_of(func, inputs)
         if entry.name == ATTENTION:
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
         entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
         if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):
-            self._note_output(entry.layer, outputs)
+            self._record_output(entry.layer, outputs)
         return out
 
     def _add_backward(
@@ -286,7 +286,7 @@ class WorkCounter(TorchDispatchMode):
         """Whether a tensor is a parameter, or saved for backward."""
         return address in self._owners or address in self._saved
 
-    def _note_pieces(self, source: Any, pieces: Any) -> None:
+    def _record_pieces(self, source: Any, pieces: Any) -> None:
         """Record where a layer's output is cut along its features: queries, keys and values of one weight."""
         output = self._outputs.get(self._last or "")
         is_cut = isinstance(source, torch.Tensor) and isinstance(pieces, list | tuple) and len(pieces) > 1
@@ -296,7 +296,7 @@ class WorkCounter(TorchDispatchMode):
         if is_its and all(isinstance(p, torch.Tensor) and p.shape[:-1] == output.shape[:-1] for p in pieces):
             self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
 
-    def _note_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
+    def _record_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
         """Record an output. A container, or a layer whose parameters others read, gives the first result of them."""
         if name not in self._outputs and (name not in self._active or name in self._containers):
             self._outputs[name] = next(iter(outputs.values()))

@@ -85,13 +85,13 @@ class ActivationMeter:
 class _SavedTensor:
     """A tensor that autograd has saved. It reports when autograd releases it."""
 
-    __slots__ = ("_let_go", "tensor")
+    __slots__ = ("_on_release", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, let_go: Callable[[], None]) -> None:
-        self.tensor, self._let_go = tensor, let_go
+    def __init__(self, tensor: torch.Tensor, on_release: Callable[[], None]) -> None:
+        self.tensor, self._on_release = tensor, on_release
 
     def __del__(self) -> None:
-        self._let_go()
+        self._on_release()
 
 
 def _unpack(saved: Any) -> Any:

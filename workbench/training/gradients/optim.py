@@ -120,7 +120,7 @@ class _Swap:
         )
 
 
-def settle() -> None:
+def restore_parameters() -> None:
     """Return to optimizers the parameters of interrupted steps; otherwise ``zero_grad`` would miss them.
 
     Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last complete step.
@@ -155,7 +155,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     context = _context()
-    if not swap.parameters or _is_left_alone(optimizer):
+    if not swap.parameters or _updates_global_parameters(optimizer):
         context.begin_action("O")
         return None
     args, kwargs = _run_closure_first(args, kwargs)
@@ -184,7 +184,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return args, kwargs
 
 
-def _is_left_alone(optimizer: Optimizer) -> bool:
+def _updates_global_parameters(optimizer: Optimizer) -> bool:
     """LBFGS calls its closure within the step, so it works on the global parameters and their gradients themselves."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return False
@@ -359,7 +359,7 @@ def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return (args[0], lambda: loss, *args[2:]), kwargs
 
 
-world.at_rebuild(settle)
+world.at_rebuild(restore_parameters)
 hook(
     "torch.optim.optimizer.register_optimizer_step_pre_hook",
     "a step works on local parts and sums of gradients, which take the place of global parameters",

@@ -27,11 +27,11 @@ def start_exchange(
     """Send now; the returned function receives. (NCCL does both at once; its stream waits.)"""
     transport = world.transport
     if transport.name == "nccl":
-        done = transport.borrow(sends, wanted, dtype, tag, header)
+        done = transport.exchange_in_place(sends, wanted, dtype, tag, header)
         return lambda: done
     if sends:
-        transport.borrow(sends, [], dtype, tag, header)
-    return lambda: transport.borrow([], wanted, dtype, tag, header) if wanted else ([], lambda: None)
+        transport.exchange_in_place(sends, [], dtype, tag, header)
+    return lambda: transport.exchange_in_place([], wanted, dtype, tag, header) if wanted else ([], lambda: None)
 
 
 def start_gather(
@@ -63,10 +63,10 @@ def start_gather(
     receive = start_exchange(world, sends, wanted, parts[0].dtype, tag, header)
 
     def finish(wholes: Sequence[torch.Tensor]) -> None:
-        borrowed, release = receive()
+        received, release = receive()
         places: list[torch.Tensor] = []
         pieces: list[torch.Tensor] = []
-        for (other, bundle, _), arrived in zip(expected, borrowed, strict=True):
+        for (other, bundle, _), arrived in zip(expected, received, strict=True):
             places += [slice_region(wholes[i], shards[i].regions[other]) for i in bundle]
             pieces += _unpacked(arrived, [shards[i].shapes[other] for i in bundle])
         if places:
@@ -104,8 +104,8 @@ def start_scatter(
     receive = start_exchange(world, sends, wanted, dtype, tag, header)
 
     def finish() -> list[torch.Tensor]:
-        borrowed, release = receive()
-        arrived = iter(borrowed)
+        received, release = receive()
+        arrived = iter(received)
         theirs = {other: [next(arrived) if piece.numel() else piece for piece in own] for other in others}
         theirs[rank] = own
         totals = [_sum([theirs[member][k] for member in group]) for k in range(len(own))]

@@ -89,7 +89,7 @@ def partition_stages(
     """
     _check(module)
     batch = Batch.of_arguments(inputs, targets, loss_fn)
-    layers = _without_lasting(module, lambda: describe_with_calls(module, batch))
+    layers = _restoring_state(module, lambda: describe_with_calls(module, batch))
     parts = [[layer.name for layer in part] for part in stage_parts(layers)]
     if num_stages > len(parts):
         raise StrategyError(
@@ -103,7 +103,7 @@ def partition_stages(
             f"least 1. "
             "Leave it out for as many as stages."
         )
-    samples = _without_lasting(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
+    samples = _restoring_state(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
     costs = _least_over_ranks(own, current())
     cuts = fastest_partition(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
@@ -183,7 +183,7 @@ def _now(tensor: torch.Tensor | None) -> float:
     return time.perf_counter()
 
 
-def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
+def _restoring_state(module: nn.Module, run: Callable[[], Any]) -> Any:
     """``run()`` that leaves gradients, buffers and random numbers unchanged."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -48,7 +48,7 @@ class RunningStep:
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     _stages: dict[Placement, int] = field(init=False, repr=False)
-    _lets_stages_meet: bool | None = field(init=False, repr=False, default=None)
+    _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
@@ -142,10 +142,10 @@ class RunningStep:
                 "micro-batch at different times. Read it after the step, or in the forward; leave recompute out, or "
                 "choose with torch.where."
             )
-        if self._lets_stages_meet is None:
+        if self._allows_value_reads is None:
             edges = along_stages(len(self.placements), reads_values=True)
-            self._lets_stages_meet = not check_table(self.table, len(self.placements), self.num_micro_batches, edges)
-        if not self._lets_stages_meet:
+            self._allows_value_reads = not check_table(self.table, len(self.placements), self.num_micro_batches, edges)
+        if not self._allows_value_reads:
             raise StrategyError(
                 f"{what}: all stages need the value in the same forward, and under {self.schedule} they would wait for "
                 "each other for ever. Use 1f1b or gpipe with 1 stage on each rank, read it after the step, or choose "

@@ -75,14 +75,14 @@ class StageTransport:
         return self.rank_world.transport
 
     def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
-        pieces, release = self.borrow(
+        pieces, release = self.exchange_in_place(
             sends, [(s, tuple(t.shape)) for s, t in receives], _dtype_of(receives), tag, header
         )
         for (_, out), piece in zip(receives, pieces, strict=True):
             out.copy_(piece)
         release()
 
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         self._check_peers([other for other, _ in sends], header)
@@ -93,13 +93,13 @@ class StageTransport:
                 self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
         away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
         from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
-        borrowed: Iterator[torch.Tensor] = iter(())
+        received: Iterator[torch.Tensor] = iter(())
         release: Release = _release_nothing
         if away or from_away:
-            pieces, release = self.base.borrow(away, from_away, dtype, tag, header)
-            borrowed = iter(pieces)
+            pieces, release = self.base.exchange_in_place(away, from_away, dtype, tag, header)
+            received = iter(pieces)
         return [
-            self._take(other, tag, header) if self._is_here(other) else next(borrowed) for other, _ in wanted
+            self._take(other, tag, header) if self._is_here(other) else next(received) for other, _ in wanted
         ], release
 
     def _is_here(self, other: int) -> bool:

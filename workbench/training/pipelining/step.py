@@ -22,7 +22,7 @@ from workbench.training.batches import Batch, Count, LossFunction, call, check_l
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
-from workbench.training.pipelining.settle_stages import settle_stages
+from workbench.training.pipelining.stage_order import reorder_stages
 from workbench.training.pipelining.stage_ranks import stage_ranks
 from workbench.training.sample_rows import Rows
 from workbench.training.strategies.state import ParallelState, state_of
@@ -100,7 +100,7 @@ def train_micro_batches(
 ) -> torch.Tensor:
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     world = current()
-    state = settle_stages(module, state_of(module), parts[0].inputs, world)
+    state = reorder_stages(module, state_of(module), parts[0].inputs, world)
     executor, table = _prepare(module, state, world, len(parts))
     prepare = executor.prepare_batch
     parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
@@ -149,7 +149,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     batch = Batch.of_arguments(inputs, None, None, rows)
     state.compare_first_batch({"inputs": batch.inputs}, "evaluate")
     parts = batch.cut(state.resolved.num_micro_batches)
-    state = settle_stages(module, state, parts[0].inputs, world)
+    state = reorder_stages(module, state, parts[0].inputs, world)
     executor, table = _prepare(module, state, world, len(parts))
     parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}

@@ -21,7 +21,7 @@ from workbench.training.runs.job_checks import (  # fmt: skip
     check_numbers,
     check_optimizer,
 )
-from workbench.training.runs.weight_changes import WeightHistory, disturb, precision_of
+from workbench.training.runs.weight_changes import WeightHistory, perturb, precision_of
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache. Throughput does not count them."""
@@ -88,7 +88,7 @@ class Job:
         check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
         if self.perturbed is not None:
-            disturb(model, TOLERANCES[precision_of(model, self.perturbed)])
+            perturb(model, TOLERANCES[precision_of(model, self.perturbed)])
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

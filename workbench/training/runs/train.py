@@ -150,7 +150,9 @@ def warm_up(job: Job) -> str:
     with explained("the model", {"inputs": batch.inputs}, "It must run in plain torch: model_fn()(inputs)."):
         output = call(model, batch.inputs)
     given = {"output": output, "targets": batch.targets}
-    with explained("loss_fn(output, targets)", given, "Of a tuple take what the loss needs: output[0], for example."):
+    with explained(
+        "loss_fn(output, targets)", given, "If output is a tuple, use the part that the loss needs: output[0]."
+    ):
         loss = loss_of(output, batch.targets, job.loss_fn)
     problem = unlike_a_mean(job.loss_fn, output, batch.targets) if job.loss_fn is not None else ""
     loss.backward()
@@ -171,7 +173,7 @@ def run_strategy(
     Args:
         listen: gets the reports: on rank 0 a ``StepBlock`` about three times a second and every ``RunEvent``, on every
             rank its ``StepSpans`` about once a second.
-        commands: returns the notebook's commands to this rank so far, in order: stop, pause, go on, another strategy.
+        commands: returns the notebook's commands to this rank so far, in order: stop, pause, resume, another strategy.
             At fixed moments the ranks exchange them, and follow those that all ranks have received.
         keeps_weights: return the model's logical state too, which costs one exchange of the whole model.
 

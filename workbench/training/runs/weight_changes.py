@@ -46,7 +46,7 @@ def precision_of(model: nn.Module, option: str = "fp32") -> str:
     return next((name for name in _FROM_COARSE if name in found), "fp32")
 
 
-def disturb(model: nn.Module, tolerance: Tolerance, seed: int = 1) -> nn.Module:
+def perturb(model: nn.Module, tolerance: Tolerance, seed: int = 1) -> nn.Module:
     """Change every weight by up to one rounding unit of itself, at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -114,4 +114,4 @@ def _norm(values: torch.Tensor) -> float:
     return norm if math.isfinite(norm) else math.inf
 
 
-__all__ = ["State", "WeightHistory", "changes_apart", "copied_state", "disturb", "precision_of", "state_tensors"]
+__all__ = ["State", "WeightHistory", "changes_apart", "copied_state", "perturb", "precision_of", "state_tensors"]

@@ -20,7 +20,7 @@ from torch import nn
 
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
-from workbench.tensors.unseen_by_modes import unseen_by_modes
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gather_scatter import GatherWork, gather
@@ -84,7 +84,7 @@ class ExecutionOrder:
         self.under_way.clear()
         for work, num_rebuilds in left:
             if num_rebuilds == work.world.num_rebuilds:
-                with unseen_by_modes():
+                with hidden_from_modes():
                     work.finish()
 
     def _agreed_order(self, world: World) -> list[ShardedUnit]:
@@ -99,7 +99,7 @@ class ExecutionOrder:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
-            with contextlib.suppress(CollectiveAborted), unseen_by_modes():  # the call has reported the abort
+            with contextlib.suppress(CollectiveAborted), hidden_from_modes():  # the call has reported the abort
                 self._cancel_prefetch()
             world = current()
             self._recorded[world] = world.num_rebuilds, self._now
@@ -188,7 +188,7 @@ class ShardedUnit:
 
     def _gather_parameters(self, module: nn.Module, args: Any) -> None:
         present = [(member, *found) for member in self.members if (found := member.current()) is not None]
-        with unseen_by_modes():
+        with hidden_from_modes():
             call = self._gather(present) if present else None
         self._calls.append((call, self._cast() if self._to_cast else []))
 

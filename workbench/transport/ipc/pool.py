@@ -134,7 +134,7 @@ class Pool:
         """A contiguous tensor in a block at ``skipped`` bytes, which does not keep the block alive."""
         return tensor_at(self._chunks[block.chunk].memory, block.offset + skipped, shape, dtype)
 
-    def note_reader(self, block: Block, peer: int) -> None:
+    def add_reader(self, block: Block, peer: int) -> None:
         """Note that a peer opens the chunk of this block."""
         self._chunks[block.chunk].readers.add(peer)
 

@@ -96,7 +96,7 @@ class Transfers:
         self, peer: int, tag: int, block: Block | None, num_bytes: int, header: bytes, skipped: int, event_number: int
     ) -> None:
         if block is not None:
-            self.pool.note_reader(block, peer)
+            self.pool.add_reader(block, peer)
         self.sent_bytes += num_bytes
         self.links[peer].send(tag, block, num_bytes, header, skipped, event_number)
 

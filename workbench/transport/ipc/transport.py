@@ -87,7 +87,7 @@ class IpcTransport(MessageTransport, AsyncTransport):
         return lambda: self._receive(receives, tag << 1, text)
 
     @closes_on_error
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         text = encode_header(header)

@@ -35,7 +35,7 @@ class Heartbeat:
         alone = [peer for peer, member in enumerate(members) if num_near[member.host, member.namespace] == 1]
         self.alone_on_host = frozenset(alone if len(members) > 1 else ())
         self._silence_s = max(SILENCE_S, grace_from_environment())
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._last_counts: dict[int, tuple[bytes, float]] = {}
         self._over = threading.Event()
         if rank in self.alone_on_host:
             threading.Thread(target=self._run, name="workbench-heartbeat", daemon=True).start()
@@ -46,9 +46,9 @@ class Heartbeat:
         if rank not in self.alone_on_host or not self._store.check([key]):
             return None
         count, now = self._store.get(key), time.monotonic()
-        before, since = self._heard.get(rank, (b"", now))
+        before, since = self._last_counts.get(rank, (b"", now))
         if count != before:
-            self._heard[rank] = (count, now)
+            self._last_counts[rank] = (count, now)
             return None
         if now - since < self._silence_s:
             return None

@@ -92,7 +92,7 @@ class SharedTransport(MessageTransport, AsyncTransport):
             self._acknowledge(source, message)
 
     @closes_on_error
-    def borrow(
+    def exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         text = encode_header(header)

@@ -44,7 +44,7 @@ class LiveView(widgets.VBox):
         # While a cell runs, the kernel handles no messages of the page, so do not wait for any.
         self.failures = Failures()
         with self.failures.collecting():
-            self.live = run_view.RunView(session.num_engines, patience_s=0.5)
+            self.live = run_view.RunView(session.num_engines, answer_timeout_s=0.5)
             page = PageLink(on_width=self.live.fit)  # now: the kernel handles no message of a page while a cell runs
         self._number = 0
         self._is_going = False

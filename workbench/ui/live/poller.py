@@ -29,7 +29,7 @@ class Run(Protocol):
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Ask a paused run to go on."""
 
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:

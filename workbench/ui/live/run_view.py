@@ -46,7 +46,7 @@ class RunView:
     Args:
         num_ranks: the number of ranks of the world.
         buttons: the widgets beside the title.
-        patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
+        answer_timeout_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
         has_status: whether ``status`` is part of the view. Otherwise the caller shows it.
     """
 
@@ -54,10 +54,10 @@ class RunView:
         self,
         num_ranks: int,
         buttons: Sequence[widgets.Widget] = (),
-        patience_s: float = 5.0,
+        answer_timeout_s: float = 5.0,
         has_status: bool = True,
     ) -> None:
-        self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
+        self._num_ranks, self._buttons, self._answer_timeout_s = num_ranks, tuple(buttons), answer_timeout_s
         self._has_status = has_status
         self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
@@ -284,7 +284,7 @@ class RunView:
             self._show_progress()
         if not self._seen:
             return
-        if not everything and self.link.is_behind(self._clock(), self._patience_s):
+        if not everything and self.link.is_behind(self._clock(), self._answer_timeout_s):
             return
         due = {name for name in INTERVALS_S if name != "progress" and (everything or self._is_due(name))}
         if self.history.last_step:
@@ -365,7 +365,7 @@ class RunView:
         """Draw in this theme from now on."""
         if colours is not self._colours:
             self._colours = colours
-            self._draw_anew()
+            self._redraw()
 
     def fit(self, width_px: float) -> None:
         """Draw in this width, in pixels, from now on. A view too narrow for four panes in a row has two rows."""
@@ -373,14 +373,14 @@ class RunView:
         if frame != self._frame:
             self._frame = frame
             (self.box.remove_class if frame.num_columns == 4 else self.box.add_class)("wb-narrow")
-            self._draw_anew()
+            self._redraw()
 
     def _draw_loss_scale(self) -> None:
         if self.shown is not None:
             with self.shown.drawing() as figure:
                 live_figure.show_loss_scale(figure, self.log_scale.value)
 
-    def _draw_anew(self) -> None:
+    def _redraw(self) -> None:
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:

@@ -29,7 +29,7 @@ def costs_of(
     if _is_shape(dataset):
         return layer_costs(model_fn, dataset)
     batch = first_batch(dataset, loss_fn, collate_fn)
-    return layer_costs(model_fn, batch.inputs, loss_fn, batch.targets)
+    return layer_costs(model_fn, batch.inputs, loss_fn=loss_fn, targets=batch.targets)
 
 
 def measured(session: Any) -> Hardware:

@@ -158,10 +158,10 @@ class RunsSection:
             self.is_paused = True
             self._show_buttons()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue a paused run under its present strategy."""
         if self._poller is not None and self.is_paused:
-            self._poller.run.go_on()
+            self._poller.run.resume()
             self.is_paused = self._is_changing = False
             self._show_buttons()
 
@@ -188,12 +188,12 @@ class RunsSection:
         self._poller.run.change(strategy, label, predictions(estimate))
         self._expect(estimate, strategy)
         self.is_paused = True  # a run that is not paused ignores it
-        self.go_on()
+        self.resume()
         self._callbacks.changed()
 
     def keep(self) -> None:
         """Continue under the run's present strategy."""
-        self.go_on()
+        self.resume()
         self._callbacks.changed()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -291,7 +291,7 @@ class RunsSection:
     # ---- buttons --------------------------------------------------------------------------------------------------
 
     def _on_pause(self) -> None:
-        (self.go_on if self.is_paused else self.pause)()
+        (self.resume if self.is_paused else self.pause)()
 
     def _on_check(self, change: Any) -> None:
         self._trainer.check_steps = self._checked_steps if change["new"] else 0

@@ -218,11 +218,11 @@ def filter_rows(rows: Sequence[Row], text: str) -> list[Row]:
         if word not in _WORDS:
             raise ValueError(f"filter {part.strip()!r}: no column {word!r}. Columns are {', '.join(_WORDS)}.")
         key, unit = _WORDS[word]
-        kept = [row for row in kept if _meets(row.values.get(key), sign, float(number) * unit)]
+        kept = [row for row in kept if _satisfies(row.values.get(key), sign, float(number) * unit)]
     return kept
 
 
-def _meets(value: float | None, sign: str, limit: float) -> bool:
+def _satisfies(value: float | None, sign: str, limit: float) -> bool:
     if value is None:
         return False
     return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit, "=": value == limit}[

@@ -161,8 +161,8 @@ class _BackgroundRun:
     def pause(self) -> None:
         self._ask(TrainingRun.pause)
 
-    def go_on(self) -> None:
-        self._ask(TrainingRun.go_on)
+    def resume(self) -> None:
+        self._ask(TrainingRun.resume)
 
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
         self._ask(lambda run: run.change(strategy, name, predicted))

@@ -110,7 +110,7 @@ class Tabs {
 
 function serve(model, el, panel) {
   const tabs = new Tabs(model, el, panel);
-  const listeners = { "change:chosen": () => tabs.draw(), "change:names": () => tabs.drawNames(), "change:heard": () => tabs.answer() };
+  const listeners = { "change:chosen": () => tabs.draw(), "change:names": () => tabs.drawNames(), "change:num_answers": () => tabs.answer() };
   for (const [event, listener] of Object.entries(listeners)) model.on(event, listener);
   const click = (event) => tabs.onPanelClick(event);
   panel.addEventListener("click", click);

@@ -78,7 +78,7 @@ def tree(layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
     """
     nodes: list[Node] = []
     blocks = [_Block(path, tuple(indices)) for path, indices in _by_block(layers)]
-    for _, group in groupby(blocks, key=lambda block: _likeness(block, layers)):
+    for _, group in groupby(blocks, key=lambda block: _group_key(block, layers)):
         alike = list(group)
         if len(alike[0].layers) == 1 and len(alike) < _SINGLES_WORTH_FOLDING:
             nodes += [_leaf(layers, index) for block in alike for index in block.layers]
@@ -92,7 +92,7 @@ def _by_block(layers: Sequence[Layer]) -> Iterator[tuple[str, list[int]]]:
         yield path, list(group)
 
 
-def _likeness(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
+def _group_key(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
     """A key that is equal for blocks of one parent with the same layers, and unique for a layer outside of blocks."""
     if not block.number.isdecimal():
         return (block.path,)

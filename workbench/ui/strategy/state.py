@@ -241,11 +241,11 @@ class PanelState:
 
     def undo(self) -> None:
         """Take back the last edit."""
-        self._travel(self._before, self._after)
+        self._move_through_history(self._before, self._after)
 
     def redo(self) -> None:
         """Repeat the undone edit."""
-        self._travel(self._after, self._before)
+        self._move_through_history(self._after, self._before)
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class PanelState:
         self._now = moment
         self._check()
 
-    def _travel(self, source: list[_UndoEntry], target: list[_UndoEntry]) -> None:
+    def _move_through_history(self, source: list[_UndoEntry], target: list[_UndoEntry]) -> None:
         self.text_problem = self.draft = ""
         if source:
             target.append(self._now)

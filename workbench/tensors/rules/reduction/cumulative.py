@@ -32,12 +32,12 @@ def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan,
     rows = gathered_rows(x, stages, lambda t: total(t, dim), [result_dtype], "cumsum")[0]
     number = shard_number(x, dim)
 
-    def go_on(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def add_before(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         joined = torch.cat([before.narrow(dim, 0, number), t], dim)
         return scan(joined, dim).narrow(dim, number, t.shape[dim]).contiguous()
 
     out_spec = [(stages.layout, x._spec.shape, result_dtype)]
-    return on_shards(go_on, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
+    return on_shards(add_before, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
 
 
 def _result_dtype(given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -103,7 +103,7 @@ def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
         values, indices = scan(t, dim)
         return values.narrow(dim, t.shape[dim] - 1, 1), indices.narrow(dim, t.shape[dim] - 1, 1) + start
 
-    def go_on(t: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_before(t: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = torch.tensor(earlier, dtype=torch.int64, device=t.device)
         joined = torch.cat([rows.index_select(dim, chosen), t], dim)
         own = torch.arange(start, start + t.shape[dim], device=t.device)
@@ -115,7 +115,7 @@ def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
 
     pair = gathered_rows(x, stages, last, [x.dtype, torch.int64], name)
     outs = [(stages.layout, x._spec.shape, d) for d in (x.dtype, torch.int64)]
-    found = on_shards(go_on, [x, *pair], [stages.layout, stages.gathered, stages.gathered], outs, name)
+    found = on_shards(add_before, [x, *pair], [stages.layout, stages.gathered, stages.gathered], outs, name)
     return getattr(torch.return_types, name)(tuple(found))
 
 

@@ -21,7 +21,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.global_tensor import Spec, local_torch
-from workbench.tensors.unseen_by_modes import unseen_by_modes
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
 
 MAX_SEGMENTS = 512
@@ -209,7 +209,7 @@ def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> l
 
 
 def _run(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with unseen_by_modes():
+    with hidden_from_modes():
         return _exchange(plan, world, tag, locals_)
 
 

@@ -1,7 +1,7 @@
-"""What users' dispatch modes do not see: exchanges between ranks, and functions that are tried on metadata.
+"""Hides exchanges between ranks, and functions that run on metadata, from users' dispatch modes.
 
-A mode may give back what an earlier call of an operator returned (selective checkpointing does), by the operator and by
-how often it was called. Only what a program itself calls is called as often each time.
+A mode may return the result of an earlier call, as selective checkpointing does: it finds the call by its operator and
+by the number of calls before. Only the calls of the program itself are the same in each run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _num_modes = torch._C._len_torch_dispatch_stack
 _nothing = nullcontext()
 
 
-def unseen_by_modes() -> AbstractContextManager[None]:
+def hidden_from_modes() -> AbstractContextManager[None]:
     """A context in which only the modes of this package and torch's own (fake tensors, tracing) see operators."""
     return _without_modes_of_users() if _num_modes() else _nothing
 
@@ -47,4 +47,4 @@ def _is_of_a_user(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is None and not type(mode).__module__.startswith("workbench.")
 
 
-__all__ = ["unseen_by_modes"]
+__all__ = ["hidden_from_modes"]

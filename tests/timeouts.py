@@ -1,7 +1,7 @@
-"""How long tests wait: for what has to happen, until it has. No test has a limit of its own.
+"""How long tests wait for an event. No test has a limit of its own.
 
-A machine that others use takes ten times as long for everything; a short limit finds no mistake that a long one does
-not. A promise of a time is another matter: such tests are marked ``timed`` and run when nothing else does.
+A shared machine may take ten times as long, and a short limit finds no mistake that a long one misses. Tests that
+promise a time are marked ``timed`` and run alone.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 90.0
+WAIT_TIMEOUT_S = 90.0
 """For processes, threads and messages. Below the limit of a whole test in pyproject.toml: the wait says what for."""
-PROGRAM_PATIENCE_S = 240.0
+PROGRAM_TIMEOUT_S = 240.0
 """For a program of its own, which loads torch, and may start engines that load it again."""
-PAGE_PATIENCE_S = 240.0
+PAGE_TIMEOUT_S = 240.0
 """For a page, its server and its kernel, which load half of what is installed."""
 
 
@@ -28,8 +28,8 @@ def wait_until(condition: Callable[[], object], what: object = "what was waited 
 
     >>> wait_until(lambda: True)
     """
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_TIMEOUT_S
     while not condition():
         told = what() if callable(what) else what
-        assert time.monotonic() < deadline_s, f"{told} did not happen within {PATIENCE_S:g} s"
+        assert time.monotonic() < deadline_s, f"{told} did not happen within {WAIT_TIMEOUT_S:g} s"
         time.sleep(0.02)

@@ -22,7 +22,7 @@ from workbench.training.strategies.reshard_state import OptimizerState
 from workbench.training.strategies.state import ParallelState, describe, state_of
 
 
-def settle_stages(module: nn.Module, state: ParallelState, inputs: Any, world: World) -> ParallelState:
+def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: World) -> ParallelState:
     """What is in force on the module once its stages follow the order of calls. All ranks call it.
 
     ``parallelize`` knows no batch: it cuts a preset's stages in the order in which the module lists its layers. One
@@ -41,9 +41,9 @@ def settle_stages(module: nn.Module, state: ParallelState, inputs: Any, world: W
     parallelize(module, strategy)
     for optimizer in optimizers:
         optimizer.reshard({})
-    settled = state_of(module)
-    settled.has_compared_batch = state.has_compared_batch
-    return settled
+    reordered = state_of(module)
+    reordered.has_compared_batch = state.has_compared_batch
+    return reordered
 
 
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
