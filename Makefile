@@ -9,7 +9,7 @@
 #   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks, documentation
 #   make docs        the documentation as a site, in out/site
-#   make zoo         some hundred models of other libraries under five strategies, and docs/models.md of it
+#   make zoo         hundreds of models of other libraries under five strategies; writes docs/models.md
 #   make bench       all benchmarks and one table of them, in benchmarks/results
 #   make clean       remove .venv, caches and out
 #

@@ -18,6 +18,10 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def compiled(module):
+    return torch.compile(module)  # looked up in the world, which patches it
+
+
 def compiled_in_place(module):
     module.compile()
     return module
@@ -27,7 +31,7 @@ REFUSED = {
     "DistributedDataParallel": DistributedDataParallel,
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "fully_shard": fully_shard,
-    "torch.compile": torch.compile,
+    "torch.compile": compiled,
     "torch.compile ": compiled_in_place,
 }
 INSTEAD = {"DistributedDataParallel": "data", "FullyShardedDataParallel": "zero=3", "fully_shard": "zero=3"}
