@@ -1,6 +1,8 @@
 """Blocks of other stages: one autograd node replays what they leave on placeholders, where that is always the same."""
 
 import copy
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,23 +141,126 @@ def test_numbers_are_those_of_one_device_whether_a_block_is_recorded_or_not(kind
         assert recorded and any(recorded) == is_recorded
 
 
+class Projector(nn.Module):
+    """A block of one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class WithAPool(nn.Module):
+    """The loss does not use what the pool makes of the features, as of the vision tower of many a language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pool, self.b, self.head = nn.Linear(8, 8), Projector(), Projector(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        pooled = self.pool(x)
+        return self.head(self.b(x)) + 0 * pooled.detach().mean()
+
+
+def test_a_block_whose_input_another_block_has_boxed_is_linked_to_it():
+    """Micro-batches after the recorded one: their gradient passes the boxing that the pool has made."""
+    torch.manual_seed(0)
+    one = WithAPool()
+    models = [copy.deepcopy(one) for _ in range(2)]
+    truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
+    strategy = "a: data; pool: data@1; b: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
+    for losses, grads, recorded, _ in run_ranks(program_of(models, strategy), 2):
+        assert losses == pytest.approx(truth[0], rel=1e-5) and (not recorded or all(recorded))
+        torch.testing.assert_close(grads[0], truth[1][0], rtol=1e-4, atol=1e-6)
+
+
+class WithAnIndexer(nn.Module):
+    """A block that reads views of another stage's numbers twice without gradients, and once with."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 8), Projector(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        angles = self.a(x)
+        hidden = self.b(x)
+        with torch.no_grad():
+            some = angles.unsqueeze(1)
+            chosen = (hidden.unsqueeze(1) * some + some).squeeze(1) > 0
+        return self.head(hidden * angles.unsqueeze(0).squeeze(0) * chosen)
+
+
+def test_views_without_gradients_are_boxed_alike_on_all_ranks():
+    torch.manual_seed(0)
+    one = WithAnIndexer()
+    models = [copy.deepcopy(one) for _ in range(2)]
+    truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
+    for losses, grads, *_ in run_ranks(program_of(models, "a: data; b: data@1; head: data@1 | 2x1x1 mb=2 1f1b"), 2):
+        assert losses == pytest.approx(truth[0], rel=1e-5)
+        torch.testing.assert_close(grads, truth[1], rtol=1e-4, atol=1e-6)
+
+
+CALLS = [0, 0, 0]
+
+
+class Counted(nn.Linear):
+    """Counts its calls on each rank, in no attribute of its own."""
+
+    def forward(self, x):
+        CALLS[current().rank] += 1
+        return super().forward(x)
+
+
 def test_a_recorded_block_is_not_run_again():
     torch.manual_seed(0)
     one = Model(Block)
-    models, calls = [copy.deepcopy(one) for _ in range(3)], [0, 0, 0]
+    one.c.one = Counted(8, 8)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    CALLS[:] = 0, 0, 0
+    run_ranks(program_of(models, ROWS), 3)
+    assert CALLS[2] == 3 * 2 and CALLS[0] == CALLS[1] == 1
 
-    def program(rank):
-        models[rank].c.one.register_forward_hook(lambda *_: calls.__setitem__(rank, calls[rank] + 1))
-        program_of(models, ROWS)(rank)
 
-    run_ranks(program, 3)
-    assert calls[2] == 3 * 2 and calls[0] == calls[1] == 1
+class Capturing(nn.Module):
+    """Uses what a hook has kept of a layer inside a block, as models do that return hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = Block(), Block(), nn.Linear(8, 4)
+        self.a.one.register_forward_hook(lambda module, args, output: kept_now().append(output))
+
+    def forward(self, x):
+        kept_now().clear()
+        x, side = self.b(*self.a(x, x * 1.0))
+        return self.head(x + side + kept_now()[0])
+
+
+_kept = threading.local()
+
+
+def kept_now():
+    if not hasattr(_kept, "outputs"):
+        _kept.outputs = []
+    return _kept.outputs
+
+
+def test_hooks_inside_a_block_of_another_stage_are_called_in_every_micro_batch():
+    torch.manual_seed(0)
+    one = Capturing().eval()
+    models = [copy.deepcopy(one) for _ in range(2)]
+    truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
+    for losses, grads, *_ in run_ranks(program_of(models, "a: data; b: data@1; head: data@1 | 2x1x1 mb=2 1f1b"), 2):
+        assert losses == pytest.approx(truth[0], rel=1e-5)
+        torch.testing.assert_close(grads, truth[1], rtol=1e-4, atol=1e-6)
 
 
 def test_what_a_forward_changes_besides_its_result_is_noticed():
     """torch's own generator, an attribute, a buffer: any of them and a block runs unchanged."""
     block = Normed()
-    placeholder = PlaceholderForward(block, None)
+    placeholder = PlaceholderForward(block, SimpleNamespace(device=torch.device("cpu")))
 
     def is_noticed(change):
         before = placeholder.state([])
@@ -186,6 +291,34 @@ def test_after_a_micro_batch_of_no_weight_the_others_leave_their_gradients_on_pl
     learn = [p.grad is not None for p in one.parameters()]  # not what is before a cut
     assert 0 < sum(learn) < len(learn)
     assert run_ranks(program, 3) == [[learn, learn]] * 3
+
+
+class UsesOneResult(Model):
+    """The last block's second result is in no loss, as the layout stream of LiLT."""
+
+    def forward(self, x):
+        x, side = self.b(*self.a(x, x * 1.0))
+        x, _ = self.c(x + side, side)
+        return self.head(x)
+
+
+def test_only_parameters_of_the_results_that_are_used_have_gradients():
+    torch.manual_seed(0)
+    one = UsesOneResult(Block)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def program(rank):
+        model = wb.parallelize(models[rank], ROWS)
+        for _ in range(2):
+            model.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return [p.grad is not None for p in model.parameters()]
+
+    F.cross_entropy(one(inputs), targets).backward()
+    learn = [p.grad is not None for p in one.parameters()]
+    assert not all(learn)
+    assert run_ranks(program, 3) == [learn] * 3
 
 
 def test_a_program_may_ask_for_the_gradients_of_other_stages_itself():

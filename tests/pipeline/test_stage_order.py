@@ -67,6 +67,38 @@ class ComesBack(nn.Module):
         return self.one(x)
 
 
+class AddsInPlace(nn.Module):
+    """Tables of several kinds are summed in place, as in TAPAS: none can be on a later stage than the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(10, 8), nn.Embedding(50, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, words):
+        x = self.words(words) * 2
+        x += self.kinds(words)
+        x[:, 0] += 1
+        return self.head(self.norm(x).mean(1))
+
+
+class UsesAWeight(nn.Module):
+    """The first layers use the weight of one that is listed last and never called, as LayoutLMv3's biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.bias = nn.Linear(8, 8)
+
+    def forward(self, words):
+        x = self.words(words).mean(1)
+        bias = self.bias.weight.t()[0] * 2
+        for layer in self.body:
+            x = layer(x + bias).tanh()
+        return x[:, :4]
+
+
 def train(model, step, num_steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -204,3 +236,31 @@ def test_stages_are_partitioned_and_counted_in_the_order_of_calls():
     assert list(balance.stages)[:3] == ["words", "firsts.0", "seconds.0"]
     run = wb.planner.dry_run(HeadFirst, "pipeline | mb=2", 2, WORDS, CLASSES, F.cross_entropy)
     assert {layer.name: layer.stage for layer in run.strategy.layers}["head"] == 1
+
+
+def test_what_is_added_in_place_is_made_on_one_stage():
+    used = assert_trains_as_one_device(AddsInPlace().double(), "pipeline | mb=2", 2, 2)
+    assert used == "words: data@0; kinds: data@0; norm: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
+
+
+def test_a_layer_whose_weight_is_used_without_a_call_is_where_it_is_used():
+    used = assert_trains_as_one_device(UsesAWeight().double(), "pipeline | mb=2", 2, 2)
+    stages = {row.pattern: row.stage for row in Strategy(used).rows}
+    assert stages["bias"] == 0 and "1f1b" in used
+
+
+def test_where_every_cut_goes_through_what_is_added_in_place_a_schedule_goes_back():
+    assert "gpipe" in assert_trains_as_one_device(AddsInPlace().double(), "pipeline | mb=2", 4, 2)
+
+
+def test_a_write_in_place_to_an_earlier_stage_is_named():
+    rows = "words: data; kinds: data@1; norm: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
+
+    models = [copy.deepcopy(one) for one in [AddsInPlace()] * 2]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], rows)
+        wb.forward_backward(model, F.cross_entropy, WORDS, CLASSES)
+
+    with pytest.raises(StrategyError, match=r"in place.*stage 0.*stage 1.*one stage.*x = x \+ y.*gpipe"):
+        run_ranks(program, 2)

@@ -180,7 +180,7 @@ def _comes_back(layers: Sequence[Layer], stages: Sequence[int]) -> bool:
     """Whether a forward comes back to an earlier stage."""
     calls = [(layer.calls, stage) for layer, stage in zip(layers, stages, strict=True) if layer.calls]
     return any(
-        stage < later and first < start < last
+        stage < later and first < start <= last
         for (first, last), stage in calls
         if first < last
         for (start, _), later in calls

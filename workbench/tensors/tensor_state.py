@@ -48,6 +48,8 @@ class TensorState(Annotated):
     """Of a ``BoxedView``: the ``Origin`` that it was boxed from."""
     _root: Any = None
     """Of a ``BoxedView``: the boxed tensor whose storage it shares; None where it has its own."""
+    _view_call: Any = None
+    """Of a ``BoxedView``: the ``ViewCall`` that made it, which tells the strides that it has on one device."""
     _ambiguity: str = ""
     """Of an ``AmbiguousTensor``: what was written in place."""
 
@@ -84,6 +86,7 @@ def share_memory(made: TensorState, tensor: TensorState) -> None:
     made.__class__ = tensor.__class__
     made._memory_owner, made._origin, made._ambiguity = tensor._memory_owner, tensor._origin, tensor._ambiguity
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
+    made._view_call = tensor._view_call
 
 
 def forget_sum_of(grad: TensorState) -> None:
@@ -105,4 +108,4 @@ def forget_memory(tensor: TensorState) -> None:
     forget_derived(tensor)
     if tensor._origin is not None or tensor._ambiguity:
         tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
-    tensor._origin = tensor._root = tensor._history_base = tensor._memory_owner = None
+    tensor._origin = tensor._root = tensor._view_call = tensor._history_base = tensor._memory_owner = None

@@ -118,7 +118,12 @@ def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor
         return None
     cache: dict[Any, GlobalTensor] = tensor._boxings or {}
     here = [key for key in cache if key[0].placement == placement]
-    return cache[here[0]] if here and here[0][1] == _state_of(tensor) else None
+    if not here or here[0][1] != _state_of(tensor):
+        return None
+    boxed = cache[here[0]]
+    if (running := tensor._spec.world.context.running) is not None:
+        running.add_reuse(tensor, boxed, "")
+    return boxed
 
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
@@ -130,7 +135,8 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     with local_torch():
         # A leaf and its cached boxing would keep each other alive through autograd.
         # A tensor of inference mode has no version, so later writes to it are not seen.
-        if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
+        is_leaf = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+        if tensor._is_param or is_leaf or tensor.is_inference():
             return None
         # A step that is being recorded must not use an earlier step's boxings.
         recorder = tensor._spec.world.context.recorder

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -63,6 +63,15 @@ class Origin:
     place: Any = None
 
 
+class ViewCall(NamedTuple):
+    """The call of a view function, and which of its results a boxed view is."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: int
+
+
 class BoxedView(GlobalTensor):
     """A view whose storage is its own, because its values came from other ranks."""
 
@@ -86,7 +95,7 @@ class BoxedView(GlobalTensor):
         if written is not None:
             _write_back(written)
         elif name.folded in ALIASING and args and type(args[0]) is BoxedView:
-            _inherit(result, args[0])
+            _inherit(result, args[0], (func, args, kwargs or {}))
         return result
 
     def to_global(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +122,9 @@ class BoxedView(GlobalTensor):
         return GlobalTensor.__reduce_ex__(self, protocol)
 
     @classmethod
-    def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
+    def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None, call: ViewCall) -> None:
         tensor.__class__ = cls
-        tensor._origin, tensor._root = origin, root
+        tensor._origin, tensor._root, tensor._view_call = origin, root, call
 
 
 def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
@@ -129,8 +138,12 @@ def _version(tensor: GlobalTensor) -> int:
         return version_of(tensor)
 
 
-def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTensor, result: Any) -> Any:
+def remember_copies(
+    local: Any, name: str, call: tuple[Any, Any, Any], base: GlobalTensor, boxed: GlobalTensor, result: Any
+) -> Any:
     """Turn the tensors in ``result``, which the view function ``name`` made of ``base``, into boxed views.
+
+    ``call`` is the function with its arguments.
 
     ``boxed`` is the base in the layout that the function wanted, and the results are local views of it; unless
     ``local``, which made them, has moved rows: then they own their storage, and ``local.items`` says for each which
@@ -145,11 +158,13 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
         if items is None:
             write = None if name in PERHAPS_ALIASING else base.copy_
             fetch: Callable[[], Any] = partial(box, base, boxed._spec.layout)
-            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed, ViewCall(*call, position))
         else:
             place = items[position]
             write, fetch = partial(_put, base, place), partial(_get, base, place)
-            BoxedView._of(view, Origin(name, base, _version(base), write, fetch, place), None)
+            BoxedView._of(
+                view, Origin(name, base, _version(base), write, fetch, place), None, ViewCall(*call, position)
+            )
     return result
 
 
@@ -179,12 +194,12 @@ def _get(base: GlobalTensor, place: Any) -> Any:
     return base[place]
 
 
-def _inherit(result: Any, view: GlobalTensor) -> None:
+def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> None:
     """Views of a boxed view share its storage and its origin."""
     root = view if view._root is None else view._root
-    for leaf in tree_leaves(result):
+    for number, leaf in enumerate(tree_leaves(result)):
         if type(leaf) is GlobalTensor:
-            BoxedView._of(leaf, view._origin, root)
+            BoxedView._of(leaf, view._origin, root, ViewCall(*call, number))
 
 
 class AmbiguousTensor(GlobalTensor):

@@ -211,13 +211,15 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not placements <= set(world.context.call.stage_order):
             refuse_two_placements(func, args, kwargs, known)
         placement = max(placements, key=world.context.call.stage_order.index)
-    if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
+    name, why = fold_name(func), "an operation between stages"
+    if name.in_place and isinstance(leaves[0], GlobalTensor):
         placement = leaves[0]._spec.layout.placement  # a target of a write keeps its placement
+        why = f"{name.folded} in place"
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf
         if not isinstance(leaf, torch.Tensor)
-        else _to_placement(leaf, placement)
+        else _to_placement(leaf, placement, why)
         if isinstance(leaf, GlobalTensor)
         else from_local(leaf, world, layout, partial(plain_operand_text, func, args, kwargs, leaf))
         for leaf in leaves
@@ -225,7 +227,7 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return tree_unflatten(joined, structure)
 
 
-def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
+def _to_placement(tensor: GlobalTensor, placement: Placement, why: str) -> GlobalTensor:
     layout = tensor._spec.layout
     if layout.placement == placement:
         return tensor
@@ -236,7 +238,7 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
     target = Layout.of(placement, entries)
-    return box_implicitly(tensor, target, "an operation between stages")
+    return box_implicitly(tensor, target, why)
 
 
 def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
@@ -259,7 +261,9 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
             return operands[0]
         result = _wrap_all(result, plan.outputs)
     if plan.copies_view:
-        return remember_copies(plan.local, plan.name.folded, operands_of(*given)[0], operands[0], result)
+        return remember_copies(
+            plan.local, plan.name.folded, (func, *given), operands_of(*given)[0], operands[0], result
+        )
     return result
 
 

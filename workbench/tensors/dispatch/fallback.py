@@ -51,6 +51,7 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
         if isinstance(leaf, GlobalTensor):
             leaves[position] = box_implicitly(leaf, leaf._spec.layout.broadcast(), plan.name.folded)
     whole = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    given = (func, args, kwargs)
     args, kwargs = tree_unflatten(leaves, structure)
     layout = whole[0]._spec.layout
     infos = None
@@ -63,7 +64,7 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
             result = func(*args, **kwargs)
         result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
     if plan.copies_view and whole[0] is not operands[0]:
-        return remember_copies(plan.local, plan.name.folded, operands[0], whole[0], result)
+        return remember_copies(plan.local, plan.name.folded, given, operands[0], whole[0], result)
     return result
 
 

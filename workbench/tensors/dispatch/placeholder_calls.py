@@ -278,8 +278,8 @@ def _alike(
         linked = [operand for operand in operands if operand.requires_grad]
     else:
         linked = [operands[i] for i in links if operands[i].requires_grad] if links else []
-    if not linked:
-        return [new_placeholder(shape, dtype, device) for shape, dtype, _ in infos]
+    if not linked or not torch.is_grad_enabled():  # without gradients, views alone still require one
+        return [new_placeholder(shape, dtype, device).requires_grad_(bool(linked)) for shape, dtype, _ in infos]
     again = _second_order(linked, [id(t) for t in linked], recipe, device)
     made: Sequence[torch.Tensor] = _apply_placeholder(infos, device, again, on_backward, *linked)
     return made

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import LayoutError
+from workbench.tensors.dispatch.integers import with_integers
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 
 
@@ -25,10 +27,8 @@ def on_meta(tensor: GlobalTensor) -> torch.Tensor:
         LayoutError: the shard does not tell them.
     """
     spec = tensor._spec
-    origin, root = tensor._origin, tensor._root
-    if origin is not None and origin.place is not None and root is None:
-        return on_meta(origin.base)[origin.place]
-    viewed = origin.base if origin is not None and origin.place is None else root
+    if tensor._view_call is not None:
+        return _viewed_on_meta(tensor)
     with local_torch():
         shard: Any = tensor.detach()
         dtype, strides, offset = shard.dtype, shard.stride(), shard.storage_offset()
@@ -41,13 +41,29 @@ def on_meta(tensor: GlobalTensor) -> torch.Tensor:
     start = None if logical is None else _logical_offset(offset, strides, logical, spec.layout, is_filled)
     if logical is None or start is None:
         _refuse(tensor, strides, f"it is part of a larger tensor, from element {offset} of its memory")
-    if viewed is not None:
-        base = on_meta(viewed)
-        if not base.is_contiguous():
-            _refuse(tensor, strides, f"it is a view of a tensor that was boxed, with strides {base.stride()} before")
-        start += int(base.storage_offset())
     reached = start + sum((size - 1) * stride for size, stride in zip(spec.shape, logical, strict=True)) + 1
     return torch.empty(max(reached, start), dtype=dtype, device="meta").as_strided(spec.shape, logical, start)
+
+
+def _viewed_on_meta(view: GlobalTensor) -> torch.Tensor:
+    """What the view function gives of a tensor that lies as its base does on one device."""
+
+    def as_meta(leaf: Any) -> Any:
+        if isinstance(leaf, GlobalTensor):
+            return on_meta(leaf)
+        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    call = view._view_call
+    given = with_integers(call.func, call.args, call.kwargs) or (call.args, call.kwargs)
+    args, kwargs = tree_map(as_meta, given)
+    try:
+        made: torch.Tensor = tree_leaves(call.func(*args, **kwargs))[call.number]
+    except RuntimeError as error:
+        raise LayoutError(
+            f"strides of a tensor {tuple(view._spec.shape)} in {view._spec.layout}, a view that was boxed: on one "
+            f"device torch refuses it ({error}). Write .reshape(...) in place of .view(...)."
+        ) from error
+    return made
 
 
 def contiguous_strides(shape: Shape) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -104,6 +104,7 @@ class CallRecord:
 class ForwardCache(ABC):
     """A block's forward within scheduled steps.
 
+    ``hooks`` are the ids of hooks that ``parallelize`` has put on layers; a block with others inside runs unchanged.
     A subclass says which boxings a replay may skip (``may_skip``), makes a record of a call (``record``; None where a
     replay would differ), and replays it (``replay``).
     """
@@ -111,8 +112,8 @@ class ForwardCache(ABC):
     takes_plain = False
     """Whether calls with plain tensors may be replayed: their values may decide what the call does."""
 
-    def __init__(self, module: nn.Module, world: World) -> None:
-        self.module, self.world = module, world
+    def __init__(self, module: nn.Module, world: World, hooks: Set[int] = frozenset()) -> None:
+        self.module, self.world, self._hooks = module, world, hooks
         self._parts = list(module.modules())
         self._records: dict[Any, Any] = {}
         self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
@@ -247,8 +248,15 @@ class ForwardCache(ABC):
         has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in tree_leaves(result))
         if not observer.can_skip or num_keys is None or has_boxings or not same(before, self.state(inputs)):
             return result, None
+        if not all(self._has_no_hooks(part) for part in self._parts[1:]):
+            return result, None
         call = CallRecord(observer, context.position - start, num_keys)
         return result, self.record(result, inputs, call)
+
+    def _has_no_hooks(self, part: nn.Module) -> bool:
+        """Whether a module has no hooks of the user, which a replay would not call."""
+        found = {*part._forward_hooks, *part._forward_pre_hooks}
+        return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
 
     def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
         """The state that a forward may change: attributes, buffers, inputs, torch's generators."""

@@ -62,8 +62,8 @@ class LocalForward(ForwardCache):
     takes_plain = True
 
     def __init__(self, module: nn.Module, placement: Placement, world: World, hooks: Set[int]) -> None:
-        super().__init__(module, world)
-        self.placement, self._hooks = placement, hooks
+        super().__init__(module, world, hooks)
+        self.placement = placement
         self._hooked = [
             (part.__dict__, part._forward_pre_hooks, part._forward_hooks)
             for part in self._parts[1:]
@@ -133,19 +133,12 @@ class LocalForward(ForwardCache):
             return None
         if any(id(t) in held or not self._is_here(t) for t in tensors):
             return None
-        if not all(self._has_no_hooks(part) for part in self._parts[1:]):
-            return None
         if not all(isinstance(leaf, (torch.Tensor, *VALUES)) for leaf in leaves):
             return None
         if not self._is_torch_alone(tensors, inputs, call.observer):
             return None
         layouts = [tensor._spec.layout for tensor in tensors]
         return LocalRecord(call.observer.boxings, boxing_of_input, call.num_tags, layouts)
-
-    def _has_no_hooks(self, part: nn.Module) -> bool:
-        """Whether a module has no hooks of the user, who would meet plain tensors in them."""
-        found = {*part._forward_hooks, *part._forward_pre_hooks}
-        return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
 
     def _is_here(self, tensor: Any) -> bool:
         return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
@@ -225,6 +218,6 @@ def forward_caches_of(
     stages = parameter_stages(module, resolved)
     hooks = {number for handle in state.handles if (number := getattr(handle, "id", None)) is not None}
     return [
-        *placeholder_forwards(module, stages, stage, world),
+        *placeholder_forwards(module, stages, stage, world, hooks),
         *local_forwards(module, stages, stage, placement, world, hooks),
     ]

@@ -8,10 +8,10 @@ with the same layouts and values. A block with other effects runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,12 +29,21 @@ from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.strategies.layout_hooks import PrepareInput
 
 
+class ResultGroup(NamedTuple):
+    """Results that are linked to the same inputs and parameters, by number, with links to inputs alone."""
+
+    numbers: list[int]
+    infos: list[OutputInfo]
+    specs: list[Spec]
+    parameters: list[GlobalTensor]
+
+
 @dataclass
 class PlaceholderRecord:
     """The effects of a call. Links count inputs first, then results of ``boxings``, then ``parameters``.
 
     Attributes:
-        infos_of_operands: the infos without links to parameters; None if a parameter has hooks or is the only link.
+        groups: results that are linked alike; None if a parameter has hooks or is the only link.
     """
 
     boxings: list[InputBoxing]
@@ -42,7 +51,7 @@ class PlaceholderRecord:
     num_tags: int
     num_keys: int
     infos: list[OutputInfo]
-    infos_of_operands: list[OutputInfo] | None
+    groups: list[ResultGroup] | None
     specs: list[Spec]
     structure: Any
     leaves: list[Any]
@@ -68,18 +77,25 @@ class PlaceholderForward(ForwardCache):
         for _ in range(record.num_keys):
             draw_key(world)
         operands = [*inputs, *boxed]
-        if record.infos_of_operands is None or world.context.differentiates_within_steps:
-            placeholders = placeholder_outputs(
-                record.infos, [*operands, *record.parameters], record.specs, world.device
-            )
+        if record.groups is None or world.context.differentiates_within_steps:
+            linked = [*operands, *record.parameters]
+            placeholders = placeholder_outputs(record.infos, linked, record.specs, world.device)
         else:
-            mark = partial(_mark_parameters, record.parameters, world.context.running)
-            infos = record.infos_of_operands
-            placeholders = placeholder_outputs(infos, operands, record.specs, world.device, on_backward=mark)
+            placeholders = self._in_groups(record.groups, operands, len(record.specs))
         if record.structure.is_leaf() and len(placeholders) == 1:
             return wrap(placeholders[0], record.specs[0])
         made = iter(wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True))
         return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
+
+    def _in_groups(self, groups: list[ResultGroup], operands: list[GlobalTensor], count: int) -> list[Any]:
+        """Results whose backward marks the parameters that they are linked to, and no others."""
+        placeholders: list[Any] = [None] * count
+        for group in groups:
+            mark = partial(_mark_parameters, group.parameters, self.world.context.running)
+            made = placeholder_outputs(group.infos, operands, group.specs, self.world.device, on_backward=mark)
+            for number, placeholder in zip(group.numbers, made, strict=True):
+                placeholders[number] = placeholder
+        return placeholders
 
     def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> PlaceholderRecord | None:
         """The record of a call; None if a result is not a new placeholder, or has links to other tensors."""
@@ -92,14 +108,16 @@ class PlaceholderForward(ForwardCache):
             infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]  # type: ignore[attr-defined]
         if not links.are_known:
             return None
+        specs = [tensor._spec for tensor in tensors]  # type: ignore[attr-defined]
+        num_operands = len(inputs) + len(call.observer.boxings)
         return PlaceholderRecord(
             call.observer.boxings,
             links.parameters,
             call.num_tags,
             call.num_keys,
             infos,
-            _links_to_operands(infos, len(inputs) + len(call.observer.boxings), links.parameters),
-            [tensor._spec for tensor in tensors],  # type: ignore[attr-defined]
+            _groups(infos, specs, num_operands, links.parameters),
+            specs,
             structure,
             [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         )
@@ -111,8 +129,8 @@ class PlaceholderLayerForward(PlaceholderForward):
     A layer with other hooks or another forward runs unchanged, because these receive the boxed inputs.
     """
 
-    def __init__(self, module: nn.Module, world: World) -> None:
-        super().__init__(module, world)
+    def __init__(self, module: nn.Module, world: World, hooks: Set[int] = frozenset()) -> None:
+        super().__init__(module, world, hooks)
         # Results of torch's modules depend on no values
         self.takes_plain = type(module).__module__.startswith("torch.nn.")
         self._input_hook: PrepareInput | None = None
@@ -145,22 +163,28 @@ def _only_hook(module: nn.Module) -> PrepareInput | None:
     return before[0] if len(before) == 1 and isinstance(before[0], PrepareInput) and not any(others) else None
 
 
-def _links_to_operands(
-    infos: list[OutputInfo], num_operands: int, parameters: list[GlobalTensor]
-) -> list[OutputInfo] | None:
-    """The infos with links to operands alone: links to a dozen parameters take longer than the rest of a block's call.
+def _groups(
+    infos: list[OutputInfo], specs: list[Spec], num_operands: int, parameters: list[GlobalTensor]
+) -> list[ResultGroup] | None:
+    """Results by their links: links to operands alone, as links to a dozen parameters take longer than the rest of a
+    block's call.
 
     None if a result has gradients through parameters only, or a hook waits for the gradient of a parameter.
     """
     if any(map(has_hooks, parameters)):
         return None
-    found: list[OutputInfo] = []
-    for shape, dtype, links in infos:
-        kept = tuple(link for link in links if link < num_operands) if isinstance(links, tuple) else links
+    groups: dict[Any, ResultGroup] = {}
+    for number, (shape, dtype, links) in enumerate(infos):
+        numbers = links if isinstance(links, tuple) else ()
+        kept = tuple(link for link in numbers if link < num_operands) if isinstance(links, tuple) else links
         if links and not kept:
             return None
-        found.append((shape, dtype, kept))
-    return found
+        learning = parameters if links is True else [parameters[n - num_operands] for n in numbers if n >= num_operands]
+        group = groups.setdefault(links, ResultGroup([], [], [], learning))
+        group.numbers.append(number)
+        group.infos.append((shape, dtype, kept))
+        group.specs.append(specs[number])
+    return list(groups.values())
 
 
 def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> None:
@@ -213,6 +237,7 @@ class _HistoryLinks:
                 if form is not None:
                     found.add(self._first_form + form)
                 else:
+                    self.are_known = self.are_known and not _holds_data(node)
                     waiting += node.next_functions
         return tuple(sorted(found))
 
@@ -225,12 +250,17 @@ class _HistoryLinks:
         return self._leaves[id(leaf)]
 
 
+def _holds_data(node: Any) -> bool:
+    """Whether it is a boxing, made outside of the call, of a tensor that this rank holds: its gradient comes back."""
+    return hasattr(node, "boxing") and not all(spec.is_placeholder for spec in node.boxing[:2])
+
+
 def placeholder_forwards(
-    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World
+    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World, hooks: Set[int]
 ) -> list[PlaceholderForward]:
     """The largest modules whose parameters all lie on one other stage, and such layers in none of them.
 
-    ``stage_of`` gives the stage of a parameter by its id.
+    ``stage_of`` gives the stage of a parameter by its id, ``hooks`` are the ids of those that ``parallelize`` has made.
     """
 
     def is_wanted(module: nn.Module) -> bool | None:
@@ -240,4 +270,5 @@ def placeholder_forwards(
         return len(stages) == 1
 
     found = blocks(root, is_wanted, with_layers=True)
-    return [PlaceholderForward(m, world) if any(m.children()) else PlaceholderLayerForward(m, world) for m in found]
+    kinds = ((PlaceholderForward if any(m.children()) else PlaceholderLayerForward, m) for m in found)
+    return [kind(m, world, hooks) for kind, m in kinds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -102,12 +102,23 @@ class RunningStep:
         if end < start:
             problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
             if problems:
-                where = f"layer {function!r}" if function else "an operation"
-                raise StrategyError(
-                    f"{where} is on stage {end}, but its input comes from stage {start}: under {self.schedule} with "
-                    f"{self.num_micro_batches} micro-batches an edge that goes back deadlocks ({problems[0]}). Put "
-                    f"{function or 'it'!r} on stage {start}, or use the schedule gpipe."
-                )
+                self._refuse_edge(function, start, end, problems[0])
+
+    def _refuse_edge(self, function: str, start: int, end: int, problem: str) -> NoReturn:
+        rule = (
+            f"under {self.schedule} with {self.num_micro_batches} micro-batches an edge that goes back deadlocks "
+            f"({problem})"
+        )
+        if function.endswith(" in place"):
+            raise StrategyError(
+                f"{function}{user_location()}: a tensor on stage {end} is to take what comes from stage {start}; "
+                f"{rule}. Put the layers that make both on one stage, write x = x + y in place of x += y, or use the "
+                "schedule gpipe."
+            )
+        raise StrategyError(
+            f"layer {function or 'an operation'!r} is on stage {end}, but its input comes from stage {start}: {rule}. "
+            f"Put {function or 'it'!r} on stage {start}, or use the schedule gpipe."
+        )
 
     def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str) -> None:
         """Record that an operation takes a boxing of a tensor that an earlier one has made."""

@@ -24,10 +24,10 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
         return call_by_plan(func, args, kwargs)  # each rank's memory is that of one device
     is_scatter = func.__name__ == "as_strided_scatter"
     meta = on_meta(tensor)
-    dense, order = _in_order_of_memory(tensor, meta)
+    dense, is_dense, order = _in_order_of_memory(tensor, meta)
     position, offset = 2 + is_scatter, meta.storage_offset()
     given = others[position] if len(others) > position else kwargs.get("storage_offset")
-    has_gaps = not on_meta(dense).is_contiguous() or (is_scatter and dense.dim() < tensor.dim())
+    has_gaps = not is_dense or (is_scatter and dense.dim() < tensor.dim())
     if has_gaps or (given is not None and given < offset):
         raise LayoutError(
             f"{func.__name__} of a tensor {tuple(tensor.shape)} in {tensor._spec.layout}, with strides {meta.stride()} "
@@ -40,14 +40,17 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     return result.permute([order.index(dim) for dim in range(len(order))]) if is_scatter else result
 
 
-def _in_order_of_memory(tensor: Any, meta: torch.Tensor) -> tuple[Any, list[int]]:
-    """A view whose dims go from outer to inner ones, and their order; dims that are expanded keep one element."""
+def _in_order_of_memory(tensor: Any, meta: torch.Tensor) -> tuple[Any, bool, list[int]]:
+    """A view whose dims go from outer to inner ones, whether it has no gaps, and the order; dims that are expanded keep
+    one element.
+    """
     expanded = [dim for dim, (size, stride) in enumerate(zip(meta.shape, meta.stride(), strict=True)) if not stride]
     for dim in reversed(expanded):
         tensor, meta = tensor.select(dim, 0), meta.select(dim, 0)
     sizes, strides = tuple(meta.shape), meta.stride()
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1))
-    return (tensor if order == list(range(len(sizes))) else tensor.permute(order)), order
+    dense = tensor if order == list(range(len(sizes))) else tensor.permute(order)
+    return dense, meta.permute(order).is_contiguous(), order
 
 
 __all__ = ["as_strided"]
