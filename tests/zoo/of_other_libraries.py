@@ -26,11 +26,11 @@ TIMM: dict[str, dict[str, Any]] = {
     "test_nfnet": {},
     "test_resnet": {},
     "test_vit": {},
-    "test_vit_relpos": {},
+    "test_vit_relpos": {"pixels": 160},
     "test_vit2": {},
-    "test_vit3": {},
+    "test_vit3": {"pixels": 160},
     "convnext_atto": {},
-    "coat_lite_tiny": {},
+    "coat_lite_tiny": {"pixels": 224},
     "convit_tiny": {"pixels": 224},
     "crossvit_9_240": {"pixels": 240},
     "cs3darknet_focus_s": {},
@@ -51,19 +51,19 @@ TIMM: dict[str, dict[str, Any]] = {
     "mobilenetv4_conv_small_050": {},
     "mnasnet_small": {},
     "tinynet_e": {},
-    "ghostnet_050": {},
+    "ghostnet_050": {"drop_rate": 0.0},
     "gmlp_ti16_224": {"pixels": 224},
     "hardcorenas_a": {},
     "hgnetv2_b0": {},
     "inception_next_atto": {},
-    "legacy_seresnet18": {},
+    "legacy_seresnet18": {"drop_rate": 0.0},
     "levit_128s": {"pixels": 224},
     "mobilevit_xxs": {},
     "mobilevitv2_050": {},
-    "pit_ti_224": {"pixels": 224},
+    "pit_ti_224": {"img_size": 64},
     "pvt_v2_b0": {},
     "regnetx_002": {},
-    "repghostnet_050": {},
+    "repghostnet_050": {"drop_rate": 0.0},
     "repvit_m0_9": {},
     "resnest14d": {},
     "rexnet_100": {},
@@ -96,15 +96,13 @@ TIMM: dict[str, dict[str, Any]] = {
         "num_heads": (1, 2, 4, 8),
         "window_size": 4,
     },
-    "mixer_s32_224": {"img_size": 64, "embed_dim": 48, "num_blocks": 2},
-    "resmlp_12_224": {"img_size": 64, "embed_dim": 48, "num_blocks": 2},
-    "poolformer_s12": {"dims": (16, 32, 48, 64), "depths": (1, 1, 2, 1)},
-    "caformer_s18": {"dims": (32, 32, 64, 64), "depths": (1, 1, 2, 1)},
-    "convmixer_768_32": {"dim": 48, "depth": 3},
-    "focalnet_tiny_srf": {"embed_dim": 24, "depths": (1, 1, 2, 1)},
+    "mlp_mixer.MlpMixer": {"img_size": 64, "embed_dim": 48, "num_blocks": 2},
+    "metaformer.MetaFormer": {"dims": (16, 32, 48, 64), "depths": (1, 1, 2, 1)},
+    "convmixer.ConvMixer": {"dim": 48, "depth": 3},
+    "focalnet.FocalNet": {"embed_dim": 24, "depths": (1, 1, 2, 1)},
     "davit_tiny": {"embed_dims": (24, 48, 96, 192), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)},
 }
-"""What ``timm.create_model`` is given; ``pixels`` of a side are 64 where nothing is said."""
+"""What ``timm.create_model`` is given, or a class of ``timm.models``; ``pixels`` of a side are 64 by default."""
 TORCHVISION: dict[str, int] = {
     "densenet121": 32, "efficientnet_b0": 32, "googlenet": 64, "mnasnet0_5": 32, "mobilenet_v2": 32, "resnet18": 32,
     "mobilenet_v3_small": 32, "regnet_y_400mf": 32, "shufflenet_v2_x0_5": 32, "squeezenet1_1": 64,
@@ -161,13 +159,20 @@ def _of_classes(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def of_timm() -> Iterator[Model]:
-    import timm
-
     for name, options in TIMM.items():
         pixels = options.get("pixels", options.get("img_size", 64))
         given = {key: value for key, value in options.items() if key != "pixels"}
-        make = functools.partial(timm.create_model, name, num_classes=CLASSES, **given)
+        make = functools.partial(_make_of_timm, name, given)
         yield Model(name, "timm", functools.partial(_classifier, make, pixels), _of_classes)
+
+
+def _make_of_timm(name: str, given: dict[str, Any]) -> nn.Module:
+    import timm
+
+    module, _, class_name = name.rpartition(".")
+    if not module:
+        return timm.create_model(name, num_classes=CLASSES, **given)
+    return getattr(importlib.import_module(f"timm.models.{module}"), class_name)(num_classes=CLASSES, **given)
 
 
 def of_torchvision() -> Iterator[Model]:

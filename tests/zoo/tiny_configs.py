@@ -32,7 +32,8 @@ SIZES: tuple[tuple[str, int | str], ...] = (
     (r"num_experts_per_tok(en)?|num_experts_per_token|top_?k(_experts)?|moe_topk?|moe_k|experts_per_token", 2),
     (r"n_group|topk_group|num_expert_groups?", 1),
     (r"n(um)?_shared_experts?|num_shared_experts", 1),
-    (r"vocab_size(_per_layer_input)?|.*_vocab_size(?<!type_vocab_size)|codebook_size", WORDS),
+    (r"vocab_size(_per_layer_input)?|.*_vocab_size(?<!type_vocab_size)", WORDS),
+    (r"codebook_size", 64),
     (r"type_vocab_size", 2),
     (r"(max_(position_embeddings|sequence_length|seq_len|seqlen|context_length)|n_positions|n_ctx|context_length)", 64),
     (r"max_(source|target|2d|length).*|block_size|seq_length|max_window_layers|.*max_position_embeddings", 64),
@@ -60,11 +61,15 @@ def tiny(config_class: Any, **given: Any) -> Any:
     """A small configuration of this class, for training in 64 bits.
 
     Args:
-        given: fields that replace what names alone give; ``text_config={...}`` for those of a part.
+        given: fields that replace what names alone give; ``text_config={...}`` for those of a part, and
+            ``backbone_config={"model_type": ...}`` for a part that there is not by default.
     """
     config = config_class(**_small_fields(config_class(), given))
     for part in all_parts(config):
         part.use_cache = False
+        if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
+            part.decoder_start_token_id = _IDS.index("decoder_start")
+            part.pad_token_id = getattr(part, "pad_token_id", None) or 0
         part._experts_implementation = "batched_mm"  # the default has no 64 bits
         for name, number in (("pad_token_id", 0), ("eos_token_id", 2)):
             if vars(part).get(name, number) is None:
@@ -78,9 +83,11 @@ def _small_fields(default: Any, given: dict[str, Any]) -> dict[str, Any]:
     values = default.to_dict()
     for name, value in values.items():
         part = vars(default).get(name)
-        if hasattr(part, "to_dict") and hasattr(part, "model_type"):
+        if _is_part(part):
             fields[name] = _small_fields(part, given.get(name, {}))
             fields[name]["model_type"] = part.model_type
+        elif (kinds := _kinds_of_layers(default, value)) is not None:
+            fields[name] = kinds
         elif name in special:
             fields[name] = special[name]
         elif (small := _small(name, value)) is not None:
@@ -94,8 +101,33 @@ def _small_fields(default: Any, given: dict[str, Any]) -> dict[str, Any]:
             fields[name] = type(value)(0) if isinstance(value, int | float) and not isinstance(value, bool) else value
     if "depths" in fields and "patch_size" in fields:  # each stage halves the image
         fields["patch_size"] = 4
-    known = {name: value for name, value in given.items() if not isinstance(value, dict)}
-    return {**{name: value for name, value in fields.items() if value is not None}, **known}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, dict) and "model_type" in value:
+            fields[name] = _part_of_type(**value)
+        elif not _is_part(vars(default).get(name)):
+            fields[name] = value
+    return fields
+
+
+def _is_part(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def _part_of_type(model_type: str, **given: Any) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return tiny(CONFIG_MAPPING[model_type], **given)
+
+
+def _kinds_of_layers(default: Any, value: Any) -> list[str] | None:
+    """Of a list with the kind of each layer: as many as there are small layers, of two kinds if it has two."""
+    if not isinstance(value, list | tuple) or len(value) <= LAYERS or not all(isinstance(v, str) for v in value):
+        return None
+    if len(value) != getattr(default, "num_hidden_layers", None):
+        return None
+    other = next((kind for kind in value if kind != value[0]), value[0])
+    return [value[0], other]
 
 
 def _small(name: str, value: Any) -> Any:
@@ -134,7 +166,7 @@ def all_parts(config: Any) -> Iterator[Any]:
     """The configuration and those inside it."""
     yield config
     for part in vars(config).values():
-        if hasattr(part, "to_dict") and hasattr(part, "model_type"):
+        if _is_part(part):
             yield from all_parts(part)
 
 
