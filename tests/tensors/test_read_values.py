@@ -196,3 +196,13 @@ def read_in_processes():
 def test_processes_read_it_too():
     first, second = run_processes(read_in_processes, 2)
     assert first == second == pytest.approx(F.cross_entropy(make()(batch()[0]), batch()[1]).item(), rel=1e-5)
+
+
+def test_a_tensor_of_one_value_is_that_value_in_an_f_string():
+    """As models name their experts: ``self.experts[f"expert_{number}"]``."""
+
+    def program():
+        x = wb.ones(4, 3, placement=wb.placement.all("cpu"), sbp="S(0)")
+        return f"{x.sum()} {x.sum():.2f} {x.long().sum()}", "on cpu" in f"{x}"
+
+    assert run_ranks(program, 2) == [("12.0 12.00 12", True)] * 2

@@ -70,6 +70,13 @@ def representation(func: Any, args: Any, kwargs: Any) -> str:
     return describe(args[0])
 
 
+@handler("format")
+def formatted(func: Any, args: Any, kwargs: Any) -> str:
+    """In an f-string, a tensor of one value is this value, on every rank."""
+    spec = args[1] if len(args) > 1 else kwargs.get("format_spec", "")
+    return format(args[0].item() if not args[0]._spec.shape else str(args[0]), spec)
+
+
 @handler("type")
 def type_or_cast(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.type()`` is the name of the shard's type; ``x.type(dtype)`` casts, also by a type's name or class."""
