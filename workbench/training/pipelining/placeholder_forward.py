@@ -256,7 +256,7 @@ def _holds_data(node: Any) -> bool:
 
 
 def placeholder_forwards(
-    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World, hooks: Set[int]
+    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World, hooks: Set[int] = frozenset()
 ) -> list[PlaceholderForward]:
     """The largest modules whose parameters all lie on one other stage, and such layers in none of them.
 
