@@ -9,7 +9,7 @@ import pytest
 
 from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import ResolvedStrategy, Strategy
-from workbench.cost.estimate import Estimate
+from workbench.cost.estimate import Estimate, SentBytes
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
 from workbench.ui.live.timeline_rows import timeline_rows
@@ -29,7 +29,7 @@ def make_estimate(num_stages: int = 2, num_micro_batches: int = 4, **changes: ob
     table = make_table("1f1b", num_stages, num_micro_batches)
     timeline = simulate(table, num_stages, lambda action: 0.1 if action.kind == "F" else 0.2)
     memory = tuple({kind: size / (stage + 1) for kind, size in MEMORY.items()} for stage in range(num_stages))
-    made = Estimate(2.0, 1.0, 0.4, 0.1, 0.4, 0.1, memory, 5e6, 16.0, timeline)
+    made = Estimate(2.0, 1.0, 0.4, 0.1, 0.4, 0.1, memory, SentBytes(4e6, 1e6), 16.0, timeline)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
 from workbench.core.segments import by_strategy
 from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
 from workbench.ui.runs.table_rows import filter_rows, key_of, prediction_errors, rows_csv, run_rows, sorted_rows
@@ -126,6 +127,17 @@ def test_labels_never_cover_each_other_or_leave_the_picture():
 
 def test_without_runs_there_is_no_picture():
     assert "no finished runs" in scatter_picture([])
+
+
+def test_a_long_name_does_not_cover_the_numbers_of_the_axis(runs: list[RunRecord]):
+    long = [replace(run, name=f"data, steps 1-{number}7 of many") for number, run in enumerate(runs[:2])]
+    texts = [text for text in parsed(scatter_picture(run_rows(long))).iter() if (text.text or "").startswith("data, s")]
+    assert texts
+    for text in texts:
+        width, x = text_width(text.text or "", 12), float(text.attrib["x"])
+        css = text.attrib["class"].split()
+        left = x - (width if "e" in css else width / 2 if "c" in css else 0)
+        assert left >= 38, "numbers of the axis end at 34"
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
             write(result, Path(path))
             print(f"written: {path}")
     mistakes = differences(result.runs)
-    print(*(mistakes or [_all_equal(result.runs)]), sep="\n")
+    print(*(mistakes or [_all_equal(result.runs)]), *_notes(result.runs), sep="\n")
     return UNEQUAL if mistakes else EQUAL
 
 
@@ -118,6 +118,11 @@ def differences(runs: Sequence[RunRecord]) -> list[str]:
 
 def _all_equal(runs: Sequence[RunRecord]) -> str:
     return f"All {len(runs)} strategies train as one device does." if len(runs) > 1 else "It trains as one device does."
+
+
+def _notes(runs: Sequence[RunRecord]) -> list[str]:
+    """A sentence for each run whose tick says less than it seems to: of a loss that is nan later, for example."""
+    return [f"{run.name}: {run.verdict.text}." for run in runs if run.equal and run.verdict.note]
 
 
 def _difference(run: RunRecord) -> str:

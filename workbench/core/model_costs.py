@@ -188,6 +188,8 @@ class ModelCosts:
         calls: all calls of layers in the order in which they run; empty if each layer is called once. The row of a
             layer that is called several times has the work of all its calls.
         autocast_calls: the same under autocast.
+        recomputed: for each row the number of the block that recomputation runs again as a whole, below zero for a row
+            outside of blocks; all below zero: each layer alone. Empty: ``blocks``.
     """
 
     rows: tuple[LayerCost, ...]
@@ -198,6 +200,7 @@ class ModelCosts:
     autocast: tuple[LayerCost, ...] = ()
     calls: tuple[LayerCall, ...] = ()
     autocast_calls: tuple[LayerCall, ...] = ()
+    recomputed: tuple[int, ...] = ()
 
     def under_autocast(self, precision: str) -> ModelCosts:
         """The model at a precision whose casts torch makes; unchanged, if they have not been counted.

@@ -133,6 +133,7 @@ class Verdict(JsonRecord):
         float64: the largest difference of a loss in float64, likewise.
         text: a sentence: what differs, by how much, and what rounding explains.
         grown: whether rounding has grown beyond the tolerance.
+        note: what the mark alone would hide, in a few words: ``"then nan"``, ``"5 steps"`` (``core.not_finite``).
     """
 
     equal: bool | None
@@ -144,6 +145,7 @@ class Verdict(JsonRecord):
     float64: float | None = None
     text: str = ""
     grown: bool = False
+    note: str = ""
 
 
 UNKNOWN = Verdict(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
@@ -22,6 +23,20 @@ from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
 
+class SentBytes(NamedTuple):
+    """Bytes that all ranks send in a step: activations with their gradients, and what ranks with copies of a weight
+    exchange (sums of gradients, under ZeRO weights too).
+    """
+
+    activations: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.activations + self.weights
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The prediction of one step, on the slowest rank. Parts add up to ``step_s``.
@@ -34,7 +49,7 @@ class Estimate:
         bubble_s: waiting for other stages.
         optimizer_s: the update.
         memory: bytes by kind (``core.metrics.MEMORY_KINDS``) of every stage's fullest rank, at the step's peak.
-        boxed_bytes: bytes that all ranks send in a step.
+        sent: bytes that all ranks send in a step; ``boxed_bytes`` is their sum.
         samples_per_s: batch size over ``step_s``.
         timeline: the predicted schedule, one rank per stage.
         boxing_shares: by stage, the part of a forward and of a whole backward that is exchanges.
@@ -47,10 +62,15 @@ class Estimate:
     bubble_s: float
     optimizer_s: float
     memory: tuple[Mapping[str, float], ...]
-    boxed_bytes: float
+    sent: SentBytes
     samples_per_s: float
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
     boxing_shares: tuple[tuple[float, float], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def boxed_bytes(self) -> float:
+        """Bytes that all ranks send in a step."""
+        return self.sent.total
 
     @property
     def peak_bytes(self) -> float:
@@ -133,7 +153,7 @@ def combine(
     alive = live_micro_batches(strategy)
     boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
     boxed *= batch_size / (m * settings[0].data * settings[0].samples)  # shares of a rank may be uneven
-    boxed += sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
+    reduced = sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
     return Estimate(
         step,
         compute_s,
@@ -142,7 +162,7 @@ def combine(
         bubble,
         update,
         memory_of(stages, alive, m, num_ranks),
-        boxed,
+        SentBytes(boxed, reduced),
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,
         tuple(_boxing_shares(stage, wait_s) for stage in stages),
@@ -245,4 +265,4 @@ def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[St
     return seconds
 
 
-__all__ = ["Estimate", "combine", "estimate"]
+__all__ = ["Estimate", "SentBytes", "combine", "estimate"]

@@ -70,6 +70,14 @@ class LayerPrice:
     cast: float = 0.0
 
     @property
+    def kept_alone_bytes(self) -> float:
+        """The part of ``kept_bytes`` that stays where the layer is recomputed alone: what the functions after it keep,
+        and its input, unless others keep that already.
+        """
+        own = self.kept_bytes - self.kept_after_bytes
+        return self.kept_after_bytes + min(own, self.input_bytes)
+
+    @property
     def backward_s(self) -> float:
         """Seconds of compute in the whole backward."""
         return self.input_s + self.weight_s
@@ -172,9 +180,22 @@ def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings)
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
 ) -> float:
-    size = passed_bytes(before[0], setting) if before else output_bytes(row, setting)
-    entry = input_sbp(choice, num_dims(row), setting.sequence)
+    """Bytes of the input as it arrives: a recomputed block keeps it so, and boxes it again in backward."""
+    if before is None:
+        size, entry = _taken_bytes(row, setting), input_sbp(choice, num_dims(row), setting.sequence)
+    else:
+        size = passed_bytes(before[0], setting)
+        entry = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
+
+
+def _taken_bytes(row: LayerCost, setting: StageSettings) -> float:
+    """Bytes of the whole input of a layer; of its output if the input is unknown."""
+    taken = row.input_extent
+    if taken is None:
+        return output_bytes(row, setting)
+    samples = 1.0 if taken.is_batchless else setting.samples
+    return prod(taken.sizes) * samples * row.itemsize * setting.scale
 
 
 def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:

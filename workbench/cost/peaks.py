@@ -60,7 +60,7 @@ def peaks_of(
     tables = [model.rows[i].layer.kind == TABLE for i in mine]
     shared = sum(prices[i].shared for i in updated)
     gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting)
-    places = _activations(model, mine, blocks, prices, setting)
+    places = _activations(mine, blocks, prices, setting)
     has_parts = setting.num_micro_batches > 1
     first, later, last = (
         max((Alive(size, *gradients.at(row, is_own, *which)) for row, is_own, size in places), key=sum, default=Alive())
@@ -79,16 +79,23 @@ def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
     return [block if sizes[block] <= largest else -1 - index for index, block in enumerate(blocks)]
 
 
+def any_block(blocks: Sequence[int]) -> bool:
+    """Whether a model has blocks that are recomputed as a whole; otherwise each layer is, alone."""
+    return max(blocks, default=-1) >= 0
+
+
 def _activations(
-    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
+    mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> list[tuple[int, bool, float]]:
     """(row, whether in its own function or in those after it, bytes) through a stage."""
     found, kept = [], 0.0
     block, of_block = None, 0.0
-    is_full = setting.recompute and setting.software.recompute == "full"
+    is_full, has_blocks = setting.recompute and setting.software.recompute == "full", any_block(blocks)
     for row, i in enumerate(mine):
         price, again = prices[i], 0.0
-        if is_full and (blocks[i] >= 0 or not model.blocks):
+        if is_full and not has_blocks:  # each layer alone
+            kept, again = kept + price.kept_alone_bytes, price.kept_bytes - price.kept_alone_bytes
+        elif is_full and blocks[i] >= 0:
             if blocks[i] != block:
                 block, of_block = blocks[i], -price.input_bytes  # kept already
                 kept += price.input_bytes
@@ -167,4 +174,4 @@ class _Gradients:
         return parts * self._part + whole + (1 if is_later else 2) * min(self._bucket, whole) * self._part
 
 
-__all__ = ["NO_PEAKS", "Alive", "Peaks", "peaks_of", "units_of"]
+__all__ = ["NO_PEAKS", "Alive", "Peaks", "any_block", "peaks_of", "units_of"]

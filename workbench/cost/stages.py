@@ -13,7 +13,7 @@ from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
-from workbench.cost.peaks import NO_PEAKS, Peaks, peaks_of, units_of
+from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
@@ -109,16 +109,22 @@ def stage_prices(
     rows_of: list[list[int]] = [[] for _ in settings]
     for index, choice in enumerate(choices):
         rows_of[choice.stage].append(index)
-    blocks = block_of_rows(model)
+    blocks, again = block_of_rows(model), recomputed_blocks(model)
     units = units_of(model, blocks)
     known: dict[object, StagePrice] = {}
     stages = []
     for mine, setting in zip(rows_of, settings, strict=True):
         updated = _updated(model, mine, setting)
-        begin = blocks[mine[0]] if mine else 0  # stages of as many equal blocks cost the same
-        key = id(setting), *((id(prices[i]), blocks[i] < 0 or blocks[i] - begin, i in updated) for i in mine)
+        begin, first = (blocks[mine[0]], again[mine[0]]) if mine else (0, 0)  # as many equal blocks cost the same
+        key = (
+            id(setting),
+            *(
+                (id(prices[i]), blocks[i] < 0 or blocks[i] - begin, again[i] < 0 or again[i] - first, i in updated)
+                for i in mine
+            ),
+        )
         if key not in known:
-            known[key] = _added_up(model, mine, blocks, units, prices, setting, updated)
+            known[key] = _added_up(model, mine, again, units, prices, setting, updated)
         stages.append(known[key])
     return stages
 
@@ -127,20 +133,19 @@ def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer],
                 setting: StageSettings) -> StagePrice:  # fmt: skip
     """Add up the layers of a stage."""
     mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
-    blocks = block_of_rows(model)
-    units = units_of(model, blocks)
-    return _added_up(model, mine, blocks, units, prices, setting, _updated(model, mine, setting))
+    units = units_of(model, block_of_rows(model))
+    return _added_up(model, mine, recomputed_blocks(model), units, prices, setting, _updated(model, mine, setting))
 
 
 def _added_up(
-    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
-    setting: StageSettings, updated: Sequence[int],
+    model: ModelCosts, mine: Sequence[int], again_in: Sequence[int], units: Sequence[int],
+    prices: Sequence[LayerPrice], setting: StageSettings, updated: Sequence[int],
 ) -> StagePrice:  # fmt: skip
     if setting.zero == 3:
         prices = [price.without_casts() for price in prices]
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
-    again = _recomputed(mine, blocks, model, prices, setting)
+    again, has_blocks = _recomputed(mine, again_in, prices, setting), any_block(again_in)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
     weight_s += accumulation_s(sum(prices[i].weights for i in mine), setting)
@@ -161,11 +166,11 @@ def _added_up(
         weights,
         *state_bytes(weights, shared, setting),
         again.kept_bytes,
-        peaks_of(model, mine, blocks, units, prices, setting, updated),
+        peaks_of(model, mine, again_in, units, prices, setting, updated),
         shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
-        sum(prices[i].cast for i in updated if not setting.recompute or (blocks[i] < 0 and bool(model.blocks))),
+        sum(prices[i].cast for i in updated if not setting.recompute or (again_in[i] < 0 and has_blocks)),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
     )
@@ -203,6 +208,11 @@ def block_of_rows(model: ModelCosts) -> list[int]:
     return numbers
 
 
+def recomputed_blocks(model: ModelCosts) -> Sequence[int]:
+    """For every row the number of the block that recomputation runs again; below zero outside of blocks."""
+    return model.recomputed or block_of_rows(model)
+
+
 class Recomputation(NamedTuple):
     """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, and bytes kept."""
 
@@ -213,7 +223,7 @@ class Recomputation(NamedTuple):
 
 
 def _recomputed(
-    mine: Sequence[int], blocks: Sequence[int], model: ModelCosts, prices: Sequence[LayerPrice], setting: StageSettings
+    mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> Recomputation:
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
@@ -221,10 +231,15 @@ def _recomputed(
     if setting.software.recompute == "selective":
         scores = [prices[i].scores_bytes for i in mine]
         return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
-    inside = [i for i in mine if blocks[i] >= 0 or not model.blocks]
+    has_blocks = any_block(blocks)
+    inside = [i for i in mine if blocks[i] >= 0 or not has_blocks]
     begun: set[int] = set()
     for i in inside:
-        kept += (0.0 if blocks[i] in begun else prices[i].input_bytes) - prices[i].kept_bytes
+        kept -= prices[i].kept_bytes
+        if not has_blocks:
+            kept += prices[i].kept_alone_bytes
+        elif blocks[i] not in begun:
+            kept += prices[i].input_bytes
         begun.add(blocks[i])
     return Recomputation(
         sum(prices[i].forward_s for i in inside),
@@ -234,4 +249,4 @@ def _recomputed(
     )
 
 
-__all__ = ["StagePrice", "block_of_rows", "prices_of", "stage_price", "stage_prices"]
+__all__ = ["StagePrice", "block_of_rows", "prices_of", "recomputed_blocks", "stage_price", "stage_prices"]

@@ -148,7 +148,8 @@ class Chooser:
                 np.ndindex(parts.shape[1:]), product(*neighbours), strict=True
             ):
                 price = prices.row(index, before, choice, following)
-                kept = price.input_bytes if is_again else price.kept_bytes
+                alone = price.input_bytes if prices.has_blocks else price.kept_alone_bytes
+                kept = alone if is_again else price.kept_bytes
                 own = (price.weights, price.shared) if is_own else (0.0, 0.0)
                 parts[:, *place] = prices.seconds(index, price, recompute), kept, *own
             self._parts[key] = parts
@@ -161,7 +162,8 @@ class Chooser:
             known: dict[object, int] = {}
             self._kinds[model] = [
                 known.setdefault(
-                    (number, tuple(classes.kinds[index + 1 : index + 2]), classes.blocks[index] >= 0, near), len(known)
+                    (number, tuple(classes.kinds[index + 1 : index + 2]), classes.recomputed[index] >= 0, near),
+                    len(known),
                 )
                 for index, number in enumerate(classes.with_before)
                 for near in [tuple(options[max(index - 1, 0) : index + 2])]
@@ -198,7 +200,7 @@ class Chooser:
             kept += 0.0 if is_again else price.kept_bytes
             again += price.kept_bytes if is_again else 0.0
             if is_again and index == rows[0]:
-                kept += price.input_bytes
+                kept += price.input_bytes if prices.has_blocks else price.kept_alone_bytes
             if self.problem.rows[index].layer.tied_to is None:
                 weights, shared = weights + price.weights, shared + price.shared
         return Unit(seconds, kept, weights, shared, again, len(rows), stage)

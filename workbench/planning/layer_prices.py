@@ -16,9 +16,10 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import COLUMN_NAMES
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.peaks import any_block
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.stage_settings import StageSettings, settings_of
-from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
+from workbench.cost.stages import StagePrice, block_of_rows, recomputed_blocks, stage_prices
 from workbench.planning.candidates import Candidate
 from workbench.planning.problem import Choice, Problem
 
@@ -43,6 +44,7 @@ class RowClasses:
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
         self.kinds = [row.layer.kind for row in problem.rows]
         self.blocks = block_of_rows(problem.costs)
+        self.recomputed = recomputed_blocks(problem.costs)
 
 
 class LayerPrices:
@@ -102,12 +104,12 @@ class LayerPrices:
 
     def is_recomputed(self, index: int) -> bool:
         """Whether ``recompute`` recomputes the block of the row."""
-        return self._classes.blocks[index] >= 0 or not self.has_blocks
+        return self._classes.recomputed[index] >= 0 or not self.has_blocks
 
     @cached_property
     def has_blocks(self) -> bool:
-        """Whether the model has runs of equal blocks."""
-        return any(block >= 0 for block in self._classes.blocks)
+        """Whether blocks are recomputed as a whole, and not each layer alone."""
+        return any_block(self._classes.recomputed)
 
     def seconds(self, index: int, price: LayerPrice, recompute: bool) -> float:
         """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""

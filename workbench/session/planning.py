@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.model_costs import ModelCosts
+from workbench.cost.estimate import SentBytes
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
@@ -62,6 +64,71 @@ def first_batch(
     from workbench.training.datasets import first_batch as take
 
     return take(dataset, loss_fn, collate_fn=collate_fn)
+
+
+class CountEnded(Exception):
+    """A count was ended by the one who asked for it."""
+
+
+class SentCounter:
+    """Counts the bytes that all ranks send in a step of a job, by a dry run: the real program, on metadata.
+
+    Args:
+        model_fn, dataset, loss_fn, collate_fn: as for ``wb.Panel``.
+        batch_size: samples per step.
+        hardware: the machine whose link decides how sums are made; None for the engines of one host.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        dataset: Any,
+        loss_fn: Callable[..., Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        hardware: Hardware | None = None,
+    ) -> None:
+        self._make, self._dataset, self._loss_fn, self._collate_fn = model_fn, dataset, loss_fn, collate_fn
+        self._batch_size, self._hardware = batch_size, hardware
+        self._model: nn.Module | None = None
+        self._batch: Batch | None = None
+
+    def count(self, strategy: str, num_ranks: int, is_ended: Callable[[], bool]) -> SentBytes:
+        """The bytes of a strategy.
+
+        Raises:
+            CountEnded: ``is_ended`` said so.
+            StrategyError: the strategy does not fit, or the forward reads values, which metadata does not have.
+        """
+        import torch
+
+        from workbench.training.costs.dry_run import DryRunEnded, dry_run
+        from workbench.transport.shared.transport import SharedTransport
+
+        if self._model is None or self._batch is None:
+            with torch.device("meta"):
+                self._model = self._make()
+            self._batch = self._whole_batch()
+        model, batch = self._model, self._batch
+        cost = SharedTransport.cost if self._hardware is None else self._hardware.link_cost
+        try:
+            found = dry_run(
+                lambda: copy.deepcopy(model), strategy, num_ranks, batch.inputs, batch.targets, self._loss_fn,
+                cost=cost, is_ended=is_ended,
+            )  # fmt: skip
+        except DryRunEnded as error:
+            raise CountEnded from error
+        weights = sum(found.by_kind.get(kind, 0) for kind in ("gradients", "parameters"))
+        return SentBytes(found.boxed_bytes - weights, weights)
+
+    def _whole_batch(self) -> Batch:
+        import torch
+
+        from workbench.training.batches import Batch
+        from workbench.training.datasets import num_samples_of, take
+
+        indices = torch.arange(min(self._batch_size, num_samples_of(self._dataset)))
+        return Batch.of(take(self._dataset, indices, self._collate_fn), self._loss_fn)
 
 
 def plan(
@@ -134,4 +201,4 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
     return layer_costs(model, inputs, loss_fn=loss_fn, targets=targets)
 
 
-__all__ = ["first_batch", "layer_costs", "plan"]
+__all__ = ["CountEnded", "SentCounter", "first_batch", "layer_costs", "plan"]

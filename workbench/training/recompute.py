@@ -9,7 +9,7 @@ Deep Nets with Sublinear Memory Cost, 2016.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,18 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     """
     blocks = list(repeated_blocks(module))
     return blocks or [layer for _, layer in layers_of(module) if layer is not module]
+
+
+def numbered_blocks(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
+    """For each layer the number of the block that has it; -1 for a layer outside of blocks.
+
+    >>> chain = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    >>> numbered_blocks(chain, ["0.0", "1"])
+    (0, -1)
+    """
+    numbers = {block: number for number, block in enumerate(repeated_blocks(module))}
+    paths = {f"{path}.": numbers[inner] for path, inner in module.named_modules() if inner in numbers}
+    return tuple(next((number for path, number in paths.items() if f"{name}.".startswith(path)), -1) for name in names)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

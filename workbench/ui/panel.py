@@ -127,7 +127,7 @@ class Panel(widgets.VBox):
         saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
             trainer = SessionTrainer(
-                session, model_fn, dataset, loss_fn, keep=saved, check_steps=check_steps,
+                session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps,
                 batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
                 collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
             )  # fmt: skip
@@ -156,6 +156,7 @@ class Panel(widgets.VBox):
                 on_change=self._keep_static,
                 no_run=self._no_run,
                 calibrate=None if session is None else lambda: offline_trainer.measured(session),
+                count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
             )
         self._editor.busy = lambda: self.running
         self.tabs = Tabs(guard(self._runs_section.live.see_status))
@@ -323,7 +324,9 @@ class Panel(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         """Display the widget and its static copy, which the panel's style hides while the widget works."""
+        self._editor.is_shown = True
         display_widget(self)
+        self._editor.refresh()
         page = display(self._static_bundle(), raw=True, display_id=True)
         self._handle = page
 

@@ -11,7 +11,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.cost.estimate import Estimate
+from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
 from workbench.cost.layer_edges import of_linear_layers, traced
 from workbench.errors import StrategyError, WorkbenchError
@@ -20,10 +20,11 @@ from workbench.ui.controls import PLANNING, Controls, button, html
 from workbench.ui.failures import guarded
 from workbench.ui.grid.view import Facts, boxings_of, grid_view
 from workbench.ui.grid.widget import LayerGrid
+from workbench.ui.planning.byte_counter import ByteCounter, Counter
 from workbench.ui.planning.machine_bar import MachineBar
 from workbench.ui.planning.planner_section import PlannerSection, Search, search_for
 from workbench.ui.planning.prediction_pictures import no_predictions_html, predictions_html
-from workbench.ui.planning.predictor import Predictor
+from workbench.ui.planning.predictor import Predictor, counted
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.tensor_view import no_tensor_html, tensors_html
 
@@ -43,6 +44,7 @@ class StrategyEditor:
         search: finds the planner's choice.
         no_run: the reason why the panel cannot run at all; empty if it can.
         calibrate: measures the machine of the engines, for a panel without ``hardware``; None without engines.
+        count: counts the bytes that a strategy sends; None leaves it at estimates.
     """
 
     def __init__(
@@ -60,8 +62,11 @@ class StrategyEditor:
         search: Search = search_for,
         no_run: str = "",
         calibrate: Callable[[], Hardware] | None = None,
+        count: Counter | None = None,
     ) -> None:
         self._lock = threading.RLock()
+        self.bytes = ByteCounter(count, guarded(self.refresh)) if count is not None else None
+        self.is_shown, self._last_valid = False, ("", 0)
         self._facts, self._predictor = facts, predictor
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
         self._calibrate, self._is_measuring = calibrate, False
@@ -100,7 +105,8 @@ class StrategyEditor:
     def estimate(self) -> Estimate | None:
         """The prediction for the strategy on the present machine; None if there is none."""
         with self._lock:
-            return self._predictor.estimate(self.state.resolved, self._predictor.machine)
+            found = self._predictor.estimate(self.state.resolved, self._predictor.machine)
+            return None if found is None else counted(found, self._counted_bytes())
 
     def open(self, text: str) -> None:
         """Load a strategy's text. Undo restores the strategy before it."""
@@ -150,7 +156,7 @@ class StrategyEditor:
 
     def predictions_html(self, ident: str = "live") -> str:
         """The pictures below the grid."""
-        found = self._predictor.predict(self.state.resolved, is_old=not self.state.can_run)
+        found = self._predictor.predict(self.state.resolved, not self.state.can_run, self._counted_bytes())
         return no_predictions_html(found) if isinstance(found, str) else predictions_html(found, ident)
 
     # ---- the user does something --------------------------------------------------------------------------------
@@ -211,6 +217,7 @@ class StrategyEditor:
     def refresh(self) -> None:
         """Show the state in every part. Makes all pictures before it shows one."""
         with self._lock:
+            self._count_bytes()
             view, predictions = self.view(), self.predictions_html()
             self.grid.view = view | {"tensor": self._shows_tensor}  # first: there the user has clicked
             self._show_controls()
@@ -257,11 +264,26 @@ class StrategyEditor:
         return PLANNING if self.planner.is_searching else self._predictor.missing
 
     def _facts_now(self) -> Facts:
-        """The facts with all shapes that are known so far."""
-        costs = self._predictor.costs
+        """The facts with all shapes and bytes that are known so far."""
+        costs, found = self._predictor.costs, self._counted_bytes()
+        sent = found or self._predictor.sent(self.state.resolved)
+        facts = replace(self._facts, sent=sent, is_counted=found is not None)
         if costs is None:
-            return self._facts
-        return replace(self._facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
+            return facts
+        return replace(facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
+
+    def _counted_bytes(self) -> SentBytes | None:
+        """The bytes that the shown strategy sends; None if they have not been counted."""
+        return None if self.bytes is None else self.bytes.known(*self._last_valid)
+
+    def _count_bytes(self) -> None:
+        """Count the strategy that is shown, and end the count of another one. A run waits for no count."""
+        if self.state.can_run:
+            self._last_valid = str(self.state.strategy), self.state.num_ranks
+        if self.bytes is not None and self.is_shown and not self.busy():
+            self.bytes.ask(*self._last_valid)
+        elif self.bytes is not None:
+            self.bytes.end()
 
     def _show_tensor(self) -> None:
         self.tensor.value = self._tensor_html() if self._shows_tensor else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.metrics import StepBlock, difference
+from workbench.core.not_finite import LossPair
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TOLERANCES, UNKNOWN, Case, Distance, Verdict
 from workbench.errors import SessionError
@@ -77,7 +78,7 @@ class Checker:
     def verdict(
         self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, observer: RunObserver | None = None
     ) -> Verdict:
-        """Whether the run with these reports equals one device in its first steps.
+        """Whether the run with these reports equals one device in its first ``num_steps`` steps.
 
         Further runs, on one device with perturbed weights and of both in float64, are made only if the question is open
         without them and ``observer`` has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
@@ -85,13 +86,14 @@ class Checker:
         which = one_device_of(strategy)
         reference = self.known(which)
         if reference is None or not num_steps:
-            return UNKNOWN
+            return LossPair(reports[0].losses, (), 0).described(UNKNOWN)
+        losses = LossPair(reports[0].losses, reference.losses, num_steps)
         wide = strategy.with_options(precision="fp32")
         equal_in = "fp32" if wide != strategy and str(wide) in self._equal and not reports[0].changes else ""
-        distance = _distance(reports, reference, num_steps)
+        distance = _distance(reports, reference, losses.num_compared)
         case = Case(distance, TOLERANCES[reference.precision], equal_in=equal_in)
         try:
-            while (evidence := case.missing()) is not None:
+            while not losses.is_unlike and (evidence := case.missing()) is not None:
                 steps = min(case.num_steps(evidence), num_steps)
                 if evidence == "noise":
                     case = replace(case, noise=self._noise(which, reference, steps, observer))
@@ -99,7 +101,7 @@ class Checker:
                     case = self._check_in_float64(case, strategy, reports, steps, observer)
         except RunStopped:
             return Verdict(None, text="not judged: stopped before the question was settled")
-        verdict = case.verdict()
+        verdict = losses.described(case.verdict())
         if verdict.equal and reference.precision == "fp32" and not _changed(reports):
             self._equal.add(str(strategy))
         return verdict

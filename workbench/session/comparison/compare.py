@@ -206,7 +206,7 @@ class _Progress:
 
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
-        verdict = "failed" if run.error else _VERDICTS[run.equal]
+        verdict = "failed" if run.error else ", ".join(filter(None, (_VERDICTS[run.equal], run.verdict.note)))
         print(
             f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
             file=progress_stream(),

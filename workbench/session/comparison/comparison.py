@@ -151,6 +151,7 @@ class Comparison:
         self.reference(None, None, steps)
         self.reference(strategy, None, steps)
         planned = self.planned(label, strategy, predicted)
+        planned = replace(planned, settings={**planned.settings, "steps": steps})
         file = self._keep.begin(planned) if self._keep is not None else None
         description = f"training run {label!r}"
         call = self.session.submit(
@@ -200,7 +201,8 @@ class Comparison:
     ) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks)
-        verdict = self._checker.verdict(strategy, reports, planned.settings["check_steps"], observer)
+        num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
+        verdict = self._checker.verdict(strategy, reports, num_steps, observer)
         return replace(
             run,
             predicted=planned.predicted,

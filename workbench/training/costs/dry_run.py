@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
@@ -43,6 +43,10 @@ from workbench.transport.threads import ThreadTransport
 from workbench.units import format_bytes
 
 META = torch.device("meta")
+
+
+class DryRunEnded(Exception):
+    """A dry run was ended by the one who asked for it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def dry_run(
     *,
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
     cost: LinkCost = ThreadTransport.cost,
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> DryRun:
     """Run one training step of ``strategy`` on metadata for ``num_ranks`` ranks, and count the bytes that they send.
 
@@ -97,8 +102,10 @@ def dry_run(
         inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes matter.
         optimizer_fn: parameters -> torch optimizer; default SGD.
         cost: the link by which boxing chooses paths and the number of steps of a sum.
+        is_ended: asked at every boxing; True ends the dry run.
 
     Raises:
+        DryRunEnded: ``is_ended`` said so.
         StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
 
     >>> batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
@@ -113,7 +120,7 @@ def dry_run(
     strategy = strategy_of(strategy, layers, num_ranks)
     resolved = strategy.resolve(layers, num_ranks)
     batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), (given.inputs, given.targets))
-    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch, given.num_samples)
+    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch, given.num_samples, is_ended)
     asked: dict[Any, dict[int, Kinds]] = {}
     grids: dict[Any, Grid] = {}
     by_rank: dict[int, Kinds] = {}
@@ -181,11 +188,18 @@ def _first_rows(leaf: Any, num_rows: int, wanted: int) -> Any:
 
 
 class _Shards(TorchDispatchMode):
-    """A mode in which torch's formulas for metadata, which are Python functions, see shards and not logical tensors."""
+    """A mode in which torch's formulas for metadata, which are Python functions, see shards and not logical tensors.
+
+    Tensors that a forward makes, such as positions, lie on the CPU: beside metadata, only theirs counts.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if META in devices and len(devices) > 1:
+            given = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), given)
         with local_torch():
-            return func(*args, **(kwargs or {}))
+            return func(*given[0], **given[1])
 
 
 _CAST = {
@@ -215,7 +229,8 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 class _BoxingCollector:
     """Replaces ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_ended: Callable[[], bool]) -> None:
+        self._is_ended = is_ended
         self._plans: dict[int, tuple[Any, int]] = {}
 
     def site(self, function: str = "") -> None:
@@ -223,6 +238,8 @@ class _BoxingCollector:
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
         """Count a boxing plan, a boxing path or moved rows."""
+        if self._is_ended():
+            raise DryRunEnded("dry_run: ended before its last boxing")
         for step in getattr(plan, "steps", (plan,)):
             self._plans[id(step)] = (
                 step,
@@ -269,6 +286,7 @@ class _Program:
     strategy: Strategy
     batch: Any
     num_samples: int
+    is_ended: Callable[[], bool]
 
     def boxings(self, rank: int) -> dict[int, Kinds]:
         """The bytes that ranks send in the boxings of a step that ``rank`` sees: all ranks of its stage, and some
@@ -310,7 +328,7 @@ class _Program:
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
         """A whole step of ``rank``: (what ranks send in the boxings that it sees, what it sends besides)."""
-        collector = _BoxingCollector()
+        collector = _BoxingCollector(self.is_ended)
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
             world.context.tracer = collector
@@ -337,4 +355,4 @@ class _Program:
         return model, make(model.parameters())
 
 
-__all__ = ["DryRun", "dry_run"]
+__all__ = ["DryRun", "DryRunEnded", "dry_run"]

@@ -24,6 +24,7 @@ from workbench.training.batches import Batch, arguments, count_samples, own_loss
 from workbench.training.costs.attention_heads import heads_of
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
+from workbench.training.recompute import numbered_blocks
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +67,10 @@ def layer_costs(
     layers = in_order_of_calls(layers)
     rows = tuple(counter.row(layer) for layer in layers)
     heads = tuple(sorted(counter.heads | heads_of(module)))
-    costs = ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers))
+    again = numbered_blocks(module, [layer.name for layer in layers])
+    costs = ModelCosts(
+        rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers), recomputed=again
+    )
     if name != "fp32":
         return costs
     counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)

@@ -19,6 +19,7 @@ from workbench.core.model_costs import Extent
 from workbench.core.rows import Layer
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.estimate import SentBytes
 from workbench.cost.layer_edges import LayerEdge, LayerExtents, Stages, layer_edges, wire_bytes
 from workbench.ui.number_text import TIMES
 from workbench.ui.strategy.grouping import Node
@@ -245,12 +246,22 @@ def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: b
     return End(sbp_text(wanted))
 
 
-def total_text(boxings: StepBoxings, end: End | None) -> tuple[str, str]:
-    """Bytes boxed in a step, and their sum in words: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
-    what, gradients = "gradients and weights" if boxings.has_zero else "gradients", sum(boxings.gradient_bytes)
-    if not boxings.bytes_known:
-        return f"{format_bytes(gradients)} of {what}", "shapes of activations are not known"
-    each = boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
-    count = f"{boxings.num_micro_batches} {TIMES} " if boxings.num_micro_batches > 1 else ""
-    total = boxings.num_micro_batches * each + gradients
-    return format_bytes(total), f"{count}{format_bytes(each)} activations + {format_bytes(gradients)} {what}"
+def total_text(
+    boxings: StepBoxings, end: End | None, sent: SentBytes | None = None, is_counted: bool = False
+) -> tuple[str, str]:
+    """Bytes sent in a step, and their sum in words: ``("596 MB", "4 x 147 MB activations + 8.9 MB gradients")``.
+
+    Without ``sent``, they are those of the boxings between rows. An estimate is "about" so many.
+    """
+    what = "gradients and weights" if boxings.has_zero else "gradients"
+    m, between = boxings.num_micro_batches, boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
+    if sent is None:
+        sent, is_counted = SentBytes(m * between, sum(boxings.gradient_bytes)), True
+        if not boxings.bytes_known:
+            return f"{format_bytes(sent.weights)} of {what}", "shapes of activations are not known"
+    count = f"{m} {TIMES} " if m > 1 else ""
+    beside = round(sent.activations / m) - between
+    skips = f" ({format_bytes(beside)} of it beside the rows)" if beside > 0 and boxings.bytes_known else ""
+    activations, about = round(sent.activations / m), "" if is_counted else "about "
+    parts = f"{count}{format_bytes(activations)} activations{skips} + {format_bytes(round(sent.weights))} {what}"
+    return f"{about}{format_bytes(round(sent.total))}", parts

@@ -10,6 +10,7 @@ from typing import Any
 
 from workbench.core.rows import Layer
 from workbench.core.strategy import Mistake
+from workbench.cost.estimate import SentBytes
 from workbench.cost.layer_edges import LayerExtents, Stages
 from workbench.ui.grid import boxing_column, columns
 from workbench.ui.grid.boxing_column import End, StepBoxings
@@ -35,11 +36,15 @@ class Facts:
         batch_size: samples of a step, all ranks together.
         extents: sizes of the inputs and outputs of all layers.
         loss: name of the loss function, shown as the last row.
+        sent: bytes of a step, skip connections and functions between layers included; None if unknown.
+        is_counted: whether ``sent`` was counted in a dry run, and not estimated.
     """
 
     batch_size: int
     extents: Sequence[LayerExtents]
     loss: str = ""
+    sent: SentBytes | None = None
+    is_counted: bool = False
 
 
 def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
     period = "micro-batch" if drawing.boxings.num_micro_batches > 1 else "step"
-    total, parts = boxing_column.total_text(drawing.boxings, met)
+    total, parts = boxing_column.total_text(drawing.boxings, met, facts.sent, facts.is_counted)
     offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),

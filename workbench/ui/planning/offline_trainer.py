@@ -9,7 +9,8 @@ from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
-from workbench.session.planning import first_batch, layer_costs
+from workbench.session.planning import SentCounter, first_batch, layer_costs
+from workbench.ui.planning.byte_counter import Counter
 
 NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
 
@@ -30,6 +31,20 @@ def costs_of(
         return layer_costs(model_fn, dataset)
     batch = first_batch(dataset, loss_fn, collate_fn)
     return layer_costs(model_fn, batch.inputs, loss_fn=loss_fn, targets=batch.targets)
+
+
+def sent_counter(
+    model_fn: Callable[[], Any],
+    dataset: Any,
+    loss_fn: Callable[..., Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    batch_size: int,
+    hardware: Hardware | None,
+) -> Counter | None:
+    """Counts the bytes that strategies of a model send; None without samples. ``hardware`` is None for engines."""
+    if dataset is None or _is_shape(dataset):
+        return None
+    return SentCounter(model_fn, dataset, loss_fn, collate_fn, batch_size, hardware).count
 
 
 def measured(session: Any) -> Hardware:

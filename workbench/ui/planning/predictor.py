@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.estimate import Estimate, SentBytes, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import known_machines, load_hardware
 from workbench.errors import StrategyError
@@ -15,6 +15,8 @@ from workbench.ui.planning.prediction_pictures import Prediction
 
 _MAX_ACTIONS = 6000
 """Most actions of a timeline. More would take longer than a toggle may, and would be too thin to see."""
+_ANY_MACHINE = "h200"
+"""For estimates of bytes, which hardly depend on the machine."""
 _CHANGED, _AS_IT_IS = "before the last change", "on the machine as it is"
 
 
@@ -47,6 +49,7 @@ class Predictor:
         self.costs: ModelCosts | None = None
         self.problem = "counting what the layers cost\u2026"
         self._last: tuple[ResolvedStrategy, Hardware, Estimate] | None = None
+        self._last_sent: tuple[ResolvedStrategy, ModelCosts, SentBytes | None] | None = None
         self._before: Estimate | None = None
         self._before_label = _CHANGED
 
@@ -91,9 +94,20 @@ class Predictor:
             self.problem = str(error)
             return None
 
-    def predict(self, resolved: ResolvedStrategy, is_old: bool) -> Prediction | str:
+    def sent(self, resolved: ResolvedStrategy) -> SentBytes | None:
+        """The estimate of the bytes that a strategy sends, also without a machine; None before layers are counted."""
+        if self.costs is None:
+            return None
+        if self._last_sent is None or self._last_sent[0] != resolved or self._last_sent[1] is not self.costs:
+            problem = self.problem
+            found = self.estimate(resolved, self.hardware or load_hardware(_ANY_MACHINE))
+            self.problem = problem
+            self._last_sent = resolved, self.costs, None if found is None else found.sent
+        return self._last_sent[2]
+
+    def predict(self, resolved: ResolvedStrategy, is_old: bool, sent: SentBytes | None = None) -> Prediction | str:
         """The prediction of the last valid strategy beside that before the last change; or the reason why there is
-        none.
+        none. ``sent`` are its bytes, if they have been counted.
         """
         if self.missing:
             return self.missing
@@ -106,7 +120,13 @@ class Predictor:
             self._compare_with_before(resolved)
             self._last = last = (resolved, hardware, found)
         return Prediction(
-            last[2], resolved, self._before, hardware.memory_bytes, hardware.name, is_old, self._before_label
+            counted(last[2], sent),
+            resolved,
+            self._before,
+            hardware.memory_bytes,
+            hardware.name,
+            is_old,
+            self._before_label,
         )
 
     def _compare_with_before(self, resolved: ResolvedStrategy) -> None:
@@ -121,9 +141,14 @@ class Predictor:
             self._before, self._before_label = self.estimate(resolved, self.machine), _AS_IT_IS
 
 
+def counted(found: Estimate, sent: SentBytes | None) -> Estimate:
+    """An estimate with the bytes that have been counted; unchanged if they have not."""
+    return found if sent is None else replace(found, sent=sent)
+
+
 def _num_actions(resolved: ResolvedStrategy) -> int:
     """Forward and backward of every micro-batch on every stage."""
     return 2 * resolved.num_stages * resolved.num_micro_batches
 
 
-__all__ = ["Predictor"]
+__all__ = ["Predictor", "counted"]

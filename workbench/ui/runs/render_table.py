@@ -98,7 +98,7 @@ def rows_table_html(
 def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
     """The table in at most 80 columns of plain text; a name that is too long for its column has a line of its own."""
     lines = [
-        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>13}"
+        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>19}"
     ]
     for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
         if run.error is not None:
@@ -108,7 +108,7 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
         difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
         lines.append(
             f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
-            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>13}"
+            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>19}"
         )
     return "\n".join(lines)
 
@@ -181,7 +181,8 @@ def _rate_cell(row: Row, fastest: float) -> str:
 
 
 def _equal_cell(row: Row) -> str:
-    css = "muted" if row.is_truth else {True: "equal", False: "unequal", None: "muted"}[row.equal]
+    marks = {True: "noted" if row.note else "equal", False: "unequal", None: "muted"}
+    css = "muted" if row.is_truth else marks[row.equal]
     return element("td", text=row.texts["loss_difference"], css=f"number {css}", title=row.verdict)
 
 

@@ -97,7 +97,7 @@ def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tu
     """Names of the points, bold on the Pareto line."""
     on_front = {short_name(row.name) for row, _ in rows if row.on_front}
     names = [(short_name(row.name), point) for row, point in rows]
-    placed = place_labels(names, points, (2.0, WIDTH - 2.0), _RING)
+    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), _RING)
     short = {"middle": "c", "end": "e", "": ""}
     return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
 

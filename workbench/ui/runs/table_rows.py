@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Row:
     """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
-    how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not."""
+    how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not,
+    ``note`` what its mark alone would hide."""
 
     key: str
     name: str
@@ -63,6 +65,7 @@ class Row:
     on_front: bool = False
     equal: bool | None = None
     verdict: str = ""
+    note: str = ""
     failure: str = ""
     started: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +105,7 @@ def run_rows(
                 on_front=key in on_front,
                 equal=run.equal,
                 verdict=run.verdict.text,
+                note=run.verdict.note,
                 failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
@@ -165,12 +169,18 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
 def equal_text(run: RunRecord) -> str:
     """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``.
 
-    ``'\u2713 2e-2 noise'`` if rounding has grown beyond the tolerance, ``'unchecked'`` if no check was wanted.
+    ``'\u2713 2e-2 noise'`` if rounding has grown beyond the tolerance, ``'unchecked'`` if no check was wanted. A note
+    says what the mark does not: ``'\u2713 2e-7, then nan'``.
     """
+    note = run.verdict.note
     if run.equal is None:
-        return NOT_CHECKED if run.settings.get("check_steps") == 0 else DASH
-    noise = " noise" if run.verdict.grown else ""
-    return f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
+        mark = NOT_CHECKED if run.settings.get("check_steps") == 0 else "" if note else DASH
+    elif note and run.loss_difference == math.inf:
+        return f"{CROSS} {note}"
+    else:
+        noise = " noise" if run.verdict.grown else ""
+        mark = f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
+    return ", ".join(filter(None, (mark, note)))
 
 
 def sorted_rows(rows: Sequence[Row], key: str = "samples_per_s", ascending: bool | None = None) -> list[Row]:

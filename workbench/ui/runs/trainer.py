@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from workbench.core.metrics import RunRecord, StepBlock
+from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -61,12 +62,19 @@ class SessionTrainer:
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None,
         *,
+        strategy: StrategyLike | None = None,
         keep: SavedRuns | None = None,
         check_steps: int = CHECKED_STEPS,
         **options: Any,
     ) -> None:
-        """Arguments are those of ``wb.Panel``."""
+        """Arguments are those of ``wb.Panel``.
+
+        Raises:
+            StrategyError: ``strategy`` does not parse; it says so before the job goes to the engines.
+        """
         subject = Subject.of(model_fn, dataset, loss_fn, **options)
+        if strategy is not None:
+            strategy_of(strategy, subject.layers, session.num_engines)
         self._comparison = Comparison(session, subject, keep, check_steps)
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines

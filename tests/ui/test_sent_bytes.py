@@ -1,0 +1,179 @@
+"""The panel says what a step really sends, for models whose layers are no chain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.cost.test_boxed_bytes import ONE_SHOT
+from workbench.cost.estimate import SentBytes
+from workbench.session.planning import CountEnded
+from workbench.testing import run_ranks
+from workbench.training.runs.train import Job, run_strategy
+from workbench.ui.panel import Panel
+from workbench.ui.planning import byte_counter, offline_trainer
+from workbench.ui.planning.byte_counter import ByteCounter
+from workbench.units import format_bytes
+
+BATCH = 16
+IMAGES = torch.randn(BATCH, 1, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def counts_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_counter, "_QUIET_S", 0.0)
+
+
+class Denoiser(nn.Module):
+    """A U-Net with an embedding of time: dict batches, a skip connection over all, tensors made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.enter, self.norm = nn.Linear(8, 16), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.down, self.shift = nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.Linear(16, 8)
+        self.up, self.fuse = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, image: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        angles = t[:, None] * torch.exp(-torch.arange(4) * 0.5)
+        time = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], -1)))
+        first = F.silu(self.norm(self.enter(image)))
+        inner = F.silu(self.down(first) + self.shift(time)[:, :, None, None])
+        return self.fuse(torch.cat([self.up(inner), first], 1))
+
+
+class Twice(nn.Module):
+    """A residual, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner, self.head = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        x = x + torch.tanh(self.inner(x))
+        return self.head(x + torch.tanh(self.inner(x)))
+
+
+class Tied(nn.Module):
+    """Positions without a batch dim, and a head with the table's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(32, 16), nn.Embedding(8, 16), nn.LayerNorm(16)
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words) + self.places(torch.arange(8))
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+class TwoTowers(nn.Module):
+    """Two encoders whose loss compares every sample with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 16)), nn.Embedding(30, 16)
+        self.mix, self.scale = nn.Linear(16, 16), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, pixels: torch.Tensor, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        images = F.normalize(self.image(pixels), dim=-1)
+        texts = F.normalize(self.mix(self.text(words).mean(1)), dim=-1)
+        alike = self.scale.exp() * images @ texts.T
+        return {"loss": F.cross_entropy(alike, torch.arange(len(alike)))}
+
+
+WORDS = torch.arange(BATCH * 8).view(BATCH, 8) % 32
+MODELS: dict[str, tuple[type[nn.Module], Any, Callable[..., Any] | None]] = {
+    "denoiser": (Denoiser, {"image": IMAGES, "t": torch.rand(BATCH), "target": IMAGES}, F.mse_loss),
+    "twice": (Twice, (torch.ones(BATCH, 12), torch.arange(BATCH) % 6), F.cross_entropy),
+    "tied": (Tied, (WORDS, WORDS), F.cross_entropy),
+    "towers": (TwoTowers, {"pixels": torch.ones(BATCH, 20), "words": WORDS % 30}, None),
+}
+STRATEGIES = {"pipeline": 2, "hybrid": 4, "model": 2, "data": 2, "data | zero=3": 2}
+QUICK = {
+    ("denoiser", "pipeline"), ("denoiser", "hybrid"), ("twice", "model"), ("twice", "data | zero=3"),
+    ("tied", "pipeline"), ("tied", "data | zero=3"), ("towers", "data"),
+}  # fmt: skip
+CASES = [
+    pytest.param(name, strategy, marks=() if (name, strategy) in QUICK else pytest.mark.slow)
+    for name in MODELS
+    for strategy in STRATEGIES
+    if (name, strategy) != ("towers", "pipeline")  # its loss has no micro-batches
+]
+
+
+def panel_of(name: str, strategy: str) -> Panel:
+    make, data, loss_fn = MODELS[name]
+    return Panel(
+        None, make, data, loss_fn, strategy=strategy, num_ranks=STRATEGIES[strategy], batch_size=BATCH,
+        hardware=ONE_SHOT, keep=False,
+    )  # fmt: skip
+
+
+def counted(panel: Panel) -> str:
+    """The panel's total, once it is shown and has counted."""
+    panel._editor.is_shown = True
+    panel._editor.refresh()
+    assert panel._editor.bytes is not None
+    panel._editor.bytes.wait(60)
+    return panel._editor.grid.view["total"][0]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_the_panel_says_what_a_run_sends(name: str, strategy: str):
+    panel = panel_of(name, strategy)
+    job = Job(*MODELS[name], None, BATCH, 2)
+    sent = sum(
+        run.boxed_bytes for run in run_ranks(lambda: run_strategy(job, str(panel.strategy)), panel.state.num_ranks)
+    )
+    assert counted(panel) == format_bytes(sent)
+    estimate = panel.estimate()
+    assert estimate is not None and estimate.boxed_bytes == sent, "what a run is predicted to send"
+
+
+def test_before_it_is_counted_the_panel_says_about_how_much():
+    panel = panel_of("denoiser", "pipeline")
+    total, parts = panel._editor.grid.view["total"]
+    assert total.startswith("about ") and "beside the rows" in parts
+    assert counted(panel) == total.removeprefix("about "), "in a pipeline the estimate is right"
+
+
+def test_a_forward_that_reads_values_keeps_its_estimate():
+    class Reads(Twice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if x.sum().item() > 0 else -x)
+
+    data = MODELS["twice"][1]
+    costs = offline_trainer.costs_of(Twice, data, F.cross_entropy)
+    panel = Panel(None, Reads, data, F.cross_entropy, num_ranks=2, batch_size=BATCH, costs=costs, keep=False)
+    assert counted(panel).startswith("about ")
+
+
+def test_a_new_strategy_ends_the_count_of_the_one_before_and_a_run_ends_all():
+    begun, ended, shown = threading.Event(), [], threading.Event()
+
+    def count(strategy: str, num_ranks: int, is_ended: Callable[[], bool]) -> SentBytes:
+        begun.set()
+        while strategy != "*: model":
+            if is_ended():
+                ended.append(strategy)
+                raise CountEnded
+        return SentBytes(1.0, 2.0)
+
+    counter = ByteCounter(count, shown.set)
+    counter.ask("*: data", 2)
+    assert begun.wait(10)
+    counter.ask("*: model", 2)
+    assert shown.wait(10) and ended == ["*: data"] and counter.known("*: model", 2) == SentBytes(1.0, 2.0)
+    counter.ask("*: data", 2)
+    counter.end()
+    counter.wait(10)
+    assert counter.known("*: data", 2) is None

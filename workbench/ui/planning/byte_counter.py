@@ -1,0 +1,87 @@
+"""Counts in a thread what the shown strategy sends in a step. A new strategy ends the count of the one before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from workbench.cost.estimate import SentBytes
+from workbench.session.planning import CountEnded
+
+MOST_RANKS = 64
+"""For more ranks the estimate stands: a count takes a second and more for each stage."""
+_QUIET_S = 0.3
+"""A count begins this long after the last change, so that clicks in a row do not wait for it."""
+
+
+class Counter(Protocol):
+    """Counts one strategy: its text, the number of ranks, and whether nobody waits for it any more."""
+
+    def __call__(self, strategy: str, num_ranks: int, is_ended: Callable[[], bool], /) -> SentBytes: ...
+
+
+class ByteCounter:
+    """Remembers what strategies send, and counts what it does not know yet.
+
+    Args:
+        count: counts one strategy, raises ``CountEnded`` if it was ended.
+        show: called in the thread when a count is known.
+    """
+
+    def __init__(self, count: Counter, show: Callable[[], None]) -> None:
+        self._count, self._show = count, show
+        self._known: dict[tuple[str, int], SentBytes | None] = {}
+        self._wanted: tuple[str, int] | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def known(self, strategy: str, num_ranks: int) -> SentBytes | None:
+        """The bytes of a strategy; None before it is counted, and where it cannot be."""
+        return self._known.get((strategy, num_ranks))
+
+    def ask(self, strategy: str, num_ranks: int) -> None:
+        """Count a strategy, unless it is known; a count of another one ends."""
+        key = strategy, num_ranks
+        with self._lock:
+            self._wanted = key if key not in self._known and num_ranks <= MOST_RANKS else None
+            if self._wanted is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="workbench-count-bytes", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """End the count: a run needs the processors, for example."""
+        with self._lock:
+            self._wanted = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until nothing is counted."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (key := self._next()) is not None:
+            time.sleep(_QUIET_S)
+            if self._wanted != key:
+                continue
+            try:
+                found = self._count(*key, lambda key=key: self._wanted != key)  # type: ignore[misc]
+            except CountEnded:
+                continue
+            except Exception:  # noqa: BLE001 - any model may fail on metadata in any way; the estimate stands
+                found = None
+            with self._lock:
+                self._known[key] = found
+                self._wanted = None if self._wanted == key else self._wanted
+            self._show()
+
+    def _next(self) -> tuple[str, int] | None:
+        with self._lock:
+            if self._wanted is None:
+                self._thread = None
+            return self._wanted
+
+
+__all__ = ["MOST_RANKS", "ByteCounter", "Counter"]
