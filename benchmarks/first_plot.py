@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.browser.page import POINTS, ROOT, WIDE, LabPage
+from tests.browser.page import POINTS, ROOT, WIDE, LabPage, new_page
 from tests.browser.server import CHROMIUM_OPTIONS, find_chromium, isolated_environment, stop
 
 NOTEBOOK = "01-compare-strategies.ipynb"
@@ -65,8 +65,7 @@ def measure() -> float:
 
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_OPTIONS)
-        page = browser.new_page(viewport=WIDE)
-        page.set_default_timeout(180_000)
+        page = new_page(browser, viewport=WIDE)
         clicks = Clicks()
         with running(Path(name)) as address:
             clicks.say("the address is there")

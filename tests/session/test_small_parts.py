@@ -8,14 +8,32 @@ import time
 
 import psutil
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import SessionError
 from workbench.session import protocol
+from workbench.session.cluster import offer_magics
+from workbench.session.magic import unload_ipython_extension
 from workbench.session.processes import folder
 from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
 from workbench.session.stop_escalation import STEPS, StopEscalation
+
+
+def test_a_session_in_a_notebook_makes_its_magics_known():
+    """``wb.Session(2)`` in a cell, ``%%global`` in the next one: nobody has loaded the extension."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell.instance(config=config)
+    try:
+        assert shell.find_cell_magic("global") is None
+        offer_magics()
+        assert shell.find_cell_magic("global") and shell.find_line_magic("workbench")
+        unload_ipython_extension(shell)
+    finally:
+        InteractiveShell.clear_instance()
 
 
 def test_tag_prints_and_parses():

@@ -131,6 +131,16 @@ def test_an_interrupt_says_where_the_ranks_were():
     assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted(what))
 
 
+def test_a_run_that_a_restart_ended_says_so():
+    what = outcome(
+        {0: failure("KeyboardInterrupt", "", was_stopped=True)},
+        stopped=(0,),
+        stop_reason="restart",
+        places={0: "in train_strategy"},
+    )
+    assert str(cell_error(what)) == "rank 0 was running in train_strategy and stopped, because engines were restarted."
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [("x = (1,\ny = 3 3", "never closed"), ("def f(:\n  pass", "invalid syntax"), ("a\n  b", "indent")],

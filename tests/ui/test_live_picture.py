@@ -40,6 +40,17 @@ def test_the_loss_is_drawn_on_the_scale_that_was_chosen():
     assert "100" in texts(live_picture(history)) and "1.00" in texts(live_picture(history, log_loss=True))
 
 
+def test_losses_that_are_no_numbers_are_left_out():
+    history = History(10, 1)
+    losses = (2.0, float("inf"), 1.0, float("nan"), float("nan"))
+    history.add([block(0, losses, time_s=(0.1,), boxing_s=(0.0,))])
+    for log_loss in (False, True):
+        svg = live_picture(history, losses, log_loss=log_loss)
+        lines = [line.get("points") or "" for line in ElementTree.fromstring(svg).iter("polyline")]
+        assert lines and not any(word in line for line in lines for word in ("nan", "inf"))
+        assert len(lines[-1].split()) == 2 and "2.00" in texts(svg)
+
+
 def test_memory_of_no_kind_is_hatched_up_to_the_peak():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])

@@ -106,3 +106,13 @@ def test_a_strategy_that_is_its_own_name_is_written_once(runs: list[RunRecord]):
 
 def test_sorting_keeps_all_runs(runs: list[RunRecord]):
     assert sorted(run.name for run in by_throughput(runs)) == ["data", "model", "pipeline"]
+
+
+def test_what_a_tick_hides_stands_below_it(runs: list[RunRecord]):
+    noted = replace(runs[0], verdict=Verdict(True, note="then nan"))
+    (row,) = rows_of(comparison_table_html([noted]))[1:]
+    assert row.endswith("\u2713 2e-7|then nan|")
+    assert "\u2713 2e-7, then nan" in comparison_table_text([noted])
+    assert "noted" in comparison_table_html([noted]) and 'class="number noted"' not in comparison_table_html([runs[0]])
+    wrong = replace(runs[0], equal=False, loss_difference=float("inf"), verdict=Verdict(False, note="nan"))
+    assert rows_of(comparison_table_html([wrong]))[1].endswith("\u2717 nan|")

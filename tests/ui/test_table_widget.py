@@ -131,7 +131,7 @@ def test_without_runs_there_is_no_picture():
 
 def test_a_long_name_does_not_cover_the_numbers_of_the_axis(runs: list[RunRecord]):
     long = [replace(run, name=f"data, steps 1-{number}7 of many") for number, run in enumerate(runs[:2])]
-    texts = [text for text in parsed(scatter_picture(run_rows(long))).iter() if (text.text or "").startswith("data, s")]
+    texts = [text for text in parsed(scatter_picture(run_rows(long))).iter("text") if (text.text or "")[:6] == "data, "]
     assert texts
     for text in texts:
         width, x = text_width(text.text or "", 12), float(text.attrib["x"])

@@ -78,6 +78,11 @@ class LayerPrice:
         return self.kept_after_bytes + min(own, self.input_bytes)
 
     @property
+    def kept_behind_block_bytes(self) -> float:
+        """``kept_bytes`` of a layer behind a recomputed block: with its input, which the block no longer keeps."""
+        return self.kept_after_bytes + max(self.kept_bytes - self.kept_after_bytes, self.input_bytes)
+
+    @property
     def backward_s(self) -> float:
         """Seconds of compute in the whole backward."""
         return self.input_s + self.weight_s

@@ -103,6 +103,8 @@ def _activations(
             again = max(of_block, 0.0)
         elif setting.recompute and not is_full:
             kept, again = kept + price.kept_bytes - price.scores_bytes, price.scores_bytes
+        elif is_full and row and mine[row - 1] == i - 1 and blocks[i - 1] >= 0:
+            kept += price.kept_behind_block_bytes
         else:
             kept += price.kept_bytes
         found.append((row, False, kept + again + price.passing_after_bytes))

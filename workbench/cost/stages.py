@@ -233,6 +233,8 @@ def _recomputed(
         return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
     has_blocks = any_block(blocks)
     inside = [i for i in mine if blocks[i] >= 0 or not has_blocks]
+    behind = [i for i in mine if has_blocks and blocks[i] < 0 and i - 1 in mine and blocks[i - 1] >= 0]
+    kept += sum(prices[i].kept_behind_block_bytes - prices[i].kept_bytes for i in behind)
     begun: set[int] = set()
     for i in inside:
         kept -= prices[i].kept_bytes

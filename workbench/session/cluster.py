@@ -31,6 +31,15 @@ from workbench.units import counted
 _open: list[Session] = []
 
 
+def offer_magics() -> None:
+    """In a notebook, make ``%%global`` and ``%workbench`` known, as ``%load_ext workbench`` does."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and shell.find_cell_magic("global") is None:
+        from workbench.session.magic import load_ipython_extension
+
+        load_ipython_extension(shell)
+
+
 class Session:
     """Engines on this machine that form one world; a context manager.
 
@@ -263,7 +272,7 @@ class Session:
         """
         targets = self._check(ranks)
         for run in list(self._pool.active):
-            run.stop()
+            run.stop("restart")
         with self._requests.exclusive(self._requests.enqueue()):
             self._pool.replace(targets)
 
@@ -299,6 +308,7 @@ class Session:
 
     def _make_current(self) -> None:
         _open.append(self)
+        offer_magics()
 
     def _forget(self) -> bool:
         """Mark this session as ended; False if it has ended before, or belongs to another process (a fork)."""

@@ -56,7 +56,7 @@ class Outcome:
     dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
-    stop_reason: str = ""  #: "failure", "interrupt", "timeout", "divergence" or ""
+    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence" or ""
     killed: tuple[int, ...] = ()
     killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
     elapsed_s: float = 0.0
@@ -128,6 +128,7 @@ class Run:
         self._importing: set[int] = set()  # ranks that imported something when they were last asked
         self._has_reported_import, self._waits_for_imports = False, True
         self._stop_wanted, self.ended = threading.Event(), threading.Event()
+        self._stop_reason = ""
         self.outcome = Outcome(request.ranks)
 
     def wait(self) -> Outcome:
@@ -157,8 +158,9 @@ class Run:
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "interrupt") -> None:
         """Stop the ranks that still run. Call it from any thread."""
+        self._stop_reason = reason
         self._stop_wanted.set()
         self._request.put("wake", -1, None)
 
@@ -233,7 +235,7 @@ class Run:
 
     def _reason_to_stop(self, now: float) -> str:
         if self._stop_wanted.is_set():
-            return "interrupt"
+            return self._stop_reason
         if self._first_failure_s is not None and now >= self._first_failure_s + FAILURE_GRACE_S:
             return "failure"
         if self._deadline_s is not None and now >= self._deadline_s:

@@ -20,6 +20,7 @@ from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.output.start_progress import progress_stream
+from workbench.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,10 +69,34 @@ class CompareResult:
         return cls(baseline, runs, data.get("settings", {}))
 
     def _repr_html_(self) -> str:
-        return str(self.table.to_html(index=False, float_format=lambda value: f"{value:.3g}"))
+        import pandas
+
+        rows = [*self.runs, *([self.baseline] if self.baseline is not None else [])]
+        shown = pandas.DataFrame([_shown_row(run, run is self.baseline) for run in rows])
+        more = (
+            "<code>result.table</code> has all columns; <code>wb.draw.runs(result)</code> sorts, filters and exports."
+        )
+        return f"{shown.to_html(index=False)}<p>{more}</p>"
 
     def __repr__(self) -> str:
         return f"CompareResult of {len(self.runs)} strategies:\n{self.table.to_string(index=False)}"
+
+
+def _shown_row(run: RunRecord, is_baseline: bool) -> dict[str, str]:
+    """The columns that people look at first, as they read them."""
+    verdict = "reference" if is_baseline else _VERDICTS[run.equal]
+    return {
+        "strategy": run.name,
+        "samples/s": f"{run.samples_per_s:,.0f}" if run.samples_per_s else "",
+        "speed-up": f"{run.speedup:.2f}\u00d7" if run.speedup is not None else "",
+        "peak per rank": format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else "",
+        "boxed per step": format_bytes(run.boxed_bytes_per_step) if run.error is None else "",
+        "verdict": f"failed: {run.error.splitlines()[0]}" if run.error else _with_note(verdict, run),
+    }
+
+
+def _with_note(verdict: str, run: RunRecord) -> str:
+    return ", ".join(filter(None, (verdict, run.verdict.note)))
 
 
 def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
@@ -206,7 +231,7 @@ class _Progress:
 
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
-        verdict = "failed" if run.error else ", ".join(filter(None, (_VERDICTS[run.equal], run.verdict.note)))
+        verdict = "failed" if run.error else _with_note(_VERDICTS[run.equal], run)
         print(
             f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
             file=progress_stream(),

@@ -87,7 +87,7 @@ def _curve(
 ) -> list[str]:
     """A curve with a pale, wider curve behind it."""
     steps = steps_shown(history.last_step, history.num_steps)
-    drawn, pale = (decimate(x[x <= steps], y[x <= steps], _MOST_POINTS) for x, y in (points, behind[0]))
+    drawn, pale = (_shown(values, steps) for values in (points, behind[0]))
     low, top = _ends([*drawn[1].tolist(), *pale[1].tolist()], is_log)
     left, right = _PANES[pane]
     bottom = PANES_HEIGHT - BOTTOM
@@ -118,6 +118,13 @@ def _curve(
                 _text(at + 5, bottom - 8, change.after, "start", "--wb-ink"),
             ]
     return [*parts, _text(_TITLES_LEFT[pane], PANES_HEIGHT - 16, legend, "start")]
+
+
+def _shown(points: Points, steps: int) -> Points:
+    """The points up to a step, without losses that are no numbers."""
+    x, y = points
+    kept = (x <= steps) & np.isfinite(np.asarray(y, dtype=float))
+    return decimate(x[kept], y[kept], _MOST_POINTS)
 
 
 def _ends(values: Sequence[float], is_log: bool) -> tuple[float, float]:

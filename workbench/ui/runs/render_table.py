@@ -183,7 +183,10 @@ def _rate_cell(row: Row, fastest: float) -> str:
 def _equal_cell(row: Row) -> str:
     marks = {True: "noted" if row.note else "equal", False: "unequal", None: "muted"}
     css = "muted" if row.is_truth else marks[row.equal]
-    return element("td", text=row.texts["loss_difference"], css=f"number {css}", title=row.verdict)
+    note = element("small", text=row.note) if row.note else ""
+    return element(
+        "td", element("span", text=row.texts["loss_difference"]), note, css=f"number {css}", title=row.verdict
+    )
 
 
 def _peak(run: RunRecord) -> str:

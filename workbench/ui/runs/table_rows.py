@@ -105,7 +105,7 @@ def run_rows(
                 on_front=key in on_front,
                 equal=run.equal,
                 verdict=run.verdict.text,
-                note=run.verdict.note,
+                note="" if key == truth else _mark_and_note(run)[1],
                 failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
@@ -163,7 +163,7 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
     for key, write in writers.items():
         value = values[key]
         texts[key] = DASH if value is None else write(value)
-    return texts | {"loss_difference": "reference" if is_truth else equal_text(run)}
+    return texts | {"loss_difference": "reference" if is_truth else _mark_and_note(run)[0]}
 
 
 def equal_text(run: RunRecord) -> str:
@@ -172,15 +172,17 @@ def equal_text(run: RunRecord) -> str:
     ``'\u2713 2e-2 noise'`` if rounding has grown beyond the tolerance, ``'unchecked'`` if no check was wanted. A note
     says what the mark does not: ``'\u2713 2e-7, then nan'``.
     """
+    return ", ".join(filter(None, _mark_and_note(run)))
+
+
+def _mark_and_note(run: RunRecord) -> tuple[str, str]:
     note = run.verdict.note
     if run.equal is None:
-        mark = NOT_CHECKED if run.settings.get("check_steps") == 0 else "" if note else DASH
-    elif note and run.loss_difference == math.inf:
-        return f"{CROSS} {note}"
-    else:
-        noise = " noise" if run.verdict.grown else ""
-        mark = f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
-    return ", ".join(filter(None, (mark, note)))
+        return (NOT_CHECKED if run.settings.get("check_steps") == 0 else "" if note else DASH), note
+    if note and run.loss_difference == math.inf:
+        return f"{CROSS} {note}", ""
+    noise = " noise" if run.verdict.grown else ""
+    return f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}", note
 
 
 def sorted_rows(rows: Sequence[Row], key: str = "samples_per_s", ascending: bool | None = None) -> list[Row]:
