@@ -35,9 +35,7 @@ def offer_magics() -> None:
     """In a notebook, make ``%%global`` and ``%workbench`` known, as ``%load_ext workbench`` does."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and shell.find_cell_magic("global") is None:
-        from workbench.session.magic import load_ipython_extension
-
-        load_ipython_extension(shell)
+        sys.modules["workbench"].load_ipython_extension(shell)  # magics import this file
 
 
 class Session:

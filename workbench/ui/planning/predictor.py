@@ -70,11 +70,14 @@ class Predictor:
             return self.no_machine
         return "" if self.costs is not None else self.problem
 
-    def estimate(self, resolved: ResolvedStrategy, hardware: Hardware | None = None) -> Estimate | None:
+    def estimate(
+        self, resolved: ResolvedStrategy, hardware: Hardware | None = None, with_timeline: bool = True
+    ) -> Estimate | None:
         """The estimate of a strategy; None if there is none, and ``problem`` says why.
 
         Args:
             hardware: another machine than that of the predictions.
+            with_timeline: include the schedule, unless it has too many actions.
         """
         hardware = hardware or self.hardware
         if self.costs is None or hardware is None:
@@ -88,7 +91,7 @@ class Predictor:
                 hardware,
                 self.batch_size,
                 optimizer=self.optimizer,
-                with_timeline=_num_actions(resolved) <= _MAX_ACTIONS,
+                with_timeline=with_timeline and _num_actions(resolved) <= _MAX_ACTIONS,
             )
         except StrategyError as error:
             self.problem = str(error)
@@ -100,7 +103,7 @@ class Predictor:
             return None
         if self._last_sent is None or self._last_sent[0] != resolved or self._last_sent[1] is not self.costs:
             problem = self.problem
-            found = self.estimate(resolved, self.hardware or load_hardware(_ANY_MACHINE))
+            found = self.estimate(resolved, self.hardware or load_hardware(_ANY_MACHINE), with_timeline=False)
             self.problem = problem
             self._last_sent = resolved, self.costs, None if found is None else found.sent
         return self._last_sent[2]
