@@ -46,7 +46,8 @@ class Clicks:
 def running(folder: Path) -> Iterator[str]:
     """The address that ``workbench lab`` prints; ends the server behind it."""
     shutil.copy(ROOT / "notebooks" / NOTEBOOK, folder)
-    command = [sys.executable, "-m", "workbench", "lab", "--no-browser", "--notebook", str(folder / NOTEBOOK)]
+    command = [sys.executable, "-m", "workbench", "lab", "--no-browser", "--notebook", str(folder / NOTEBOOK), "--"]
+    command += ["--LabApp.expose_app_in_browser=True"]  # for what a page is waited for
     environment = isolated_environment(folder) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
