@@ -45,7 +45,8 @@ class LayerPrice:
         passing_bytes, passing_after_bytes: further operands and results of backward, in the layer's own function and in
             the functions after it.
         cast: number of ``weights`` of which ``kept_bytes`` has a copy in 16 bits.
-        input_bytes: bytes of its input, which a recomputed block keeps for its first layer.
+        input_bytes: bytes of its input as it arrives, which a recomputed block keeps for its first layer.
+        boxed_input_bytes: bytes of its input in the layout that it needs.
         scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
             last one: the scores of attention, which selective recomputation computes again.
     """
@@ -68,6 +69,7 @@ class LayerPrice:
     passing_bytes: float = 0.0
     passing_after_bytes: float = 0.0
     cast: float = 0.0
+    boxed_input_bytes: float = 0.0
 
     @property
     def kept_alone_bytes(self) -> float:
@@ -75,7 +77,7 @@ class LayerPrice:
         and its input, unless others keep that already.
         """
         own = self.kept_bytes - self.kept_after_bytes
-        return self.kept_after_bytes + min(own, self.input_bytes)
+        return self.kept_after_bytes + min(own, self.boxed_input_bytes)
 
     @property
     def kept_behind_block_bytes(self) -> float:
@@ -140,6 +142,7 @@ def layer_price(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), _input_bytes(row, choice, before, setting),
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast,
+        _boxed_input_bytes(row, choice, before, setting),
     )  # fmt: skip
 
 
@@ -191,6 +194,14 @@ def _input_bytes(
     else:
         size = passed_bytes(before[0], setting)
         entry = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
+    return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
+
+
+def _boxed_input_bytes(
+    row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
+) -> float:
+    size = _taken_bytes(row, setting) if before is None else passed_bytes(before[0], setting)
+    entry = input_sbp(choice, num_dims(row), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 
 
