@@ -109,10 +109,10 @@ def test_sorting_keeps_all_runs(runs: list[RunRecord]):
 
 
 def test_what_a_tick_hides_stands_below_it(runs: list[RunRecord]):
-    noted = replace(runs[0], verdict=Verdict(True, note="then nan"))
-    (row,) = rows_of(comparison_table_html([noted]))[1:]
+    later = replace(runs[0], verdict=Verdict(True, note="then nan"))
+    (row,) = rows_of(comparison_table_html([later]))[1:]
     assert row.endswith("\u2713 2e-7|then nan|")
-    assert "\u2713 2e-7, then nan" in comparison_table_text([noted])
-    assert "noted" in comparison_table_html([noted]) and 'class="number noted"' not in comparison_table_html([runs[0]])
+    assert "\u2713 2e-7, then nan" in comparison_table_text([later])
+    assert "noted" in comparison_table_html([later]) and 'class="number noted"' not in comparison_table_html([runs[0]])
     wrong = replace(runs[0], equal=False, loss_difference=float("inf"), verdict=Verdict(False, note="nan"))
     assert rows_of(comparison_table_html([wrong]))[1].endswith("\u2717 nan|")

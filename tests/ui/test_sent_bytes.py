@@ -35,14 +35,14 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.time, self.enter, self.norm = nn.Linear(8, 16), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.time, self.stem, self.norm = nn.Linear(8, 16), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
         self.down, self.shift = nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.Linear(16, 8)
         self.up, self.fuse = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
 
     def forward(self, image: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         angles = t[:, None] * torch.exp(-torch.arange(4) * 0.5)
         time = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], -1)))
-        first = F.silu(self.norm(self.enter(image)))
+        first = F.silu(self.norm(self.stem(image)))
         inner = F.silu(self.down(first) + self.shift(time)[:, :, None, None])
         return self.fuse(torch.cat([self.up(inner), first], 1))
 
@@ -52,10 +52,10 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.inner, self.head = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 6)
+        self.stem, self.inner, self.head = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.stem(x)
         x = x + torch.tanh(self.inner(x))
         return self.head(x + torch.tanh(self.inner(x)))
 

@@ -34,11 +34,11 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.enter, self.blocks = nn.Linear(WIDTH, 16), nn.ModuleList([Block() for _ in range(number)])
+        self.stem, self.blocks = nn.Linear(WIDTH, 16), nn.ModuleList([Block() for _ in range(number)])
         self.head = nn.Linear(16, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)

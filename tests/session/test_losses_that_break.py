@@ -1,0 +1,58 @@
+"""Whole comparisons on simulated ranks whose losses are no numbers after a while: what the mark says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.session.simulated_session import SimulatedSession
+from tests.session.test_verdicts import STEPS, features, is_spread, nobody_listens, sgd
+from workbench.core.metrics import RunRecord
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
+from workbench.ui.runs.table_rows import equal_text
+
+__all__ = ["nobody_listens"]  # a fixture for every test of this file
+
+
+class Explodes(nn.Module):
+    """Its output is nan from a step on, on all devices or only where it is spread."""
+
+    def __init__(self, at: int, only_spread: bool = False) -> None:
+        super().__init__()
+        self.fc, self.at, self.only_spread, self.step = nn.Linear(8, 4), at, only_spread, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        self.step += self.training and not y.is_meta
+        breaks = self.step > self.at and (is_spread(y) or not self.only_spread)
+        return y * (float("nan") if breaks else 1.0)
+
+
+def checked(model_fn: Callable[[], nn.Module], check_steps: int) -> RunRecord:
+    subject = Subject.of(model_fn, features(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
+    with Comparison(SimulatedSession(), subject, check_steps=check_steps) as comparison:  # type: ignore[arg-type]
+        return comparison.start("*: data").result()
+
+
+def test_a_loss_that_is_nan_after_the_check_stands_beside_the_tick():
+    run = checked(lambda: Explodes(7), 4)
+    assert run.equal and run.verdict.note == "then nan" and "from step 8 on" in run.verdict.text
+    assert equal_text(run).startswith("\u2713") and equal_text(run).endswith(", then nan")
+    assert checked(lambda: Explodes(7), 0).verdict.note == "nan"
+
+
+def test_a_loss_that_is_nan_only_where_it_is_spread_is_a_cross():
+    run = checked(lambda: Explodes(7, only_spread=True), STEPS)
+    assert run.equal is False and equal_text(run) == "\u2717 nan"
+    assert "the loss of step 8 is nan, on one device" in run.verdict.text
+
+
+def test_losses_that_are_nan_on_both_are_said_to_be():
+    run = checked(lambda: Explodes(7), STEPS)
+    assert run.equal and equal_text(run).endswith(", both nan")
+    first = checked(lambda: Explodes(0), STEPS)
+    assert first.equal is None and equal_text(first) == "both nan"
