@@ -30,7 +30,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help install demo lab test test-full test-gpu sanitize zoo check docs format bench clean
-.PHONY: check-format check-lint check-types check-imports check-notebooks check-docs
+.PHONY: check-format check-lint check-types check-user-types check-imports check-notebooks check-docs
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -95,7 +95,7 @@ zoo: $(STAMP_OF_ZOO)
 
 # All of them run, whatever the first one says.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-imports check-notebooks check-docs
+	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-user-types check-imports check-notebooks check-docs
 
 check-format: $(STAMP)
 	@$(PY) -m ruff format --check .
@@ -104,6 +104,7 @@ check-lint: $(STAMP)
 	@$(PY) -m ruff check . --extend-exclude notebooks
 check-types: $(STAMP)
 	@$(PY) -m mypy
+check-user-types: $(STAMP)
 	@$(PY) -m pytest -q tests/test_public_types.py
 check-imports: $(STAMP)
 	@$(PY) -m pytest -q tests/test_imports.py
