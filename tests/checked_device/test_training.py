@@ -138,3 +138,21 @@ def test_a_rank_copies_its_own_samples_only(strategy, num_ranks, share):
 
     found = run_ranks(program, num_ranks, device=DEVICE)
     assert found == [(X[:samples].nbytes + Y[:samples].nbytes) // share] * num_ranks
+
+
+def test_data_parallelism_launches_hardly_more_than_plain_torch():
+    built = mlp()
+
+    def plain_step(model):
+        loss = F.cross_entropy(model(X.to(DEVICE)), Y.to(DEVICE))
+        loss.backward()
+        return loss.detach()
+
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=0.02, fused=True)
+
+    [(_, plain)] = run_ranks(lambda: train(copy.deepcopy(built).to(DEVICE), plain_step, make=adam), 1, device=DEVICE)
+    found = run_ranks(lambda: train(wb.parallelize(copy.deepcopy(built), "*: data"), own_step), device=DEVICE)
+    for _, counts in found:
+        of_exchange = 6  # of one bucket: pack, copy, add, divide
+        assert counts.launches.total() <= 1.05 * plain.launches.total() + of_exchange, (counts.launches, plain.launches)
