@@ -5,7 +5,7 @@
 #   make lab         JupyterLab on the first notebook
 #   make test        all tests but the slow ones and those for a GPU; browser tests are skipped where there is no Chromium
 #   make test-full   the slow ones too, and without Chromium it fails
-#   make test-gpu    what needs a CUDA device: the kernels, compiled
+#   make test-gpu    what needs a CUDA device: the kernels, compiled, exchanges, and training under every strategy
 #   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks, documentation
 #   make docs        the documentation as a site, in out/site
