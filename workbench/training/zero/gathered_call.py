@@ -40,6 +40,11 @@ class ShardedParameter(NamedTuple):
         return (found, shard) if found._spec is shard.spec else None
 
 
+def _memory_of(wholes: list[GlobalTensor]) -> list[tuple[int, int]]:
+    with local_torch():
+        return [(version, whole.data_ptr()) for version, whole in zip(versions_of(wholes), wholes, strict=True)]
+
+
 @dataclass(eq=False)
 class GatheredCall:
     """One call of a unit.
@@ -48,7 +53,7 @@ class GatheredCall:
         tag: of the messages for backward.
         parameters, shards: the gathered parameters that this rank holds a part of.
         kept: the sharded parameters of the modules, for ``put_back``.
-        put: the whole parameters in their places, and their versions at that time.
+        put: the whole parameters in their places, their versions and the addresses of their memory at that time.
         dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
         versions: of the parameters, when they were gathered.
         places: during the call, by address: the number of a gathered parameter, or of its 16-bit copy.
@@ -63,7 +68,7 @@ class GatheredCall:
     parameters: list[GlobalTensor]
     shards: list[Shard]
     kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    put: tuple[list[GlobalTensor], list[int]] = field(default_factory=lambda: ([], []))
+    put: tuple[list[GlobalTensor], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
     dtypes: list[torch.dtype | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
@@ -93,13 +98,17 @@ class GatheredCall:
             self.kept.append((member.owner, member.name, member.owner._parameters[member.name]))
             member.owner._parameters[member.name] = whole  # type: ignore[assignment]
         wholes = [whole for _, whole in places]
-        self.put = wholes, versions_of(wholes)
+        self.put = wholes, _memory_of(wholes)
 
     def written(self) -> list[str]:
-        """Whole parameters that forward has written."""
-        wholes, versions = self.put
-        pairs = zip(self.kept, versions, versions_of(wholes), strict=False)  # empty after put_back
-        return [f"{name} of {type(owner).__name__}" for (owner, name, _), before, now in pairs if now != before]
+        """Whole parameters that forward has written, or replaced (``layer.to(dtype)``)."""
+        wholes, memory = self.put
+        found = zip(self.kept, wholes, memory, _memory_of(wholes), strict=False)  # empty after put_back
+        return [
+            f"{name} of {type(owner).__name__}"
+            for (owner, name, _), whole, before, now in found
+            if now != before or id(owner._parameters.get(name)) != id(whole)
+        ]
 
     def put_back(self) -> None:
         """Put the shards back into the modules; the call has ended."""
