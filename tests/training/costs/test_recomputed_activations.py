@@ -62,7 +62,7 @@ WHOLE_BATCH = {"chain", "nested"}
 
 
 def kept(name: str, text: str) -> float:
-    costs = layer_costs(MODELS[name], INPUTS[:SAMPLES], F.cross_entropy, CLASSES[:SAMPLES])
+    costs = layer_costs(MODELS[name], INPUTS[:SAMPLES], loss_fn=F.cross_entropy, targets=CLASSES[:SAMPLES])
     resolved = Strategy(text).resolve(costs.layers, 2)
     model = counted_at(costs, "fp32", WORKBENCH)
     settings = settings_of(model, resolved, load_hardware("h200"), SAMPLES, "momentum", WORKBENCH)
