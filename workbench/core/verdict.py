@@ -37,7 +37,8 @@ _HARD_FACTOR = 100.0
 mistake may be in code for the lower precision only. It does excuse other differences. One rounding that flips a
 comparison (the sign of an input of a ReLU) changes a gradient at once, and the runs differ later."""
 _OF_LENGTH = 0.2
-"""The share of these factors for the length of the updates. It is a sum over all tensors, so one sample says more."""
+"""The share of these factors for the length of the updates. Its noise is summed over all tensors, so one sample says
+more."""
 _SHARP = 8e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _FINE = 0.1
@@ -116,6 +117,15 @@ class Distance(JsonRecord):
         ours = math.sqrt(sum(tensor.own_change**2 for tensor in parameters))
         theirs = math.sqrt(sum(tensor.change**2 for tensor in parameters))
         return ours / theirs - 1 if theirs else (math.inf if ours else 0.0)
+
+    def length_by_chance(self) -> float:
+        """The size of ``length`` to expect where each parameter's update is longer or shorter by chance: the root of
+        the sum of squares. ``length`` itself may be small by chance.
+        """
+        parameters = [tensor for tensor in self.tensors if tensor.is_parameter]
+        squares = sum((tensor.own_change**2 - tensor.change**2) ** 2 for tensor in parameters)
+        theirs = sum(tensor.change**2 for tensor in parameters)
+        return math.sqrt(squares) / (2 * theirs) if theirs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +264,7 @@ class Case:
 
         def limit(of: int | TensorChange | None) -> float:
             if of is None:
-                own_length = abs(noise.length()) if noise.tensors else 0.0
-                return max(self._tolerated(None), factor * _OF_LENGTH * own_length)
+                return max(self._tolerated(None), factor * _OF_LENGTH * noise.length_by_chance())
             if isinstance(of, int):
                 return max(self._tolerated(of), factor * max(noise.losses[: of + _LOOK_AHEAD], default=0.0))
             return max(self._tolerated(of), factor * max(own.get(of.name, 0.0), typical * of.change))
