@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.sampling import mark_what_is_not_sampled
 from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
 
 _LATER = ("procs", "engines", "browser", "slow")
@@ -15,12 +16,14 @@ _LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_TIMEOUT_S) | {"browser": 4 * PAGE_
 """Of whole tests by marker, the longest that fits: such a test waits several times, and each wait says what for."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes milliseconds first, so that a mistake shows before a browser has started; in the order of the files.
     And each gets the limit of its kind, unless it has its own.
 
     Shared out between workers, what takes longest comes first: else one of them would end alone with it.
     """
+    mark_what_is_not_sampled(items)
     shared_out = hasattr(config, "workerinput")
     items.sort(key=_cost, reverse=shared_out)
     for item in items:

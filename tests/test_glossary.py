@@ -91,7 +91,10 @@ def docstrings_in(tree: ast.AST) -> Iterator[str]:
 def banned_names(path: str, names: set[str], bans: list[Ban]) -> list[str]:
     """``path: name: say instead`` for each name with a banned word; dunder names belong to Python."""
     found = []
-    bans_here = [ban for ban in bans if ban.in_names and ban.holds_in(path)]
+    all_words = " ".join(map(words_of, names))
+    bans_here = [
+        ban for ban in bans if ban.in_names and ban.holds_in(path) and any(form in all_words for form in ban.forms)
+    ]
     for name in sorted(names):
         words = "" if name.startswith("__") else words_of(name)
         found += [

@@ -64,6 +64,7 @@ def images_step(model):
     return loss.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3"])
 @pytest.mark.parametrize(("make", "step"), [(Words, words_step), (cnn, images_step)])
 def test_models(make, step, strategy):
@@ -110,6 +111,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data; 5: model:row"])
 def test_plain_operands_come_to_the_device(strategy):
     build = parallel(mlp, strategy)

@@ -60,6 +60,7 @@ STRATEGIES = {
 TRUTH = train(mlp(), own_step)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_on_a_device_equals_the_host(name):
     strategy, num_ranks, step = STRATEGIES[name]

@@ -33,6 +33,7 @@ def execute(plan, shards):
     return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source_grid", GRIDS, ids=str)
 @pytest.mark.parametrize("target_grid", GRIDS, ids=str)
 def test_every_pair_of_layouts_gives_the_right_shards(source_grid, target_grid):

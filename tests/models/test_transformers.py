@@ -42,6 +42,7 @@ def in_64_bits(monkeypatch):
     one_device.cache_clear()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "attention", "optimizer", "padded"),
     [("weights-2", "sdpa", "sgd", True), ("both-2x2", "eager", "adamw", False)],
@@ -53,6 +54,7 @@ def test_training_equals_one_device(name, mode, attention, optimizer, padded):
 
 
 # The batch is split in test_training_equals_one_device, too; here in uneven parts, of two inputs and of routed tokens.
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("name", ["t5", "mixtral"])
 def test_training_on_uneven_parts_of_the_batch_equals_one_device(name):
     assert_equals_one_device(Setup(name, "eager", "adamw"), "batch-3")
@@ -68,6 +70,7 @@ def test_every_way_equals_one_device(name, mode, attention, optimizer, padded):
     assert_equals_one_device(Setup(name, attention, optimizer, padded=padded and name != "vit"), mode)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mode"), [("bert", "both-2x2"), ("llama", "weights-3")])
 def test_in_64_bits(in_64_bits, name, mode):
     setup = Setup(name, "sdpa", "adamw", torch.float64, experts="batched_mm")  # grouped_mm knows no 64 bits
@@ -167,6 +170,7 @@ def assert_layouts_agree(setup, modes):
     assert not torch.equal(alone.logits, one_device(replace(setup, dropout=0.0)).logits), "nothing was dropped"
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize(("name", "attention", "mode"), [("gpt2", "eager", "both-2x2"), ("bert", "sdpa", "batch-3")])
 def test_dropout_drops_the_same_in_every_layout(name, attention, mode):
     assert_layouts_agree(Setup(name, attention, dropout=0.2), [mode])

@@ -1,7 +1,7 @@
 """torch's own sample inputs for every function, on random layouts, against one device.
 
-The unmarked part runs one sample of every twelfth entry, as all of them take minutes; the slow one runs several of each
-under other seeds, and methods and in-place forms.
+``make test`` runs one sample of every twenty-fourth entry, as all of them take minutes; ``make test-full`` runs several
+of each under other seeds, and methods and in-place forms.
 """
 
 import pytest
@@ -22,16 +22,20 @@ def failures(results):
     return [f"{r.name}: {o.state}: {o.message} <{o.where}>" for r in results for o in r.failures]
 
 
-def test_a_sample_of_every_twelfth_function():
-    results = run(0, "function", count=1, seed=0)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("start", [0, 12])
+def test_a_sample_of_every_twenty_fourth_function(start):
+    results = [run_entry(entry, 1, 0) for entry in entries("function")[start::24]]
     assert not failures(results)
     fallen = [result.name for result in results if result.by == "fallback"]
     assert len(fallen) <= len(results) / 4, fallen
 
 
-def test_every_sixth_function_by_keywords():
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("start", [0, 6, 12])
+def test_every_eighteenth_function_by_keywords(start):
     """Twice: the second call takes the plan of the first."""
-    assert not failures([run_entry(entry, 1, 5) for entry in entries("keywords")[::6]])
+    assert not failures([run_entry(entry, 1, 5) for entry in entries("keywords")[start::18]])
 
 
 @pytest.mark.slow

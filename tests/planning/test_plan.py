@@ -63,7 +63,7 @@ def test_it_says_that_nothing_beats_one_device() -> None:
 
 
 def test_one_device_has_the_cores_that_four_ranks_share() -> None:
-    alone = search(decoder(), hardware(), 4, 8).one_device.estimate
+    alone = plan().one_device.estimate
     sharing = search(decoder(), replace(hardware(), alone_speedup=3.0), 4, 8).one_device.estimate
     assert sharing.step_s == pytest.approx(alone.step_s / 3)
     assert sharing.samples_per_s == pytest.approx(alone.samples_per_s * 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import inf
 
 import pytest
@@ -76,6 +77,7 @@ def least_bytes(problem: Problem) -> float:
     return incumbents.best_value
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("seed", [18, 22, 33, 34])
 def test_short_cuts_find_what_just_fits(seed: int) -> None:
     """The sums of bytes do not show which of these holds least, so the search found nothing for them."""
@@ -153,6 +155,7 @@ def test_every_cut_into_stages() -> None:
     assert len(list(stage_assignments(6, 3))) == 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("constraints", "holds"),
     [
@@ -178,9 +181,14 @@ def test_constraints_are_kept(constraints: Constraints, holds: Callable[[Plan], 
     assert holds(search(decoder(), hardware(), 4, 4, constraints=constraints))
 
 
+@cache
+def best_by(objective: str) -> Plan:
+    """Of the decoder on four ranks."""
+    return search(decoder(), hardware(), 4, 4, objective=objective)  # type: ignore[arg-type]
+
+
 def test_cost_may_use_fewer_ranks() -> None:
-    fast = search(decoder(), hardware(), 4, 4)
-    cheap = search(decoder(), hardware(), 4, 4, objective="cost")
+    fast, cheap = best_by("throughput"), best_by("cost")
     degrees = cheap.resolved.degrees
     ranks = degrees[0] * degrees[1] * degrees[2]
     assert ranks * cheap.estimate.step_s <= 4 * fast.estimate.step_s
@@ -188,8 +196,7 @@ def test_cost_may_use_fewer_ranks() -> None:
 
 
 def test_memory_finds_the_smallest_peak() -> None:
-    smallest = search(decoder(), hardware(), 4, 4, objective="memory")
-    assert smallest.estimate.peak_bytes < search(decoder(), hardware(), 4, 4).estimate.peak_bytes
+    assert best_by("memory").estimate.peak_bytes < best_by("throughput").estimate.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,7 @@ def test_a_model_that_fits_nowhere_is_an_error_with_the_bytes_and_the_fixes() ->
 
 def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
     """Of a large model, not every strategy is looked at; a small one's all are, or all weights are too much."""
-    large = search(decoder(), hardware(), 4, 4, objective="memory")
+    large = best_by("memory")
     assert not large.is_exact
     with pytest.raises(
         StrategyError, match=r"none of the \d+ strategies that were priced fits .*others were not looked"

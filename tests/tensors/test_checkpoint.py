@@ -102,9 +102,11 @@ def sequential(make):
     return y, a.grad, weight.grad
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
-def test_as_one_device(program):
-    assert_as_one_device(program, [*LAYOUTS, *PARTIAL])
+def test_as_one_device(program, turn):
+    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

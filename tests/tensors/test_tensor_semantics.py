@@ -205,10 +205,12 @@ def plain_operands_of_global_indices(make):
     return rows[index], rows.index_select(0, index), rows.gather(0, index[None]), torch.where(index > 2, 1, 0)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:Converting a tensor with requires_grad")
-def test_as_one_device(program):
-    assert_as_one_device(program, [*LAYOUTS, *PARTIAL])
+def test_as_one_device(program, turn):
+    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
 
 
 def test_data_takes_the_layout_and_keeps_the_gradient():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import threading
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from workbench.core.presets import strategy_of
 from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import current
 from workbench.training.parallel import describe
-from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
+from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy
 
 ENTRIES = ("S(0)", "S(1)", "B", "P")
 
@@ -85,13 +87,25 @@ def _assert_shard(tensor, full: np.ndarray, layout: Layout) -> None:
     assert_holds(shards, layout, full, atol=1e-4)
 
 
+def _job(kind: str, steps: int) -> Job:
+    return Job(lambda: make(kind), batch_for(kind), F.cross_entropy, None, batch_size=7, num_steps=steps)
+
+
+@functools.cache
+def _one_device(kind: str, num_micro_batches: int, steps: int) -> RankResult:
+    return run_one_device(_job(kind, steps), num_micro_batches)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Simulated ranks are threads: the first one trains on one device, and the others take its numbers."""
+
+
 def training_equals_one_device(kind: str, strategy: str, num_ranks: int, steps: int = 6) -> tuple[float, float]:
     """Train a model under a strategy (a preset's name, a text or rows); returns the differences to one device."""
-    inputs, targets = batch_for(kind)
-    job = Job(lambda: make(kind), (inputs, targets), F.cross_entropy, None, batch_size=7, num_steps=steps)
     num_micro_batches = strategy_of(strategy, describe(make(kind)), num_ranks).options.num_micro_batches
-    truth = run_one_device(job, num_micro_batches)
-    ours = run_strategy(job, strategy, keeps_weights=True)
+    with _ONE_AT_A_TIME:
+        truth = _one_device(kind, num_micro_batches, steps)
+    ours = run_strategy(_job(kind, steps), strategy, keeps_weights=True)
     assert len(ours.losses) == steps
     losses = max(abs(a - b) for a, b in zip(ours.losses, truth.losses, strict=True))
     return losses, largest_difference(ours.weights, truth.weights)

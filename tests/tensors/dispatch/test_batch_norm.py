@@ -94,6 +94,7 @@ def assert_as_one_device(shape, ranks, sbp, **options):
     run_ranks(program, 4 if ranks is GRID else 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "sbp"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["1d", "2d", "few"])
 def test_every_layout_gives_the_numbers_of_one_device(kind, ranks, sbp):

@@ -37,6 +37,7 @@ PROGRAMS = {
 ELEMENTWISE = {"gelu", "two", "named", "in_place", "clamped"}
 
 
+@pytest.mark.sampled(3)
 @GATHERS
 @pytest.mark.parametrize("ranks", [[0, 1], [1], [1, 2]], ids=str)
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
@@ -194,6 +195,7 @@ class Block(nn.Module):
 BLOCKS = "0: data; 1: data@1"
 
 
+@pytest.mark.sampled(2)
 @GATHERS
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),

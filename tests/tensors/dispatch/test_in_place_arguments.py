@@ -21,6 +21,7 @@ def run(function, x, *options, **named):
     return function(y, *FUNCTIONS[function], *options, **named) + 2 * y
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_place_by_position_and_keyword(function, sbp):

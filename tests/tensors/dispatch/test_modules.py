@@ -150,10 +150,12 @@ def lists_of_tensors(make):
     return x, roots, b, torch._foreach_norm(x), torch._foreach_maximum([a], 0.0)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta")
-def test_as_one_device(program):
-    assert_as_one_device(program, LAYOUTS)
+def test_as_one_device(program, turn):
+    assert_as_one_device(program, LAYOUTS[turn::2])
 
 
 def test_the_norm_is_over_all_stages():

@@ -96,6 +96,7 @@ def test_a_scheduled_step_is_captured(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_gradients_of_captured_steps_add_up_on_every_rank(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}", train=add_up_in_stages)

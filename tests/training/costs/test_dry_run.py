@@ -132,6 +132,7 @@ SLOW = [(*case, "bf16") for case in CASES if case[0] >= 2]
 SLOW += [(*case, precision) for case in MORE_CASES for precision in ("fp32", "bf16")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("seed", "name", "num_ranks", "precision"),
     [
@@ -166,6 +167,7 @@ def test_uneven_shares_are_counted_rank_by_rank():
     assert len(set(run.sent_bytes)) > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_products_make_is_sent_in_16_bits_and_what_they_take_as_it_comes(precision):
     whole, half = (counted("gpt", f"*: model | 1x1x2 {word}", 2).by_kind for word in ("fp32", precision))

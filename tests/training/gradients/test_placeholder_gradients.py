@@ -120,6 +120,7 @@ def written(model, step):
 PIPELINE = "0: data@0; 1: data@1"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", [kept, accumulated, written])
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),

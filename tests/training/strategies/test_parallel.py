@@ -28,6 +28,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "skip"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_training_equals_one_device(kind, strategy, num_ranks):
@@ -37,6 +38,7 @@ def test_training_equals_one_device(kind, strategy, num_ranks):
             assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["scaled table", "offset table", "own table"])
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
@@ -60,6 +62,7 @@ def test_a_head_shares_the_weight_of_a_table_of_any_class(kind, strategy, num_ra
         assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("data", 3), ("model", 2), ("pipeline", 3), ("hybrid", 2)])
 def test_dropout_drops_the_same_under_every_strategy(strategy, num_ranks):
     for losses, weights in run_ranks(lambda: training_equals_one_device("dropping", strategy, num_ranks), num_ranks):

@@ -42,6 +42,7 @@ def rooms(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", ["", "recompute"])
 @pytest.mark.parametrize("kind", [Chain, Twice, Skipping])
 def test_training_in_place_equals_one_device(rooms, kind, options):
