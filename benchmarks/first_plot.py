@@ -12,10 +12,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tests.browser.page import POINTS, ROOT, WIDE, LabPage, new_page
 from tests.browser.server import CHROMIUM_OPTIONS, find_chromium, isolated_environment, stop
@@ -54,10 +57,24 @@ def running(folder: Path) -> Iterator[str]:
     )
     assert server.stdout is not None
     try:
-        found = (ADDRESS.search(line) for line in server.stdout)
-        yield next(match for match in found if match is not None)[0]
+        yield find_address(server.stdout)
     finally:
         stop(server)  # type: ignore[arg-type]
+
+
+def find_address(lines: IO[str]) -> str:
+    """The address in a server's output. A thread reads on, because a full pipe would stop the server.
+
+    Raises:
+        RuntimeError: the output ends without one.
+    """
+    said = []
+    for line in lines:
+        if match := ADDRESS.search(line):
+            threading.Thread(target=deque, args=(lines, 0), daemon=True).start()
+            return match[0]
+        said.append(line)
+    raise RuntimeError(f"workbench lab ended before it printed an address. Its last lines:\n{''.join(said[-20:])}")
 
 
 def measure() -> float:

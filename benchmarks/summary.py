@@ -70,6 +70,13 @@ def in_short(rows: Iterable[Row]) -> str:
     return _extremes(rows, _times, num_left=1)
 
 
+def alone(rows: Iterable[Row]) -> str:
+    """A sentence on the rows that this leaves out."""
+    others = [row for row in rows if not row.is_beside_software]
+    met = sum(row.verdict != NOT_MET for row in others)
+    return f"{len(others)} more targets name no other software, but a formula, a limit or a prediction; {met} are met."
+
+
 def _extremes(rows: Iterable[Row], say: Callable[[Row], str], num_left: int) -> str:
     groups = defaultdict(list)
     for row in rows:

@@ -46,8 +46,10 @@ def _newest() -> tuple[Path, str]:
 def short_part() -> str:
     """For the README: a line per comparison with other software, how many targets were met, when and on what."""
     path, text = _newest()
-    return f"""{summary.in_short(summary.read_rows(text))}
+    rows = summary.read_rows(text)
+    return f"""{summary.in_short(rows)}
 
+{summary.alone(rows)} Together:
 {text.splitlines()[2]} [All rows]({path.relative_to(ROOT)}).
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.one_table import Result, cells_of, one_table
 from benchmarks.reporting import Comparison, Target, side_by_side
-from benchmarks.summary import beside_software, in_short, misses, read_rows
+from benchmarks.summary import alone, beside_software, in_short, misses, read_rows
 
 FASTER = Target(1, at_least=True)
 STEPS = [
@@ -41,6 +41,13 @@ def test_the_worst_row_stands_beside_the_best() -> None:
 
 def test_in_short_it_is_ratios() -> None:
     assert summarized(in_short, ("Steps", STEPS)) == [("Steps", "0.75×", "2.5×", "2 of 3")]
+
+
+def test_targets_without_other_software_are_counted() -> None:
+    found = Result("x", "day", "Steps", "", tuple(tuple(row.cells()) for row in [*STEPS, *FIGURES]))
+    assert alone(read_rows(one_table([found]))) == (
+        "7 more targets name no other software, but a formula, a limit or a prediction; 2 are met."
+    )
 
 
 def test_one_row_is_said_once_and_what_stands_alone_is_left_out() -> None:

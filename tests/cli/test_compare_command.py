@@ -80,6 +80,10 @@ def test_equal_runs_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         ({"equal": False}, "bad: does not train as one device does: its losses or weights differ."),
         ({"equal": None, "loss_difference": None}, "bad: was not compared with one device."),
+        (
+            {"equal": None, "verdict": Verdict(None, text="the loss is nan on both", note="both nan")},
+            "bad: has no verdict: the loss is nan on both.",
+        ),
         ({"equal": None, "error": "rank 1 raised\nmore"}, "bad: did not run: rank 1 raised."),
     ],
 )

@@ -135,6 +135,26 @@ def test_float64_models_are_held_to_their_own_tolerance():
     assert decided(replace(found, noise=Distance((1e-15,), (tensor(apart=1e-15),)))).equal is False
 
 
+@pytest.mark.parametrize(
+    ("own", "change", "length"), [(math.inf, math.inf, 0.0), (math.inf, 1.0, math.inf), (1.0, math.inf, -1.0)]
+)
+def test_infinite_updates_are_as_long_only_as_infinite_ones(own: float, change: float, length: float):
+    assert Distance((), (TensorChange("w", 0.0, change, own, 0.0), tensor("v"))).length() == length
+
+
+def test_lengths_of_large_updates_do_not_overflow():
+    large = Distance((), (tensor(change=1e200, longer=0.02),))
+    assert large.length() == pytest.approx(0.02)
+    assert large.length_by_chance() == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_infinities_in_other_places_are_never_equal(is_parameter: bool):
+    other = TensorChange("w", math.inf, math.inf, math.inf, math.inf, is_parameter)
+    verdict = replace(case(0.0, tensors=(other,)), noise=Distance((0.0,), (other,))).verdict()
+    assert verdict.equal is False and "the change of 'w' in 2 steps differs by inf" in verdict.text
+
+
 def test_nothing_to_compare_is_no_verdict():
     assert Case(Distance(), FP32).verdict().equal is None
 

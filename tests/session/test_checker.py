@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from workbench.core.strategy import Strategy
+from workbench.core.verdict import TensorChange
 from workbench.session.comparison.checker import Checker, RunObserver
 from workbench.session.comparison.training_on_engine import OneDevice, RankReport
 
@@ -43,6 +46,16 @@ def report(*losses: float) -> RankReport:
     return RankReport(losses, (0.1,) * len(losses), {"peak": 0}, 0)
 
 
+def test_losses_that_are_nan_from_the_first_step_on_ask_for_no_evidence():
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(math.nan, math.nan)
+    apart = replace(report(math.nan, math.nan), tensors=(TensorChange("w", math.inf, 1.0, 2.0, 0.0),))
+    verdict = checker.verdict(Strategy("*: data"), [apart], 2)
+    assert (verdict.equal, verdict.note, session.calls) == (None, "both nan", [])
+    assert verdict.text == "there was nothing to compare; the loss is nan from step 1 on, on one device too"
+
+
 @pytest.mark.parametrize("evidence", ["noise", "float64"])
 def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     session: Any = FakeSession()
@@ -51,6 +64,6 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     if evidence == "float64":  # noise is known, and explains nothing
         checker._reports[OneDevice(variant="perturbed")] = report(2.0, 1.00001)
     observer = RunObserver(lambda block: None, lambda: True, lambda: True)
-    verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005)], 2, observer)
-    assert verdict.equal is None and "stopped" in verdict.text
+    verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005, math.nan)], 2, observer)
+    assert verdict.equal is None and "stopped" in verdict.text and verdict.note == "then nan"
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]

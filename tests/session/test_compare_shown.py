@@ -16,12 +16,14 @@ def test_a_result_is_shown_with_units_and_verdicts_and_without_texts_of_strategi
     runs = [
         run("data", speedup=1.25, equal=True, verdict=Verdict(True, note="then nan"), boxed_bytes_per_step=1_730_000),
         run("model", equal=False, verdict=Verdict(False)),
-        RunRecord("pipeline", LONG, 2, 16, error="CellError: no <room>\nmore"),
+        run("both", verdict=Verdict(None, note="both nan")),
+        RunRecord("pipeline", LONG, 2, 16, error=f"CellError: no <room> {'in memory ' * 10}left\nmore"),
     ]
     page = CompareResult(run("one device"), runs)._repr_html_()
     for words in (
         "1,234", "1.25\u00d7", "9.10 MB", "1.73 MB", "equal to one device, then nan", "NOT equal to one device",
-        "reference", "failed: CellError: no &lt;room&gt;", "wb.draw.runs(result)",
+        "reference", "failed: CellError: no &lt;room&gt;", "in memory left",
+        "<td>no verdict: both nan</td>", "wb.draw.runs(result)",
     ):  # fmt: skip
         assert words in page, words
     assert "layers.0" not in page

@@ -19,11 +19,13 @@ def machine(monkeypatch, tmp_path):
     """A function that makes this a machine with some ``nvidia-smi``, torch and ``CUDA_VISIBLE_DEVICES``."""
 
     def make(listing=None, overview="new_driver", status=0, cuda="13.0", chosen=None):
+        script = tmp_path / "nvidia-smi"
         if listing is not None:
-            script = tmp_path / "nvidia-smi"
             files = OUTPUTS / f"{listing}.list", OUTPUTS / f"{overview}.overview"
             script.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {files[0]} || cat {files[1]}\nexit {status}\n')
             script.chmod(0o755)
+        found = None if listing is None else str(script)
+        monkeypatch.setattr(gpus.shutil, "which", lambda name: found)  # this machine may have one itself
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setattr(gpus, "_cuda_of_torch", lambda: cuda)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -54,5 +54,7 @@ def test_a_loss_that_is_nan_only_where_it_is_spread_is_a_cross():
 def test_losses_that_are_nan_on_both_are_said_to_be():
     run = checked(lambda: Explodes(7), STEPS)
     assert run.equal and equal_text(run).endswith(", both nan")
+    for at in (1, 2):  # within and right after the steps whose weights are compared
+        assert checked(lambda at=at: Explodes(at), STEPS).equal
     first = checked(lambda: Explodes(0), STEPS)
     assert first.equal is None and equal_text(first) == "both nan"

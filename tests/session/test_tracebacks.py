@@ -133,12 +133,14 @@ def test_an_interrupt_says_where_the_ranks_were():
 
 def test_a_run_that_a_restart_ended_says_so():
     what = outcome(
-        {0: failure("KeyboardInterrupt", "", was_stopped=True)},
-        stopped=(0,),
+        {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},
+        stopped=(0, 1),
         stop_reason="restart",
-        places={0: "in train_strategy"},
+        replaced=(1,),
+        places=dict.fromkeys((0, 1), "in train_strategy"),
     )
-    assert str(cell_error(what)) == "rank 0 was running in train_strategy and stopped, because engines were restarted."
+    said = "was running in train_strategy and stopped, because engines were restarted"
+    assert str(cell_error(what)) == f"rank 1 {said}.\nrank 0 {said}; its variables are kept."
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,13 @@ def test_text_fits_a_terminal(runs: list[RunRecord], baseline: RunRecord):
     assert "8.00 MB" in text and "1.25x" in text and "baseline" in text and "stage 9" in text
 
 
+def test_a_long_note_has_a_line_of_its_own(runs: list[RunRecord]):
+    grown = replace(runs[0], loss_difference=2e-2, verdict=Verdict(True, grown=True, note="then nan"))
+    _, figures, note, other = comparison_table_text([grown, runs[1]]).splitlines()
+    assert figures.endswith(" \u2713 2e-2 noise") and len(figures) == 80
+    assert note == f"{'then nan':>80}" and "model" in other
+
+
 def test_a_strategy_that_is_its_own_name_is_written_once(runs: list[RunRecord]):
     text = "fc1: data; fc2: data@1 | mb=4 1f1b"
     once = comparison_table_html([replace(runs[0], name=text, strategy=text)])
@@ -114,5 +121,7 @@ def test_what_a_tick_hides_stands_below_it(runs: list[RunRecord]):
     assert row.endswith("\u2713 2e-7|then nan|")
     assert "\u2713 2e-7, then nan" in comparison_table_text([later])
     assert "noted" in comparison_table_html([later]) and 'class="number noted"' not in comparison_table_html([runs[0]])
+    both = replace(runs[0], equal=None, loss_difference=None, verdict=Verdict(None, note="both nan"))
+    assert 'class="number noted"' in comparison_table_html([both])
     wrong = replace(runs[0], equal=False, loss_difference=float("inf"), verdict=Verdict(False, note="nan"))
     assert rows_of(comparison_table_html([wrong]))[1].endswith("\u2717 nan|")

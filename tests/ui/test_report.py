@@ -104,4 +104,12 @@ def test_verdict(runs: list[RunRecord]):
     )
     assert verdict(runs) == ("unknown", "Not run: pipeline")
     assert verdict([]) == ("unknown", "No runs")
+    later = replace(runs[0], verdict=Verdict(True, note="then nan"))
+    assert verdict([later, runs[1]])[0] == "warning"
+    assert verdict([later, runs[1]])[1].endswith("limit 1e-5), but data: then nan")
+    both = replace(runs[1], equal=None, verdict=Verdict(None, text="the loss is nan on both"))
+    assert verdict([replace(runs[0], equal=None), both, later]) == (
+        "unknown",
+        "No verdict: data (unchecked); model (the loss is nan on both)",
+    )
     assert verdict([replace(runs[0], equal=False), *runs]) == ("unequal", "Not equal to one device: data")

@@ -129,7 +129,7 @@ def _difference(run: RunRecord) -> str:
     if run.error is not None:
         return f"did not run: {run.error.strip().splitlines()[0].rstrip('.')}"
     if run.equal is None:
-        return "was not compared with one device"
+        return f"has no verdict: {run.verdict.text}" if run.verdict.text else "was not compared with one device"
     return f"does not train as one device does: {run.verdict.text or 'its losses or weights differ'}"
 
 

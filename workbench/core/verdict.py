@@ -108,24 +108,31 @@ class Distance(JsonRecord):
 
     def typical(self) -> float:
         """The difference of a tensor's change from one device's, over the change. The median of all tensors."""
-        ratios = [tensor.apart / tensor.change for tensor in self.tensors if tensor.change]
+        ratios = [tensor.apart / tensor.change for tensor in self.tensors if 0 < tensor.change < math.inf]
         return statistics.median_low(ratios) if ratios else 0.0
 
     def length(self) -> float:
-        """How much longer the first updates are than one device's, over all parameters: 0.01 is one per cent."""
+        """How much longer the first updates are than one device's, over all parameters: 0.01 is one per cent.
+
+        0 where both are infinite: there is nothing to compare.
+        """
         parameters = [tensor for tensor in self.tensors if tensor.is_parameter]
-        ours = math.sqrt(sum(tensor.own_change**2 for tensor in parameters))
-        theirs = math.sqrt(sum(tensor.change**2 for tensor in parameters))
-        return ours / theirs - 1 if theirs else (math.inf if ours else 0.0)
+        ours = math.hypot(*(tensor.own_change for tensor in parameters))
+        theirs = math.hypot(*(tensor.change for tensor in parameters))
+        if ours == theirs:
+            return 0.0
+        return ours / theirs - 1 if theirs else math.inf
 
     def length_by_chance(self) -> float:
         """The size of ``length`` to expect where each parameter's update is longer or shorter by chance: the root of
         the sum of squares. ``length`` itself may be small by chance.
         """
         parameters = [tensor for tensor in self.tensors if tensor.is_parameter]
-        squares = sum((tensor.own_change**2 - tensor.change**2) ** 2 for tensor in parameters)
-        theirs = sum(tensor.change**2 for tensor in parameters)
-        return math.sqrt(squares) / (2 * theirs) if theirs else 0.0
+        theirs = math.hypot(*(tensor.change for tensor in parameters))
+        if theirs in (0.0, math.inf):
+            return 0.0
+        pairs = ((tensor.own_change / theirs, tensor.change / theirs) for tensor in parameters)
+        return math.hypot(*((ours - other) * (ours + other) for ours, other in pairs)) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,20 +236,18 @@ class Case:
         return next(self._beyond(limit), None) is None
 
     def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
-        """(description, size, limit) of all differences beyond a limit. NaN lies beyond every limit."""
+        """(description, size, limit) of all differences beyond a limit. NaN and infinite changes lie beyond each."""
         for step in self._compared_steps():
             apart, most = self.found.losses[step], limit(step)
             if not apart <= most:
                 yield f"the loss of step {step + 1} differs by", apart, most
         for tensor in self.found.tensors:
-            most = limit(tensor)
-            if not tensor.apart <= most:
+            most, what = limit(tensor), f"the change of {tensor.name!r} in {WEIGHT_STEPS} steps differs by"
+            if not math.isfinite(tensor.apart):
+                yield what, math.inf, 0.0
+            elif not tensor.apart <= most:
                 size = tensor.change or math.inf
-                yield (
-                    f"the change of {tensor.name!r} in {WEIGHT_STEPS} steps differs by",
-                    tensor.apart / size,
-                    most / size,
-                )
+                yield what, tensor.apart / size, most / size
         length, most = abs(self.found.length()), limit(None)
         if self.found.tensors and not length <= most:
             yield "the first updates differ in length by", length, most

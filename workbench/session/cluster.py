@@ -270,7 +270,7 @@ class Session:
         """
         targets = self._check(ranks)
         for run in list(self._pool.active):
-            run.stop("restart")
+            run.stop("restart", replaced=targets)
         with self._requests.exclusive(self._requests.enqueue()):
             self._pool.replace(targets)
 

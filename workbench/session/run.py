@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class Outcome:
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
     stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence" or ""
+    replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
     killed: tuple[int, ...] = ()
     killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
     elapsed_s: float = 0.0
@@ -158,9 +159,9 @@ class Run:
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
 
-    def stop(self, reason: str = "interrupt") -> None:
-        """Stop the ranks that still run. Call it from any thread."""
-        self._stop_reason = reason
+    def stop(self, reason: str = "interrupt", replaced: Iterable[int] = ()) -> None:
+        """Stop the ranks that still run; a restart then replaces some. Call it from any thread."""
+        self._stop_reason, self.outcome.replaced = reason, tuple(replaced)
         self._stop_wanted.set()
         self._request.put("wake", -1, None)
 

@@ -88,6 +88,8 @@ class Checker:
         if reference is None or not num_steps:
             return LossPair(reports[0].losses, (), 0).described(UNKNOWN)
         losses = LossPair(reports[0].losses, reference.losses, num_steps)
+        if not losses.num_compared:
+            return losses.described(Verdict(None, text="there was nothing to compare"))
         wide = strategy.with_options(precision="fp32")
         equal_in = "fp32" if wide != strategy and str(wide) in self._equal and not reports[0].changes else ""
         distance = _distance(reports, reference, losses.num_compared)
@@ -100,7 +102,7 @@ class Checker:
                 else:
                     case = self._check_in_float64(case, strategy, reports, steps, observer)
         except RunStopped:
-            return Verdict(None, text="not judged: stopped before the question was settled")
+            return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
         verdict = losses.described(case.verdict())
         if verdict.equal and reference.precision == "fp32" and not _changed(reports):
             self._equal.add(str(strategy))

@@ -76,7 +76,8 @@ class CompareResult:
         more = (
             "<code>result.table</code> has all columns; <code>wb.draw.runs(result)</code> sorts, filters and exports."
         )
-        return f"{shown.to_html(index=False)}<p>{more}</p>"
+        with pandas.option_context("display.max_colwidth", None):  # pandas cuts texts after 50 characters
+            return f"{shown.to_html(index=False)}<p>{more}</p>"
 
     def __repr__(self) -> str:
         return f"CompareResult of {len(self.runs)} strategies:\n{self.table.to_string(index=False)}"
@@ -84,19 +85,22 @@ class CompareResult:
 
 def _shown_row(run: RunRecord, is_baseline: bool) -> dict[str, str]:
     """The columns that people look at first, as they read them."""
-    verdict = "reference" if is_baseline else _VERDICTS[run.equal]
+    verdict = "reference" if is_baseline else _verdict(run)
     return {
         "strategy": run.name,
         "samples/s": f"{run.samples_per_s:,.0f}" if run.samples_per_s else "",
         "speed-up": f"{run.speedup:.2f}\u00d7" if run.speedup is not None else "",
         "peak per rank": format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else "",
         "boxed per step": format_bytes(run.boxed_bytes_per_step) if run.error is None else "",
-        "verdict": f"failed: {run.error.splitlines()[0]}" if run.error else _with_note(verdict, run),
+        "verdict": f"failed: {run.error.splitlines()[0]}" if run.error else verdict,
     }
 
 
-def _with_note(verdict: str, run: RunRecord) -> str:
-    return ", ".join(filter(None, (verdict, run.verdict.note)))
+def _verdict(run: RunRecord) -> str:
+    note = run.verdict.note
+    if run.equal is None and note:
+        return f"no verdict: {note}"
+    return ", ".join(filter(None, (_VERDICTS[run.equal], note)))
 
 
 def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
@@ -231,7 +235,7 @@ class _Progress:
 
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
-        verdict = "failed" if run.error else _with_note(_VERDICTS[run.equal], run)
+        verdict = "failed" if run.error else _verdict(run)
         print(
             f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
             file=progress_stream(),

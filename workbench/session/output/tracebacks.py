@@ -93,12 +93,15 @@ def consequences(outcome: Outcome) -> list[str]:
     """What happened to ranks without a failure of their own: one line per place where they were stopped."""
     stopped = _only_stopped(outcome)
     causes = {"interrupt": "", "timeout": "", "restart": ", because engines were restarted"}
-    cause, is_lost = causes.get(outcome.stop_reason, " because of it"), outcome.stop_reason == "restart"
+    cause = causes.get(outcome.stop_reason, " because of it")
+    alive = [rank for rank in stopped if rank not in outcome.killed]
+    replaced, others = set(alive) & set(outcome.replaced), set(alive) - set(outcome.replaced)
     lines = []
-    for place, ranks in _by_place(outcome, [rank for rank in stopped if rank not in outcome.killed]).items():
-        at = f" {place}" if place else ""
-        kept = "" if is_lost else f"; {'its' if len(ranks) == 1 else 'their'} variables are kept"
-        lines.append(f"{_subject(ranks)} running{at} and stopped{cause}{kept}.")
+    for is_kept, chosen in ((False, replaced), (True, others)):
+        for place, ranks in _by_place(outcome, sorted(chosen)).items():
+            at = f" {place}" if place else ""
+            kept = f"; {'its' if len(ranks) == 1 else 'their'} variables are kept" if is_kept else ""
+            lines.append(f"{_subject(ranks)} running{at} and stopped{cause}{kept}.")
     for place, ranks in _by_place(outcome, outcome.killed).items():
         at = f" (it was {place})" if place else ""
         in_import = set(ranks) <= set(outcome.killed_in_import)

@@ -100,10 +100,12 @@ def _change(name: str, own: WeightHistory, truth: WeightHistory) -> TensorChange
     dtype = truth.end[name].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
     a0, a, b0, b = (tensors[name].to("cpu", wide) for tensors in (own.start, own.end, truth.start, truth.end))
-    is_same = (a == b) | (a.isnan() & b.isnan())  # the same infinity is no difference
-    apart, ours, theirs = ((a - a0) - (b - b0)).masked_fill(is_same & (a0 == b0), 0), a - a0, b - b0
+    is_same = (a == b) | (a.isnan() & b.isnan())
+    is_broken = is_same & ~a.isfinite()  # nan or the same infinity on both: there is nothing to compare
+    apart = ((a - a0) - (b - b0)).masked_fill(is_broken | is_same & (a0 == b0), 0)
+    ours, theirs, end = (values.masked_fill(is_broken, 0) for values in (a - a0, b - b0, b))
     unit = TOLERANCES[_PRECISIONS.get(dtype, "fp32")].unit
-    rounding = unit * _norm(b.nan_to_num())
+    rounding = unit * _norm(end.nan_to_num())
     return TensorChange(
         name, _norm(apart), _norm(theirs.nan_to_num()), _norm(ours.nan_to_num()), rounding, is_parameter
     )

@@ -28,8 +28,8 @@ from workbench.units import format_bytes
 WIDTHS = (152, 66, 72, 68, 54, 60, 60, 54, 104)
 """Pixels of the columns behind the first, which has the names and all the width that is left."""
 _BAR_WIDTH = 92
-_NAME_CHARS = 18
-"""Of the first column in a terminal."""
+_NAME_CHARS, _EQUAL_CHARS = 18, 19
+"""Of the first and the last column in a terminal."""
 
 
 def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -96,20 +96,23 @@ def rows_table_html(
 
 
 def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
-    """The table in at most 80 columns of plain text; a name that is too long for its column has a line of its own."""
+    """The table in at most 80 columns of plain text. A name or a note that is too long has a line of its own."""
     lines = [
-        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>19}"
+        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>{_EQUAL_CHARS}}"
     ]
     for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
         if run.error is not None:
             lines.append(f"{_named(run)}{one_line(run.error, 80 - _NAME_CHARS)}")
             continue
         speedup = f"{run.speedup:.2f}x" if run.speedup is not None else "-"
-        difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
+        difference, note = "baseline" if run is baseline else equal_text(run).replace(DASH, "-"), ""
+        if len(difference) > _EQUAL_CHARS - 1:
+            difference, _, note = difference.partition(", ")
         lines.append(
             f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
-            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>19}"
+            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>{_EQUAL_CHARS}}"
         )
+        lines += [f"{note:>80}"] if note else []
     return "\n".join(lines)
 
 
@@ -181,8 +184,8 @@ def _rate_cell(row: Row, fastest: float) -> str:
 
 
 def _equal_cell(row: Row) -> str:
-    marks = {True: "noted" if row.note else "equal", False: "unequal", None: "muted"}
-    css = "muted" if row.is_truth else marks[row.equal]
+    marks = {True: "equal", False: "unequal", None: "muted"}
+    css = "muted" if row.is_truth else "noted" if row.note and row.equal is not False else marks[row.equal]
     note = element("small", text=row.note) if row.note else ""
     return element(
         "td", element("span", text=row.texts["loss_difference"]), note, css=f"number {css}", title=row.verdict

@@ -17,7 +17,7 @@ from workbench.core.segments import by_strategy
 from workbench.session.comparison.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.number_text import short_difference
+from workbench.ui.number_text import NOT_CHECKED, short_difference
 from workbench.ui.run_figures import (
     comparison_figure,
     loss_difference_figure,
@@ -97,7 +97,7 @@ def runs_report_html(
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """``("equal" | "unequal" | "unknown", sentence)``: whether all runs equal one device."""
+    """``("equal" | "warning" | "unequal" | "unknown", sentence)``: whether all runs equal one device."""
     failed = [run.name for run in runs if run.error is not None]
     unequal = [
         f"{run.name} ({run.verdict.text})" if run.verdict.text else run.name
@@ -108,6 +108,8 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
         return "unequal", f"Not equal to one device: {'; '.join(unequal)}"
     if failed or not runs:
         return "unknown", f"Not run: {', '.join(failed)}" if failed else "No runs"
+    if unknown := [f"{run.name} ({run.verdict.text or NOT_CHECKED})" for run in runs if run.equal is None]:
+        return "unknown", f"No verdict: {'; '.join(unknown)}"
     grown = [run.name for run in runs if run.verdict.grown]
     largest = max((run.loss_difference or 0.0 for run in runs), default=0.0)
     sentence = (
@@ -115,7 +117,9 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
         if grown
         else f"largest loss difference {short_difference(largest)}, limit {short_difference(TOLERANCE)}"
     )
-    return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
+    sentence = f"All {len(runs)} strategies equal one device ({sentence})"
+    notes = "; ".join(f"{run.name}: {run.verdict.note}" for run in runs if run.verdict.note)
+    return ("warning", f"{sentence}, but {notes}") if notes else ("equal", sentence)
 
 
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
