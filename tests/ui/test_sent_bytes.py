@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.cost.test_boxed_bytes import ONE_SHOT
+from tests.timeouts import WAIT_TIMEOUT_S
+from tests.ui.reports import FakeTrainer
 from workbench.cost.estimate import SentBytes
-from workbench.session.planning import CountEnded
+from workbench.session.planning import CountEnded, SentCounter
+from workbench.tensors.dispatch.fallback import FallbackWarning
 from workbench.testing import run_ranks
 from workbench.training.runs.train import Job, run_strategy
 from workbench.ui.panel import Panel
@@ -174,3 +178,137 @@ def test_a_new_strategy_ends_the_count_of_the_one_before_and_a_run_ends_all():
     counter.end()
     counter.wait(10)
     assert counter.known("*: data", 2) is None
+
+
+def test_under_zero_3_the_bytes_of_weights_are_not_called_activations():
+    """Two ranks gather 3 halves of the weights in a step and scatter a half of the gradients: none are activations."""
+    panel = panel_of("twice", "data | zero=3")
+    counted(panel)
+    found = panel._editor._counted_bytes()
+    weights = sum(4 * parameter.numel() for parameter in Twice().parameters())
+    assert found is not None and found.activations == 0
+    assert found.weights >= 3 * weights
+    assert "0 B activations" in panel._editor.grid.view["total"][1]
+
+
+class Slow:
+    """A count that waits for its end, until it may finish; it remembers which strategies have ended."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended, self.may_finish = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, strategy: str, num_ranks: int, is_ended: Callable[[], bool]) -> SentBytes:
+        self.begun.set()
+        while not self.may_finish.is_set():
+            if is_ended():
+                self.ended.set()
+                raise CountEnded
+        return SentBytes(1.0, 2.0)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    count = Slow()
+    monkeypatch.setattr(offline_trainer, "sent_counter", lambda *args: count)
+    monkeypatch.setattr(byte_counter, "_QUIET_S", 0.01)
+    return count
+
+
+def shown(panel: Panel) -> ByteCounter:
+    panel._editor.is_shown = True
+    panel._editor.refresh()
+    assert panel._editor.bytes is not None
+    return panel._editor.bytes
+
+
+def test_a_click_on_run_ends_the_count_and_it_comes_back_after_the_run(slow: Slow, trainer: FakeTrainer):
+    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    counter = shown(panel)
+    assert slow.begun.wait(WAIT_TIMEOUT_S) and not slow.ended.is_set()
+    panel._editor.controls.run.click()
+    assert slow.ended.wait(WAIT_TIMEOUT_S), "while the run is in progress"
+    slow.may_finish.set()
+    assert panel.running and counter.known("*: data", 2) is None
+    trainer.runs[-1].ended.set()
+    assert panel.wait(WAIT_TIMEOUT_S)
+    counter.wait(WAIT_TIMEOUT_S)
+    assert counter.known("*: data", 2) == SentBytes(1.0, 2.0)
+
+
+def test_a_call_of_the_session_ends_the_count_too_and_closing_the_panel_for_good(slow: Slow, trainer: FakeTrainer):
+    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    calls: list[str] = []
+    panel._editor.has_calls = lambda: bool(calls)
+    counter = shown(panel)
+    assert slow.begun.wait(WAIT_TIMEOUT_S)
+    calls.append("a cell")
+    assert slow.ended.wait(WAIT_TIMEOUT_S)
+    slow.begun.clear()
+    calls.clear()
+    assert slow.begun.wait(WAIT_TIMEOUT_S), "it begins again when the engines are free"
+    panel.close()
+    counter.wait(WAIT_TIMEOUT_S)
+    assert counter.known("*: data", 2) is None
+
+
+def test_a_strategy_that_never_was_valid_is_not_counted(slow: Slow, trainer: FakeTrainer):
+    panel = Panel(None, Twice, None, None, strategy="*: data@7", trainer=trainer, keep=False)
+    shown(panel).wait(WAIT_TIMEOUT_S)
+    assert not slow.begun.is_set()
+
+
+def test_the_static_copy_is_written_again_after_a_count(slow: Slow, trainer: FakeTrainer):
+    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    written: list[bool] = []
+    panel._editor._on_change = lambda: written.append(True)
+    slow.may_finish.set()
+    shown(panel).wait(WAIT_TIMEOUT_S)
+    assert written
+
+
+class Wave(torch.autograd.Function):
+    """A function without a rule: it is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x - x.mean(0, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] - grads[0].mean(0, keepdim=True)
+
+
+class Gathered(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Wave.apply(x))
+
+
+def test_a_count_warns_of_no_gathering(monkeypatch: pytest.MonkeyPatch):
+    warned: list[Any] = []
+    monkeypatch.setattr(warnings, "warn", lambda *args, **options: warned.append(args))
+    SentCounter(Gathered, MODELS["twice"][1], F.cross_entropy, None, BATCH).count("*: data", 2, lambda: False)
+    assert not [args for args in warned if FallbackWarning in args]
+
+
+def test_a_count_keeps_no_data_and_rewinds_no_random_numbers(monkeypatch: pytest.MonkeyPatch):
+    """A cell may draw some meanwhile."""
+    rewound: list[Any] = []
+    monkeypatch.setattr(torch, "set_rng_state", rewound.append)
+    counter = SentCounter(Twice, MODELS["twice"][1], F.cross_entropy, None, BATCH)
+    counter.count("*: data | 1x2x1 mb=2", 2, lambda: False)
+    assert counter._batch is not None and counter._batch.inputs.is_meta and counter._batch.targets.is_meta
+    assert not rewound
+
+
+def test_a_count_ends_between_boxings_too():
+    """On one rank there are none."""
+    asked: list[int] = []
+
+    def is_ended() -> bool:
+        asked.append(1)
+        return len(asked) > 3
+
+    count = SentCounter(Twice, MODELS["twice"][1], F.cross_entropy, None, BATCH).count
+    with pytest.raises(CountEnded):
+        count("*: data", 1, is_ended)

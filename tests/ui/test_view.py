@@ -121,7 +121,7 @@ def test_totals_add_up():
     total, parts = grid_view(state, mlp_facts())["total"]
     bias_of_the_row = 10
     activations, gradients = 2 * 128 * 4 * (256 + 10), 2 * 4 * (16640 + 65792 + bias_of_the_row)
-    assert total == f"{(activations + gradients) / 1000:.0f} kB"
+    assert total == f"about {(activations + gradients) / 1000:.0f} kB", "nothing has counted it"
     assert parts == "272 kB activations + 660 kB gradients"
 
 
@@ -138,7 +138,7 @@ def test_the_total_is_what_a_dry_run_counts(strategy: str, num_ranks: int):
     state = PanelState(describe(make_mlp()), num_ranks, strategy)
     total, _ = grid_view(state, facts_of(state.layers, 128, (64,), cross_entropy))["total"]
     counted = dry_run(make_mlp, str(state.strategy), num_ranks, inputs, targets, cross_entropy)
-    assert total == format_bytes(sum(counted.sent_bytes))
+    assert total == f"about {format_bytes(sum(counted.sent_bytes))}"
 
 
 def test_under_zero_weights_travel_too():

@@ -246,6 +246,11 @@ class Session:
         """The present activity of each rank. It answers also while a cell runs or a rank is stuck."""
         return self._pool.status()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engines run a cell or a call."""
+        return bool(self._pool.active)
+
     def ask(self, rank: int, operation: str, timeout_s: float = 1.0, **arguments: Any) -> Any:
         """The answer of a rank's control thread, also while a cell runs; None if no answer comes in time."""
         return self._pool.ask(rank, operation, timeout_s, **arguments)

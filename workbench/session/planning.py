@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,15 +101,12 @@ class SentCounter:
             CountEnded: ``is_ended`` said so.
             StrategyError: the strategy does not fit, or the forward reads values, which metadata does not have.
         """
-        import torch
-
         from workbench.training.costs.dry_run import DryRunEnded, dry_run
+        from workbench.training.costs.layer_costs import made_on_meta
         from workbench.transport.shared.transport import SharedTransport
 
         if self._model is None or self._batch is None:
-            with torch.device("meta"):
-                self._model = self._make()
-            self._batch = self._whole_batch()
+            self._model, self._batch = made_on_meta(self._make), self._whole_batch()
         model, batch = self._model, self._batch
         cost = SharedTransport.cost if self._hardware is None else self._hardware.link_cost
         try:
@@ -122,13 +120,18 @@ class SentCounter:
         return SentBytes(found.boxed_bytes - weights, weights)
 
     def _whole_batch(self) -> Batch:
+        """A batch of a step without its data: a panel keeps it."""
         import torch
+        from torch.utils._pytree import tree_map_only
 
         from workbench.training.batches import Batch
         from workbench.training.datasets import num_samples_of, take
 
         indices = torch.arange(min(self._batch_size, num_samples_of(self._dataset)))
-        return Batch.of(take(self._dataset, indices, self._collate_fn), self._loss_fn)
+        whole = Batch.of(take(self._dataset, indices, self._collate_fn), self._loss_fn)
+        data = whole.inputs, whole.targets
+        inputs, targets = tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), data)
+        return replace(whole, inputs=inputs, targets=targets)
 
 
 def plan(

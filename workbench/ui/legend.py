@@ -28,7 +28,8 @@ TERMS = {
     "equal to 1 device": "The largest difference of a loss to the run on one device, from the same weights and on the "
     "same batches. The row of that device itself is the reference.",
     "bubble": "The part of a step in which stages of a pipeline have nothing to do.",
-    "boxed": "Bytes that all ranks together send in a step.",
+    "boxed": "Bytes that all ranks together send in a step. 'About' is an estimate, until a count on metadata replaces "
+    "it; 'beside the rows' are activations that skip rows, or exchanges inside a forward, which no badge shows.",
     "other": "Memory at the peak that is neither parameters nor gradients, optimizer state, activations or buffers of "
     "boxings: temporaries, what the allocator keeps for later, libraries.",
     "peak": "The largest memory of a rank's process above what it needed before the model was there.",

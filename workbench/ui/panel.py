@@ -159,6 +159,9 @@ class Panel(widgets.VBox):
                 count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
             )
         self._editor.busy = lambda: self.running
+        self._endings: list[Callable[[], None]] = []
+        if self._editor.bytes is not None:
+            self._endings.append(self._editor.bytes.end)
         self.tabs = Tabs(guard(self._runs_section.live.see_status))
         self._was = (False, False)
         parts = {
@@ -173,7 +176,15 @@ class Panel(widgets.VBox):
         if session is not None and costs is None:
             self._counting.start()
         if session is not None:
-            session.subscribe(guard(self._on_message))
+            self._editor.has_calls = lambda: session.is_busy
+            self._endings.append(session.subscribe(guard(self._on_message)))
+
+    def close(self) -> None:
+        """Remove the panel from the page. It counts nothing more, and hears no more from the session."""
+        endings = getattr(self, "_endings", [])  # a panel that could not be made is closed too
+        while endings:
+            endings.pop()()
+        super().close()
 
     def _on_message(self, _rank: int, message: object) -> None:
         """Handle the session's message that it is closed."""

@@ -65,7 +65,7 @@ class StrategyEditor:
         count: Counter | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self.bytes = ByteCounter(count, guarded(self.refresh)) if count is not None else None
+        self.bytes = ByteCounter(count, guarded(self._show_counted), self._is_busy) if count else None
         self.is_shown, self._last_valid = False, ("", 0)
         self._facts, self._predictor = facts, predictor
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
@@ -74,6 +74,7 @@ class StrategyEditor:
         self._shows_tensor = False
         self._num_ranks = num_ranks
         self.busy: Callable[[], bool] = lambda: False
+        self.has_calls: Callable[[], bool] = lambda: False
         self.state = PanelState(layers, num_ranks, strategy)
         self.controls = Controls(self.edit, on_run, self.plan, title)
         self.grid = LayerGrid(self._on_event)
@@ -277,13 +278,20 @@ class StrategyEditor:
         return None if self.bytes is None else self.bytes.known(*self._last_valid)
 
     def _count_bytes(self) -> None:
-        """Count the strategy that is shown, and end the count of another one. A run waits for no count."""
+        """Count the strategy that is shown, or the last valid one, and end the count of another one."""
         if self.state.can_run:
             self._last_valid = str(self.state.strategy), self.state.num_ranks
-        if self.bytes is not None and self.is_shown and not self.busy():
+        _, num_ranks = self._last_valid
+        if self.bytes is not None and self.is_shown and num_ranks:
             self.bytes.ask(*self._last_valid)
-        elif self.bytes is not None:
-            self.bytes.end()
+
+    def _is_busy(self) -> bool:
+        """Whether a run, a measurement or a call of the session needs the processors: none waits for a count."""
+        return self.busy() or self._is_measuring or self.has_calls()
+
+    def _show_counted(self) -> None:
+        self.refresh()
+        self._on_change()
 
     def _show_tensor(self) -> None:
         self.tensor.value = self._tensor_html() if self._shows_tensor else ""

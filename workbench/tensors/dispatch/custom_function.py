@@ -78,11 +78,12 @@ class PlainApply:
     def __call__(self, *args: Any) -> Any:
         copied = {argument for _, argument in self.behavior.writes}
         given = tuple(_copy(a) if i in copied else a for i, a in enumerate(tree_map(_plain, args)))
-        with torch._C._EnableTorchFunction(), self._generator():
+        has_data = not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(given))
+        with torch._C._EnableTorchFunction(), self._generator(has_data):
             try:
                 result = apply_plain(self.cls, *given)
             except Exception as error:
-                if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(given)):
+                if not has_data:
                     raise NotImplementedError(f"{self.__name__} on tensors without data") from error
                 raise
         if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves(result)):
@@ -96,8 +97,8 @@ class PlainApply:
         return result
 
     @contextmanager
-    def _generator(self) -> Iterator[None]:
-        if not self.behavior.is_random:
+    def _generator(self, has_data: bool) -> Iterator[None]:
+        if not (self.behavior.is_random and has_data):
             yield
             return
         with default_generator.restored(), default_generator.seeded(_drawn.key):

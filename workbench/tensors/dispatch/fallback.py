@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -109,7 +110,8 @@ def _infos_for_placeholders(
         return values[id(leaf)]
 
     value_args, value_kwargs = tree_map(value_of, (args, kwargs))
-    with default_generator.restored():
+    draws_nothing = plan.world.device.type == "meta"  # a dry run, maybe beside a program that draws
+    with nullcontext() if draws_nothing else default_generator.restored():
         result = func(*value_args, **value_kwargs)
     return outputs_info(result, [values[id(leaf)] for leaf in whole])
 
@@ -145,7 +147,7 @@ def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
-    if plan.name.folded in _warned:
+    if plan.name.folded in _warned or plan.world.device.type == "meta":  # a dry run gathers nothing
         return
     moved = 0
     declared = getattr(plan.local, "how_to_declare", "a rule (wb.register_rule, wb.local_map)")

@@ -56,8 +56,8 @@ class DryRun:
     Attributes:
         strategy: the resolved strategy.
         sent_bytes: by rank.
-        by_kind: bytes of all ranks by kind of exchange; "gradients" and "parameters" are exchanges around the
-            optimizer's step, the others are boxings.
+        by_kind: bytes of all ranks by kind of exchange; "gradients" and "parameters" are sums of gradients and
+            gatherings of shards, the others are boxings.
         num_run: number of ranks that were run; each other rank equals one of them.
     """
 
@@ -102,7 +102,7 @@ def dry_run(
         inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes matter.
         optimizer_fn: parameters -> torch optimizer; default SGD.
         cost: the link by which boxing chooses paths and the number of steps of a sum.
-        is_ended: asked at every boxing; True ends the dry run.
+        is_ended: asked before every rank and at every operation on tensors; True ends the dry run.
 
     Raises:
         DryRunEnded: ``is_ended`` said so.
@@ -187,13 +187,24 @@ def _first_rows(leaf: Any, num_rows: int, wanted: int) -> Any:
     return leaf[:wanted] if is_of_batch else leaf
 
 
+def _end_if(is_ended: Callable[[], bool]) -> None:
+    if is_ended():
+        raise DryRunEnded("dry_run: ended before its last operation")
+
+
 class _Shards(TorchDispatchMode):
     """A mode in which torch's formulas for metadata, which are Python functions, see shards and not logical tensors.
 
-    Tensors that a forward makes, such as positions, lie on the CPU: beside metadata, only theirs counts.
+    Tensors that a forward makes, such as positions, lie on the CPU: beside metadata, only theirs counts. Every
+    operation passes here, so here a dry run ends that nobody waits for any more.
     """
 
+    def __init__(self, is_ended: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_ended = is_ended
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _end_if(self._is_ended)
         given = args, kwargs or {}
         devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.dim()}
         if META in devices and len(devices) > 1:
@@ -229,8 +240,7 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 class _BoxingCollector:
     """Replaces ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
 
-    def __init__(self, is_ended: Callable[[], bool]) -> None:
-        self._is_ended = is_ended
+    def __init__(self) -> None:
         self._plans: dict[int, tuple[Any, int]] = {}
 
     def site(self, function: str = "") -> None:
@@ -238,8 +248,6 @@ class _BoxingCollector:
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
         """Count a boxing plan, a boxing path or moved rows."""
-        if self._is_ended():
-            raise DryRunEnded("dry_run: ended before its last boxing")
         for step in getattr(plan, "steps", (plan,)):
             self._plans[id(step)] = (
                 step,
@@ -328,7 +336,7 @@ class _Program:
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
         """A whole step of ``rank``: (what ranks send in the boxings that it sees, what it sends besides)."""
-        collector = _BoxingCollector(self.is_ended)
+        collector = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
             world.context.tracer = collector
@@ -341,10 +349,11 @@ class _Program:
 
     @contextmanager
     def _on(self, rank: int) -> Iterator[World]:
+        _end_if(self.is_ended)
         world = World(rank, self.num_ranks, META, FakeTransport(self.num_ranks, self.cost))
         world.context.generator = torch.Generator().manual_seed(0)
         world.casts = _cast
-        with Simulated(world), _Shards():
+        with Simulated(world), _Shards(self.is_ended):
             yield world
 
     def _made(self, strategy: Strategy) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -115,11 +115,15 @@ def _count(
 def _build(make: Callable[[], nn.Module]) -> nn.Module:
     """Make the model on meta, or with data if making it needs values (``linspace(...).tolist()``)."""
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            # A function that loads weights warns that they go nowhere.
-            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
-            return make()
+        return made_on_meta(make)
     except (NotImplementedError, RuntimeError):
+        return make()
+
+
+def made_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model without data. A function that loads weights would warn that they go nowhere; that is meant here."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
         return make()
 
 

@@ -41,7 +41,7 @@ class GatherWork:
             sent, finish = _start(world, chosen, [self._parts[i] for i in numbers], tag)
             self._starts.append((numbers, finish))
             _trace(world, chosen, parts[numbers[0]].dtype, "S -> B", "all-gather", sent, "parameters")
-            world.traffic.add("all-gather", sent, 0.0)
+            world.traffic.add("parameters", sent, 0.0)
         world.traffic.time_s += time.perf_counter() - started
 
     def finish(self) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def scatter(world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor]
         sent, finish = start_scatter(world, chosen, [terms[i] for i in numbers], tag, header)
         under_way.append((numbers, finish))
         _trace(world, chosen, terms[numbers[0]].dtype, "P -> S", "reduce-scatter", sent, "gradients")
-        world.traffic.add("reduce-scatter", sent, 0.0)
+        world.traffic.add("gradients", sent, 0.0)
     found: dict[int, torch.Tensor] = {}
     for numbers, finish in under_way:
         found |= dict(zip(numbers, finish(), strict=True))

@@ -251,12 +251,12 @@ def total_text(
 ) -> tuple[str, str]:
     """Bytes sent in a step, and their sum in words: ``("596 MB", "4 x 147 MB activations + 8.9 MB gradients")``.
 
-    Without ``sent``, they are those of the boxings between rows. An estimate is "about" so many.
+    Without ``sent``, they are those of the boxings between rows. What is not counted is "about" so many.
     """
     what = "gradients and weights" if boxings.has_zero else "gradients"
     m, between = boxings.num_micro_batches, boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
     if sent is None:
-        sent, is_counted = SentBytes(m * between, sum(boxings.gradient_bytes)), True
+        sent = SentBytes(m * between, sum(boxings.gradient_bytes))
         if not boxings.bytes_known:
             return f"{format_bytes(sent.weights)} of {what}", "shapes of activations are not known"
     count = f"{m} {TIMES} " if m > 1 else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from workbench.cost.estimate import SentBytes
@@ -28,10 +29,11 @@ class ByteCounter:
     Args:
         count: counts one strategy, raises ``CountEnded`` if it was ended.
         show: called in the thread when a count is known.
+        is_busy: whether something else needs the processors. It ends a count, which begins again afterwards.
     """
 
-    def __init__(self, count: Counter, show: Callable[[], None]) -> None:
-        self._count, self._show = count, show
+    def __init__(self, count: Counter, show: Callable[[], None], is_busy: Callable[[], bool] = lambda: False) -> None:
+        self._count, self._show, self._is_busy = count, show, is_busy
         self._known: dict[tuple[str, int], SentBytes | None] = {}
         self._wanted: tuple[str, int] | None = None
         self._thread: threading.Thread | None = None
@@ -51,7 +53,7 @@ class ByteCounter:
                 self._thread.start()
 
     def end(self) -> None:
-        """End the count: a run needs the processors, for example."""
+        """End the count: nobody looks any more."""
         with self._lock:
             self._wanted = None
 
@@ -64,18 +66,24 @@ class ByteCounter:
     def _work(self) -> None:
         while (key := self._next()) is not None:
             time.sleep(_QUIET_S)
-            if self._wanted != key:
+            is_ended = partial(self._is_ended, key)
+            if is_ended():
                 continue
             try:
-                found = self._count(*key, lambda key=key: self._wanted != key)  # type: ignore[misc]
+                found = self._count(*key, is_ended)
             except CountEnded:
                 continue
             except Exception:  # noqa: BLE001 - any model may fail on metadata in any way; the estimate stands
+                if is_ended():  # the end itself may look like a failure of the model
+                    continue
                 found = None
             with self._lock:
                 self._known[key] = found
                 self._wanted = None if self._wanted == key else self._wanted
             self._show()
+
+    def _is_ended(self, key: tuple[str, int]) -> bool:
+        return self._wanted != key or self._is_busy()
 
     def _next(self) -> tuple[str, int] | None:
         with self._lock:
