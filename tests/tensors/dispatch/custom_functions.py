@@ -157,7 +157,7 @@ class Capturing(Function):
 
     @staticmethod
     def forward(ctx, x, holder):
-        return x * holder.weight
+        return x * holder.weight.relu()
 
     @staticmethod
     def backward(ctx, grad):

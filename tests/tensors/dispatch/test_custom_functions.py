@@ -169,10 +169,11 @@ def test_a_leaf_is_not_written():
     run_ranks(program, 2)
 
 
-def test_a_captured_global_tensor_is_refused():
+@pytest.mark.parametrize("sbp", ["B", "P"])  # the ranks would add their terms
+def test_a_captured_global_tensor_is_refused(sbp: str):
     def program():
         layer = nn.Module()
-        layer.weight = wb.ones(4, placement=wb.placement.all("cpu"), sbp="B")
+        layer.weight = wb.ones(4, placement=wb.placement.all("cpu"), sbp=sbp)
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
         with pytest.raises(LayoutError, match=r"Capturing.apply.*not among its arguments.*as an argument"):
             fns.Capturing.apply(x, layer)

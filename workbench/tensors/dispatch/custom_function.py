@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -198,7 +199,7 @@ def examine(
     if sum(map(_num_elements, shapes)) <= _FULL_SIZE and tried[0] != shapes:
         tried.append(list(shapes))
     found = []
-    with _without_user_modes(), default_generator.restored():
+    with _without_user_modes(), _OnlyPlain(cls), default_generator.restored():
         for some_shapes in tried:
             for some_dtypes in dict.fromkeys((tuple(in_double), tuple(dtypes))):
                 try:
@@ -217,6 +218,19 @@ def examine(
         any(behavior.is_random for behavior in found),
         all(behavior.is_linear for behavior in found),
     )
+
+
+class _OnlyPlain(TorchFunctionMode):
+    """Refuses global tensors before their ranks communicate: one rank at a time examines a function."""
+
+    def __init__(self, cls: type[Function]) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, GlobalTensor) for kind in types):
+            _refuse_captured(self.cls)
+        return func(*args, **(kwargs or {}))
 
 
 def _num_elements(shape: Any) -> int:

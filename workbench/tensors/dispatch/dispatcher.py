@@ -45,7 +45,9 @@ _functions: dict[Any, Callable[..., Any] | None] = {}
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The body of ``GlobalTensor.__torch_function__``."""
     if kwargs and kwargs.get("out") is not None:
-        return call_with_out(func, *in_order(func, args, kwargs))
+        args, kwargs = in_order(func, args, kwargs)
+        if "out" in kwargs:
+            return call_with_out(func, args, kwargs)
     try:
         taken_over = _functions[func]
     except KeyError:
