@@ -179,18 +179,22 @@ def test_sixty_four_ranks_and_finding_a_layer(lab_page: Any) -> None:
     deep.locator(".wb-row[data-row='tok_emb']").wait_for()
 
 
-@pytest.fixture(params=[1920, 1680, 1280, 1000, 800])
-def width(lab_page: Any, request: pytest.FixtureRequest) -> int:
-    """A page as wide as that."""
-    lab_page.page.set_viewport_size({"width": request.param, "height": 2200})
-    lab_page.settle()
-    return int(request.param)
+WIDTHS = (1920, 1680, 1280, 1000, 800)
+NUMBERS = {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"}
+"""Of the last layer: weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
 
 
-def test_nothing_overlaps_or_is_cut_at_any_width(lab_page: Any, width: int) -> None:
-    if width in (800, 1280, 1920):
-        lab_page.screenshot(f"panel-{width}.png", panel(lab_page))
-    assert lab_page.page.evaluate(OVERLAPS) == []
+def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(lab_page: Any) -> None:
+    seen = {}
+    for width in WIDTHS:
+        lab_page.page.set_viewport_size({"width": width, "height": 2200})
+        lab_page.settle()
+        if width in (800, 1280, 1920):
+            lab_page.screenshot(f"panel-{width}.png", panel(lab_page))
+        shown = row(lab_page, "lm_head").inner_text()
+        missing = NUMBERS - set(re.split(r"\n|\t| \u00b7 | parameters|sbp ", shown))
+        seen[width] = lab_page.page.evaluate(OVERLAPS), lab_page.page.evaluate(ALONE), missing
+    assert seen == {width: ([], [], set()) for width in WIDTHS}
 
 
 @pytest.mark.parametrize("width", [1920, 1200])
@@ -200,17 +204,6 @@ def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any, widt
     notebook.settle()
     assert notebook.page.evaluate(OVERLAPS) == []
     assert row(notebook, "out", -1).locator(".weight").inner_text() == "128 \u00d7 128 \u00d7 3 \u00d7 3 \u00d7 3"
-
-
-def test_every_number_of_a_row_is_shown_at_any_width(lab_page: Any, width: int) -> None:
-    """Weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
-    shown = row(lab_page, "lm_head").inner_text()
-    parts = set(re.split(r"\n|\t| \u00b7 | parameters|sbp ", shown))
-    assert {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"} <= parts, shown
-
-
-def test_no_control_stands_alone_in_a_line(lab_page: Any, width: int) -> None:
-    assert lab_page.page.evaluate(ALONE) == []
 
 
 def test_tabs_are_chosen_with_keys_and_stay_chosen(lab_page: Any) -> None:

@@ -59,7 +59,8 @@ def machine(monkeypatch, tmp_path):
         ({"listing": "mig", "chosen": SLICES[1]}, SLICES[1:], ""),
         ({"listing": "eight_gpus", "chosen": "3,-1,4"}, ("3",), ""),
         ({"listing": "eight_gpus", "chosen": ""}, (), ""),
-        ({"chosen": "0"}, (), "CUDA_VISIBLE_DEVICES=0, but no nvidia-smi"),
+        ({"chosen": "0"}, ("0",), ""),
+        ({"chosen": "0", "cuda": None}, (), "the installed torch is for CPUs only"),
     ],
 )
 def test_gpus_that_torch_can_use_are_found(machine, case, names, why_not):
@@ -93,7 +94,12 @@ def test_torchs_file_says_which_cuda_it_was_built_with():
 
 
 def test_engines_count_gpus_as_nvidia_smi_does(monkeypatch):
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     environment = rank_environment(1, 2, ("4", "5"))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("5", "PCI_BUS_ID")
     assert "CUDA_DEVICE_ORDER" not in rank_environment(1, 2)
+
+
+def test_numbers_that_the_user_gave_keep_their_order(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert "CUDA_DEVICE_ORDER" not in rank_environment(1, 2, ("4", "5"))

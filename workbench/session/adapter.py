@@ -131,22 +131,20 @@ class Engines:
             self._send_call(request, [rank], function, own, tag)
         return request
 
-    def signal(self, ranks: Sequence[int], name: str) -> None:
-        """Have the nannies send a signal to those of the ranks that are alive; does not wait."""
-        alive = [rank for rank in ranks if rank in self.client.ids]
-        if alive:
-            self.client.send_signal(name, targets=alive, block=False)
+    def signal(self, ranks: Sequence[int], name: str) -> dict[int, ControlCall]:
+        """Have the nannies send a signal to those of the ranks that are alive. Their answers say that it was sent."""
+        return self._send(ranks, "signal_request", {"sig": name})
 
     def control(self, ranks: Sequence[int], operation: str, **arguments: Any) -> dict[int, ControlCall]:
         """Ask the engines' control threads; answers also come while their main threads are stuck."""
+        return self._send(ranks, protocol.CONTROL_REQUEST, {"op": operation, "arguments": arguments})
+
+    def _send(self, ranks: Sequence[int], kind: str, content: dict[str, Any]) -> dict[int, ControlCall]:
         calls = {}
         for rank in ranks:
             if rank in self.client.ids:
                 idents, _ = self.client._build_targets([rank])
-                content = {"op": operation, "arguments": arguments}
-                future = self.client._send(
-                    self.client._control_stream, protocol.CONTROL_REQUEST, content=content, ident=idents[0]
-                )
+                future = self.client._send(self.client._control_stream, kind, content=content, ident=idents[0])
                 calls[rank] = ControlCall(future)
         return calls
 
@@ -185,9 +183,13 @@ class ControlCall:
     def __init__(self, future: Any) -> None:
         self._future = future
 
+    def has_arrived(self, timeout_s: float) -> bool:
+        """Whether there is an answer, after at most this time."""
+        return bool(self._future.wait(timeout_s))
+
     def answer(self, timeout_s: float) -> Any:
         """The result of the operation; None if it failed or no answer came in time."""
-        if not self._future.wait(timeout_s):
+        if not self.has_arrived(timeout_s):
             return None
         message = self._future.result()
         if message["content"].get("status") != "ok":

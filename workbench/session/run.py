@@ -25,6 +25,8 @@ from workbench.session.stop_escalation import StopEscalation
 FAILURE_GRACE_S = 0.2
 #: How long ranks that should stop may continue their import. That of torch takes 3 s of processor time.
 IMPORT_LIMIT_S = 60.0
+#: How long a run that has ended waits for its interrupts that are on their way.
+INTERRUPT_GRACE_S = 2.0
 #: How long after the last reply output may still arrive.
 OUTPUT_GRACE_S = 1.0
 _POLL_S = 1.0
@@ -126,6 +128,7 @@ class Run:
         self._escalation: StopEscalation | None = None
         self._stopping_s = 0.0  # when the first escalation began
         self._places: dict[int, ControlCall] = {}
+        self._interrupts: list[tuple[int, ControlCall]] = []  # that were sent
         self._importing: set[int] = set()  # ranks that imported something when they were last asked
         self._has_reported_import, self._waits_for_imports = False, True
         self._stop_wanted, self.ended = threading.Event(), threading.Event()
@@ -154,10 +157,18 @@ class Run:
                 error = error or raised
                 self._listener = NullListener()
                 self.stop()
+        self._await_interrupts()
         if error is not None:
             raise error
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
+
+    def _await_interrupts(self) -> None:
+        """Let no interrupt of this run reach a later one: engines are interrupted by other processes, in their time."""
+        deadline_s = time.monotonic() + INTERRUPT_GRACE_S
+        for rank, interrupt in self._interrupts:
+            if rank not in self.outcome.dead:
+                interrupt.has_arrived(max(0.0, deadline_s - time.monotonic()))
 
     def stop(self, reason: str = "interrupt", replaced: Iterable[int] = ()) -> None:
         """Stop the ranks that still run; a restart then replaces some. Call it from any thread."""
@@ -278,7 +289,7 @@ class Run:
             self._poll_places()
             self._places = self._engines.control(ranks, "status")
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
-            self._engines.signal(ranks, "SIGINT")
+            self._interrupts += self._engines.signal(ranks, "SIGINT").items()
         elif step == "abort":
             self._engines.control(ranks, "abort", reason=f"stopped by the notebook ({self.outcome.stop_reason})")
         else:

@@ -36,8 +36,9 @@ def find_gpus() -> FoundGpus:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and not _visible(chosen):
         return FoundGpus(())
-    if shutil.which("nvidia-smi") is None:
-        return FoundGpus(()) if chosen is None else FoundGpus((), f"CUDA_VISIBLE_DEVICES={chosen}, but no nvidia-smi")
+    if shutil.which("nvidia-smi") is None:  # as in some containers, which say what they have
+        why_not = "" if chosen is None else _unusable(_cuda_of_torch(), "")
+        return FoundGpus(() if chosen is None or why_not else _visible(chosen), why_not)
     listing = _nvidia_smi("-L")
     named = _named(listing.stdout)
     if listing.returncode or not named:

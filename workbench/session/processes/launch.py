@@ -58,8 +58,9 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
     environment |= {name: os.environ.get(name, loopback) for name in INTERFACE_VARIABLES if loopback}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
-        # nvidia-smi counts GPUs so; CUDA would count from the fastest one
-        environment["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:
+            # the numbers are those of nvidia-smi; CUDA by itself counts from the fastest GPU
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return environment
 
 
