@@ -230,6 +230,16 @@ def test_calls_are_recorded_in_their_order():
     assert calls == {"": (0, 0), "one": (1, 5), "two": (2, 4)}
 
 
+def test_a_layer_whose_dtype_is_read_is_called_where_it_is_called():
+    class ReadsDtype(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.to(self[2].weight.dtype))
+
+    with recorded_calls(model := ReadsDtype(*(nn.Linear(3, 3) for _ in range(3)))) as calls:
+        model(torch.ones(1, 3))
+    assert [calls[str(n)] for n in range(3)] == [(1, 1), (2, 2), (3, 3)]
+
+
 def test_stages_are_partitioned_and_counted_in_the_order_of_calls():
     balance = run_ranks(lambda: wb.planner.partition_stages(SideBySide(), F.cross_entropy, WORDS, CLASSES, 3), 1)[0]
     assert list(balance.stages.values()) == sorted(balance.stages.values())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -99,33 +100,36 @@ def from_local(
             "function transform (torch.vmap, torch.func.grad). Transforms drop layouts: use "
             "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
         )
-    if local.requires_grad:
+    has_grad = local.requires_grad and torch.is_grad_enabled()
+    if has_grad:
         _refuse_replaced(local)
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
-    has_grad = local.requires_grad and torch.is_grad_enabled()
     if local.device != world.device and not spec.is_placeholder and (has_grad or not stays):
-        local = local.to(world.device, non_blocking=True)
+        local = local.to(world.device)
     if has_grad:
         return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
 
 
-REPLACED = "_was_sharded"
-"""An attribute of a plain parameter whose module has a global one in its place."""
+REPLACED = WeakIdKeyDictionary()
+"""Plain parameters whose modules have global ones in their place."""
 _MOST_NODES = 1000
 
 
 def _refuse_replaced(plain: torch.Tensor) -> None:
     """Raise for a parameter that was replaced, or what was computed from one: it does not learn any more."""
+    if not REPLACED:
+        return
     found = [plain] if plain.is_leaf else _leaves(plain)
     for leaf in found:
-        if REPLACED in leaf.__dict__:
+        if leaf in REPLACED:
             raise LayoutError(
                 f"a global tensor meets a parameter of shape {tuple(leaf.shape)} from before wb.parallelize, which has "
                 "put a global one in its place: the old one keeps its values and learns no more. A list, a closure or "
-                "a variable holds it. Read the parameter from its module (module.layer.weight) where it is used."
+                "a variable holds it. Read the parameter from its module (module.layer.weight) where it is used, "
+                "or detach() the old one if its values are meant."
             )
 
 
@@ -138,8 +142,8 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            leaves.append(leaf)
         waiting += [before for before, _ in node.next_functions]
     return leaves
 

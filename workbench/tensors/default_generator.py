@@ -18,8 +18,18 @@ _WITHOUT_GENERATOR = ("cpu", "meta")
 """Devices with no generator beside the CPU's."""
 
 
+def _present(device: torch.device | None) -> torch.device | None:
+    """The device, or else the present GPU of a process that uses one: ``torch.manual_seed`` seeds it too."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device is None and torch.cuda.is_initialized() else device
+    )
+
+
 def states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """The states of the CPU's generator, and of this device's if it has one of its own; all on the CPU."""
+    """The states of the CPU's generator, and of this device's if it has one of its own; all on the CPU. Without a
+    device, that of the present GPU belongs to them.
+    """
+    device = _present(device)
     found = [torch.get_rng_state()]
     if device is not None and device.type not in _WITHOUT_GENERATOR:
         found.append(torch.get_device_module(device).get_rng_state(device))
@@ -29,6 +39,7 @@ def states(device: torch.device | None = None) -> list[torch.Tensor]:
 def set_states(values: list[torch.Tensor], device: torch.device | None = None) -> None:
     """Go on from what ``states`` has returned for the same kind of device."""
     torch.set_rng_state(values[0])
+    device = _present(device)
     if len(values) > 1:
         assert device is not None
         torch.get_device_module(device).set_rng_state(values[1], device)

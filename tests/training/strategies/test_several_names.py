@@ -112,12 +112,23 @@ def test_a_weight_from_before_is_an_error_where_it_meets_the_model(how):
     def program(rank):
         before = models[rank].layer.weight
         model = wb.parallelize(models[rank], "*: data")
-        with torch.set_grad_enabled(how != "list"):
-            loss = model(torch.ones(8, 4)).square().mean()
-            return loss + 0.1 * before.norm() if how == "penalty" else loss
+        loss = model(torch.ones(8, 4)).square().mean()
+        return loss + 0.1 * before.norm() if how == "penalty" else loss
 
     with pytest.raises(LayoutError, match=r"parameter of shape \(4, 4\) from before wb.parallelize.*from its module"):
         run_ranks(program, 2)
+
+
+def test_values_from_before_may_be_compared_without_gradients():
+    models = [holder("") for _ in range(2)]
+
+    def program(rank):
+        before = models[rank].layer.weight
+        model = wb.parallelize(models[rank], "*: data")
+        with torch.no_grad():
+            return (model.layer.weight - before).norm().item()
+
+    assert run_ranks(program, 2) == [0.0, 0.0]
 
 
 def test_a_plain_tensor_of_ones_own_may_learn_beside_the_model():
@@ -150,6 +161,13 @@ def parts_of_one():
     return model
 
 
+def columns_of_one():
+    whole, model = torch.randn(4, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight, model[1].weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+    model.register_buffer("twice", torch.ones(1).expand(3))
+    return model
+
+
 def test_tensors_that_share_memory_are_refused_and_parts_of_one_are_not():
     wanted = {
         shared_data: r"'0.weight' and '1.weight' are two tensors.*64 bytes",
@@ -158,4 +176,5 @@ def test_tensors_that_share_memory_are_refused_and_parts_of_one_are_not():
     for make, message in wanted.items():
         with pytest.raises(StrategyError, match=rf"(?s){message}.*b.weight = a.weight"):
             run_ranks(lambda make=make: wb.parallelize(make(), "*: data"), 1)
-    assert run_ranks(lambda: wb.parallelize(parts_of_one(), "*: model") is not None, 1) == [True]
+    for make in (parts_of_one, columns_of_one):
+        assert run_ranks(lambda make=make: wb.parallelize(make(), "*: model") is not None, 1) == [True]

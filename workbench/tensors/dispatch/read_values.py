@@ -84,13 +84,6 @@ def read(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*plain_args, **kwargs)
 
 
-@handler("format")
-def format_value(func: Any, args: Any, kwargs: Any) -> str:
-    """``f"{loss:.4f}"`` of a scalar formats its value, of anything else its text."""
-    tensor, text = args
-    return format(tensor.item(), text) if not tensor._spec.shape and text else format(str(tensor), text)
-
-
 def format_values(tensor: GlobalTensor) -> str:
     """The logical values and the layout, the same text on every rank; all ranks call it."""
     spec = tensor._spec

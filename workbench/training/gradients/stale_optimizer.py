@@ -46,7 +46,7 @@ def optimizers_of(module: nn.Module) -> list[Optimizer]:
 
 def mark_replaced(parameter: torch.Tensor) -> None:
     """Mark a plain parameter whose module now has a global one in its place."""
-    parameter.__dict__[REPLACED] = True
+    REPLACED[parameter] = True
 
 
 def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
@@ -55,7 +55,7 @@ def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_
     Raises:
         LayoutError: some of the optimizer's ``plain`` parameters were replaced.
     """
-    if replaced := sum(REPLACED in parameter.__dict__ for parameter in plain):
+    if replaced := sum(parameter in REPLACED for parameter in plain):
         raise LayoutError(
             f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
             "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "

@@ -115,9 +115,10 @@ class RunningStep:
                 f"{rule}. Put the layers that make both on one stage, write x = x + y in place of x += y, or use the "
                 "schedule gpipe."
             )
+        where = f"layer {function!r}" if function else "an operation"
         raise StrategyError(
-            f"layer {function or 'an operation'!r} is on stage {end}, but its input comes from stage {start}: {rule}. "
-            f"Put {function or 'it'!r} on stage {start}, or use the schedule gpipe."
+            f"{where} is on stage {end}, but its input comes from stage {start}: {rule}. "
+            f"Put {repr(function) if function else 'it'} on stage {start}, or use the schedule gpipe."
         )
 
     def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str) -> None:

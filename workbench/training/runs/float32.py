@@ -19,6 +19,7 @@ _EXACT = (
 )
 
 
+_has_gpu = torch.cuda.is_available
 _turn = threading.Lock()
 _inside: list[list[Any]] = []
 """The user's settings, once for each thread inside: simulated ranks may be inside together."""
@@ -27,12 +28,14 @@ _inside: list[list[Any]] = []
 @contextmanager
 def exact_sums() -> Iterator[None]:
     """A context without TF32, which keeps 10 bits of the factors in products of float32 and is cuDNN's default, and
-    without sums in 16 bits. Afterwards torch has the user's settings.
+    without sums in 16 bits. Afterwards torch has the user's settings. Without a GPU nothing changes.
 
     >>> with exact_sums():
-    ...     torch.backends.cudnn.conv.fp32_precision
-    'ieee'
+    ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
     """
+    if not _has_gpu():
+        yield
+        return
     with _turn:
         before = _inside[0] if _inside else [getattr(place, name) for place, name, _ in _EXACT]
         _inside.append(before)

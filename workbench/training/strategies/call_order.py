@@ -75,8 +75,9 @@ class _Writes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for operand in operands:
-            self._add_use(self._owners.get(id(operand), []))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # not of weight.dtype
+            for operand in operands:
+                self._add_use(self._owners.get(id(operand), []))
         name = fold_name(func)
         if name.in_place:
             self._add_write(operands)

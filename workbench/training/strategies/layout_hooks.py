@@ -65,7 +65,7 @@ def _on_device(value: GlobalTensor) -> GlobalTensor:
     with local_torch():
         if spec.is_placeholder or value.device == spec.world.device:
             return value
-        return wrap(value.detach().to(spec.world.device, non_blocking=True), spec)
+        return wrap(value.detach().to(spec.world.device), spec)
 
 
 class PrepareOutput:

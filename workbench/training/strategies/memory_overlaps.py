@@ -18,27 +18,41 @@ def refuse_overlaps(module: nn.Module) -> None:
         StrategyError: two tensors overlap; both are named.
     """
     parameters = {id(parameter) for parameter in module.parameters()}
-    spans = [
-        (*_span(tensor), name, id(tensor) in parameters)
+    held = [
+        (tensor, name)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     ]
-    last: tuple[int, int, str, bool] = (0, 0, "", False)
-    for span in sorted(span for span in spans if span[0] < span[1]):
-        start, end, name, is_parameter = span
-        if start < last[1] and (is_parameter or last[3]):
-            raise StrategyError(
-                f"parallelize: {last[2]!r} and {name!r} are two tensors that share memory ({min(end, last[1]) - start} "
-                "bytes). Each gets shards of its own, so a step would change one and not the other. Tie them as one "
-                "parameter (b.weight = a.weight), compute one from the other in forward, or give it memory of its own "
-                "(.clone())."
-            )
-        last = max(last, span, key=lambda known: known[1])
+    before: list[tuple[torch.Tensor, str]] = []  # that reach behind the start of the next
+    for tensor, name in sorted(held, key=lambda pair: (str(pair[0].device), pair[0].data_ptr())):
+        before = [pair for pair in before if pair[0].device == tensor.device and _end(pair[0]) > tensor.data_ptr()]
+        for other, other_name in before:
+            num_bytes = _shared_bytes(other, tensor) if {id(other), id(tensor)} & parameters else 0
+            if num_bytes:
+                raise StrategyError(
+                    f"parallelize: {other_name!r} and {name!r} are two tensors that share memory ({num_bytes} bytes). "
+                    "Each gets shards of its own, so a step would change one and not the other. Tie them as one "
+                    "parameter (b.weight = a.weight), compute one from the other in forward, or give it memory of its "
+                    "own (.clone())."
+                )
+        before.append((tensor, name))
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and the one behind the last; equal if there are no elements."""
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last element."""
     if not tensor.numel():
-        return 0, 0
+        return 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def _shared_bytes(one: torch.Tensor, other: torch.Tensor) -> int:
+    """The bytes that belong to both; columns of one table lie between each other and share none."""
+    start = min(one.data_ptr(), other.data_ptr())
+    places = torch.arange(max(_end(one), _end(other)) - start, device="cpu")
+    is_shared = torch.zeros(2, len(places), dtype=torch.bool, device="cpu")
+    for tensor, belongs in zip((one, other), is_shared, strict=True):
+        unit = tensor.element_size()
+        strides = (*(stride * unit for stride in tensor.stride()), 1)
+        belongs[places.as_strided((*tensor.shape, unit), strides, tensor.data_ptr() - start).flatten()] = True
+    return int(is_shared.all(0).sum())

@@ -106,7 +106,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     count = torch.count_nonzero(target != ignore_index)
     for dim, start, size in place:
         target = target.narrow(dim, start, size)
-    target = target.to(spec.world.device, non_blocking=True)  # this rank's labels only
+    target = target.to(spec.world.device)  # this rank's labels only
     with local_torch():
         return wrap(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
 

@@ -72,9 +72,9 @@ def representation(func: Any, args: Any, kwargs: Any) -> str:
 
 @handler("format")
 def formatted(func: Any, args: Any, kwargs: Any) -> str:
-    """In an f-string, a tensor of one value is this value, on every rank."""
-    spec = args[1] if len(args) > 1 else kwargs.get("format_spec", "")
-    return format(args[0].item() if not args[0]._spec.shape else str(args[0]), spec)
+    """In an f-string a tensor of one value is this value, others their values and layout; all ranks call it."""
+    text = args[1] if len(args) > 1 else kwargs.get("format_spec", "")
+    return format(str(args[0]) if args[0]._spec.shape else args[0].item(), text)
 
 
 @handler("type")
