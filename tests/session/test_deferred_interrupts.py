@@ -101,8 +101,15 @@ class TestEngines:
             "    del sys.modules[name]"
         )
 
-    def test_a_rank_that_fails_stops_another_after_its_import(self, session):
-        program = "if wb.rank() == 1: raise ValueError('mine')\nimport slow\nwhile True: pass"
+    def test_a_rank_that_fails_stops_another_after_its_import(self, session, package):
+        begun = package / "begun"
+        core = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(2)\nnumber = 41"
+        (package / "slow" / "core.py").write_text(core)
+        program = (
+            "import pathlib, time\n"
+            f"while wb.rank() == 1 and not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.01)\n"
+            "if wb.rank() == 1: raise ValueError('mine')\nimport slow\nwhile True: pass"
+        )
         with pytest.raises(CellError, match=r"(?s)ValueError on rank 1: mine.*rank 0 was .*importing slow.* are kept"):
             session.run(program)
         assert session.run("import slow\nslow.core.number, slow.value").values == [(41, 41)] * 2
