@@ -281,7 +281,7 @@ class Wave(torch.autograd.Function):
 
 class Gathered(Twice):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(Wave.apply(x))
+        return self.head(Wave.apply(self.stem(x)))
 
 
 def test_a_count_warns_of_no_gathering(monkeypatch: pytest.MonkeyPatch):
