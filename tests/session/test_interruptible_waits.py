@@ -35,7 +35,7 @@ class Waiting(MessageTransport):
     def __init__(self, has_message):
         self.has_message = has_message
 
-    def has_message_in_flight(self):
+    def has_pending_message(self):
         return self.has_message
 
     def _let_peers_read(self):

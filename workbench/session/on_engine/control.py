@@ -106,7 +106,7 @@ def _wait_of(frame: FrameType | None, world: Any) -> str:
     number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
     if _LOCAL_WAITS in files and (transport := _message_transport(world)) is not None:
         # a rank whose message has arrived can go on, though it may not have got a processor yet
-        return "" if transport.has_message_in_flight() else f"{protocol.LOCAL} {number}"
+        return "" if transport.has_pending_message() else f"{protocol.LOCAL} {number}"
     return f"far {number}" if any(file in files for file in (_LOCAL_WAITS, *_REMOTE_WAITS)) else ""
 
 

@@ -57,9 +57,9 @@ class MessageTransport(ABC):
             while not link.send_queued():
                 self._waiter.wait_for_room(link, time.perf_counter() - started)
 
-    def has_message_in_flight(self) -> bool:
+    def has_pending_message(self) -> bool:
         """Whether a wait of this rank is about to end; may be asked from another thread."""
-        return self._waiter.has_message_in_flight()
+        return self._waiter.has_pending_message()
 
     def abort(self, reason: str) -> None:
         """See ``base.Transport``."""

@@ -101,7 +101,7 @@ class Waiter:
         taken = self._own.acks_read_word(wait.peer) if wait.for_ack else self._own.read_word(wait.peer)
         return wait.peer, ACKS if wait.for_ack else MESSAGES, wait.header, self._own.words[taken]
 
-    def has_message_in_flight(self) -> bool:
+    def has_pending_message(self) -> bool:
         """Whether the message that this rank waits for is in memory; if no wait is recorded yet, whether any is."""
         wait = self._own.wait()
         if wait is not None:
