@@ -136,6 +136,15 @@ def test_attention_weights_are_split_by_their_names():
     assert [layer.split for layer in resolved.layers] == ["column", "column", "column", "row"]
 
 
+def test_a_convolution_in_groups_is_split_by_columns_whatever_its_name():
+    """Its weight's second dim counts the inputs of one group, so a row of it is in all groups."""
+    shapes = {"begin": (8, 3, 3, 3), "proj": (8, 1, 3, 3), "cut": (8, 4, 3, 3), "end": (4, 8, 1, 1)}
+    groups = {"proj": 8, "cut": 2}
+    layers = [Layer(name, "Conv2d", {"weight": s}, groups=groups.get(name, 1)) for name, s in shapes.items()]
+    resolved = Strategy("*: model").resolve(layers, 2)
+    assert [layer.split for layer in resolved.layers] == ["column", "column", "column", "row"]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_presets_fit_and_round_trip(name, num_ranks):

@@ -14,8 +14,9 @@ from tests.training.models import make
 from workbench.core.presets import stage_cuts
 from workbench.errors import RunError
 from workbench.testing import run_ranks
-from workbench.training.batches import Batch, count_samples
+from workbench.training.batches import Batch
 from workbench.training.parallel import describe
+from workbench.training.sample_rows import count_samples
 
 STAGES = {"1f1b": 2, "zero_bubble": 2, "interleaved": 4}
 

@@ -271,3 +271,13 @@ def test_a_parallelized_module_is_copied_with_its_own_hooks():
 
 def test_nothing_is_joined_by_asking():
     assert world.joined() is None or world.joined() is world.current()
+
+
+def test_a_move_to_a_device_gathers_nothing():
+    def program():
+        x = wb.ones(5, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        with wb.debug.trace() as boxings:
+            moved = [x.cpu(), x.to("cpu"), x.to("cpu", torch.float64), x.to(torch.device("cpu")), x.to(device="cpu")]
+        return [str(tensor.sbp) for tensor in moved], str(boxings)
+
+    assert run_ranks(program, 3)[2] == (["(S(0),)"] * 5, "no boxings")

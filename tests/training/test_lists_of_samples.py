@@ -1,4 +1,4 @@
-"""Batches with a list of dicts, one per sample, as labels of detection are."""
+"""Batches with a list with an entry per sample: dicts, as labels of detection are, or tensors, as masks are."""
 
 import copy
 
@@ -10,6 +10,7 @@ import workbench as wb
 from tests.pipeline.test_steps import whole
 from workbench.errors import RunError
 from workbench.testing import run_ranks
+from workbench.training.batches import Batch
 
 
 class Detector(nn.Module):
@@ -21,27 +22,30 @@ class Detector(nn.Module):
 
     def forward(self, pixels, labels):
         boxes = self.head(self.backbone(pixels).relu())
-        losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes.unbind(), labels, strict=True)]
+        of_images = [label["boxes"] if isinstance(label, dict) else label for label in labels]
+        losses = [(box - label).abs().mean() for box, label in zip(boxes.unbind(), of_images, strict=True)]
         return {"loss": torch.stack(losses).mean(), "boxes": boxes}
 
 
-def batch():
+def batch(num_boxes=(2, 1, 4, 3), as_tensors=False):
     draw = torch.Generator().manual_seed(0)
-    labels = [{"boxes": torch.rand(n, 4, generator=draw), "classes": torch.zeros(n)} for n in (2, 1, 4, 3)]
+    labels = [{"boxes": torch.rand(n, 4, generator=draw), "classes": torch.zeros(n)} for n in num_boxes]
+    labels = [label["boxes"] for label in labels] if as_tensors else labels
     return {"pixels": torch.randn(4, 6, generator=draw), "labels": labels}
 
 
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | mb=2", "*: data; head: data@1 | mb=2 1f1b"])
-def test_each_sample_keeps_its_label(strategy):
+@pytest.mark.parametrize("labels", [{}, {"as_tensors": True}, {"as_tensors": True, "num_boxes": (1, 1, 1, 1)}])
+def test_each_sample_keeps_its_label(strategy, labels):
     torch.manual_seed(0)
     model = Detector()
     one = copy.deepcopy(model)
-    loss = one(**batch())["loss"]
+    loss = one(**batch(**labels))["loss"]
     loss.backward()
 
     def program():
         spread = wb.parallelize(copy.deepcopy(model), strategy)
-        found = wb.forward_backward(spread, inputs=batch())
+        found = wb.forward_backward(spread, inputs=batch(**labels))
         return found.item(), [whole(p.grad) for p in spread.parameters()]
 
     for found, grads in run_ranks(program, 2):
@@ -60,3 +64,17 @@ def test_a_list_of_another_length_is_refused():
 
     with pytest.raises(RunError, match=r"list of 3 dicts and tensors of 4 samples"):
         run_ranks(program, 2)
+
+
+def test_a_list_of_tensors_is_cut_by_entries_or_by_rows():
+    """By its number of tensors; a tuple always by rows, and what may be either is refused."""
+    pixels, two = torch.ones(4, 3), [torch.ones(4), torch.zeros(4)]
+    parts = Batch({"pixels": pixels, "views": two}).cut(2)
+    assert [len(part.inputs["views"]) for part in parts] == [2, 2]
+    assert [len(view) for part in parts for view in part.inputs["views"]] == [2, 2, 2, 2]
+    four = [torch.ones(4) for _ in range(4)]
+    assert len(Batch({"pixels": pixels, "views": tuple(four)}).cut(2)[0].inputs["views"]) == 4
+    assert Batch([pixels, *four[:3]]).cut(2)[0].inputs[3].shape == (2,)
+    with pytest.raises(RunError, match=r"4 samples and a list of 4 tensors of 4 rows each.*Give a tuple"):
+        Batch({"pixels": pixels, "views": four}).cut(2)
+    assert len(Batch({"pixels": pixels, "views": four}).cut(1)[0].inputs["views"]) == 4

@@ -16,6 +16,7 @@ class Layer:
         tied_to: the first layer that has the same tensor as its weight, if there is one.
         calls: the positions in a forward of its first call and of its last one on what other layers have made; None
             where no forward was seen.
+        groups: of a convolution in groups, how many.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Layer:
     num_parameters: int = 0
     tied_to: str | None = None
     calls: tuple[int, int] | None = None
+    groups: int = 1
 
 
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:

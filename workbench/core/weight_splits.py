@@ -2,7 +2,8 @@
 
 A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
 and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a
-layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split.
+layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split. A
+convolution in groups is split by columns: its rows are inputs of all groups.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int
             continue
         inputs, outputs = _features(layer)
         short = layer.name.rpartition(".")[2]
-        if row.split or layer.kind == TABLE or layer.tied_to in tables:
+        if row.split or layer.kind == TABLE or layer.tied_to in tables or layer.groups > 1:
             split = row.split or "column"
         elif short in COLUMN_NAMES or short in ROW_NAMES:
             split = "column" if short in COLUMN_NAMES else "row"

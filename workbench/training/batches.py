@@ -12,7 +12,7 @@ dicts, numpy's arrays as tensors. All code that trains uses the rules of this mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -29,7 +29,9 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.sample_rows import (
     Rows,
     batch_leaves,
+    check_lists,
     check_rows,
+    count_samples,
     lists_samples,
     rows_by_grids,
     split_list,
@@ -58,6 +60,10 @@ class Batch:
     targets: Any = None
     share: float = 1.0
     rows: Rows = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, list):  # of arguments; other lists may have an entry per sample
+            object.__setattr__(self, "inputs", tuple(self.inputs))
 
     @classmethod
     def of(cls, samples: Any, loss_fn: LossFunction | None) -> Batch:
@@ -142,16 +148,19 @@ class Batch:
         parts = min(num_micro_batches, rows)
         sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
         of_samples = {id(named[name]): given for name, given in self._rows(named).items()}
+        if parts > 1:
+            check_lists((self.inputs, self.targets), rows)
+        is_list = lists_samples((self.inputs, self.targets))
 
         def parts_of(value: Any) -> Sequence[Any]:
-            if lists_samples(value):
+            if is_list(value):
                 return split_list(value, sizes)
             if parts > 1 and id(value) in of_samples:
                 return split_rows(value, of_samples[id(value)], sizes)
             is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
             return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
 
-        leaves, structure = tree_flatten((self.inputs, self.targets), is_leaf=lists_samples)
+        leaves, structure = tree_flatten((self.inputs, self.targets), is_leaf=is_list)
         pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
         if count is None:
             terms = list(map(float, sizes))
@@ -186,32 +195,6 @@ def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 # ---- samples ------------------------------------------------------------------------------------------------------
 
 
-def count_samples(values: Iterable[Any]) -> int | None:
-    """Number of rows that the tensors among ``values`` share; 1 without tensors, None if dim 0 is ambiguous.
-
-    A tensor of one row belongs to all samples. So does a tensor whose dims all have the length of the samples' dim 1
-    (positions ``(T,)``, masks ``(T, T)`` beside words ``(N, T)``), unless that length is N.
-
-    >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
-    8
-    """
-    shapes = {tuple(leaf.shape) for leaf in values if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    rows = {shape[0] for shape in shapes}
-    if len(rows) < 2:
-        return next(iter(rows), 1)
-    fitting = {n for n in rows if _share_the_others(n, shapes)}
-    if len(fitting) > 1:  # one sample beside vectors, or samples beside what has one row
-        fitting &= {1} if all(shape[0] == 1 or len(shape) == 1 for shape in shapes) else rows - {1}
-    return fitting.pop() if len(fitting) == 1 else None
-
-
-def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether, with ``num_samples`` samples, all tensors without one row per sample would belong to all samples."""
-    lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
-    others = [set(shape) for shape in shapes if shape[0] not in (num_samples, 1)]
-    return all(len(dims) == 1 and dims <= lengths for dims in others)
-
-
 def num_samples(batch: Any) -> int:
     """Number of rows of a batch.
 
@@ -242,7 +225,7 @@ def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
     >>> list(named_tensors({"inputs": (torch.ones(2), 3), "targets": torch.ones(2)}))
     ['inputs.0', 'targets']
     """
-    paths = tree_flatten_with_path(batch, is_leaf=lists_samples)[0]
+    paths = tree_flatten_with_path(batch, is_leaf=lists_samples(batch))[0]
     return {_name_of(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
 
 

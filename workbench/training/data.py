@@ -21,9 +21,10 @@ from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
-from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
+from workbench.training.batches import TARGET_KEYS, as_tensors
 from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
 from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read
+from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.state import state_of
 
 Rows = tuple[int, int]

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.errors import RunError
 from workbench.tensors import default_generator
-from workbench.training.batches import LossFunction, count_samples
+from workbench.training.batches import LossFunction
+from workbench.training.sample_rows import count_samples
 
 _SAME = 0.02
 """Two losses that differ by less are the same mean, also in 16 bits."""

@@ -1,8 +1,11 @@
-"""Tensors of a batch whose rows are no samples: a sample has some of them, as an image has patches."""
+"""How many samples a batch has, and what in it has no row per sample.
+
+Patches of images: a sample has some of the rows. Lists with an entry per sample: each entry's rows are its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,12 +22,60 @@ GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_video
 """In vision-language models of transformers: patches of each image (time, height, width), and the tensor of patches."""
 
 
-def lists_samples(value: Any) -> bool:
-    """Whether it is a list with a dict for each sample, as labels of detection are: boxes and classes of an image.
+def count_samples(values: Iterable[Any]) -> int | None:
+    """Number of rows that the tensors among ``values`` share; 1 without tensors, None if dim 0 is ambiguous.
 
-    The tensors inside belong to one sample each, whatever their rows are.
+    A tensor of one row belongs to all samples. So does a tensor whose dims all have the length of the samples' dim 1
+    (positions ``(T,)``, masks ``(T, T)`` beside words ``(N, T)``), unless that length is N.
+
+    >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
+    8
     """
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+    shapes = {tuple(leaf.shape) for leaf in values if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    rows = {shape[0] for shape in shapes}
+    if len(rows) < 2:
+        return next(iter(rows), 1)
+    fitting = {n for n in rows if _share_the_others(n, shapes)}
+    if len(fitting) > 1:  # one sample beside vectors, or samples beside what has one row
+        fitting &= {1} if all(shape[0] == 1 or len(shape) == 1 for shape in shapes) else rows - {1}
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether, with ``num_samples`` samples, all tensors without one row per sample would belong to all samples."""
+    lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
+    others = [set(shape) for shape in shapes if shape[0] not in (num_samples, 1)]
+    return all(len(dims) == 1 and dims <= lengths for dims in others)
+
+
+def lists_samples(batch: Any) -> Callable[[Any], bool]:
+    """Says of a part of the batch whether it is a list with an entry for each sample.
+
+    Such are labels of detection, a dict for each image, and masks of segmentation, a tensor for each image. A list of
+    tensors is one if it has as many entries as the tensors outside of lists have samples, unless all of its tensors
+    have that many rows themselves. A tuple never is.
+
+    >>> batch = {"pixels": torch.ones(2, 3), "masks": [torch.ones(5, 4), torch.ones(1, 4)]}
+    >>> lists_samples(batch)(batch["masks"])
+    True
+    """
+    leaves = tree_leaves(batch, is_leaf=lambda part: _lists(part, Mapping) or _lists(part, torch.Tensor))
+    rows = count_samples(leaves) if any(_lists(leaf, torch.Tensor) for leaf in leaves) else None
+
+    def is_list(part: Any) -> bool:
+        if not _lists(part, torch.Tensor):
+            return _lists(part, Mapping)
+        return len(part) == rows and not _all_have(part, rows)
+
+    return is_list
+
+
+def _all_have(tensors: Sequence[torch.Tensor], num_rows: int) -> bool:
+    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
+
+
+def _lists(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, kind) for entry in value)
 
 
 def batch_leaves(batch: Any) -> list[Any]:
@@ -33,7 +84,22 @@ def batch_leaves(batch: Any) -> list[Any]:
     >>> len(batch_leaves({"pixels": torch.ones(2, 3), "labels": [{"boxes": torch.ones(5, 4)}, {}]}))
     2
     """
-    return tree_leaves(batch, is_leaf=lists_samples)
+    return tree_leaves(batch, is_leaf=lists_samples(batch))
+
+
+def check_lists(batch: Any, num_samples: int) -> None:
+    """Raise where a list of tensors can be read in two ways, before it is cut.
+
+    Raises:
+        RunError: it has as many tensors as there are samples, and each of them has that many rows.
+    """
+    for part in tree_leaves(batch, is_leaf=lambda part: _lists(part, torch.Tensor)):
+        if _lists(part, torch.Tensor) and _all_have(part, num_samples) and len(part) == num_samples:
+            raise RunError(
+                f"the batch has {num_samples} samples and a list of {num_samples} tensors of {num_samples} rows each: "
+                "the list may have a tensor for each sample, or each tensor a row for each sample. Give a tuple if "
+                "rows are samples. If entries are, pass another number of samples, or use one micro-batch."
+            )
 
 
 def split_list(samples: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
@@ -101,4 +167,4 @@ def split_rows(tensor: torch.Tensor, of_samples: Sequence[int] | None, sizes: Se
     return list(tensor.split([sum(of_samples[start:end]) for start, end in pairwise(ends)]))
 
 
-__all__ = ["GRIDS", "Rows", "check_rows", "rows_by_grids", "split_rows"]
+__all__ = ["GRIDS", "Rows", "check_lists", "check_rows", "count_samples", "rows_by_grids", "split_rows"]

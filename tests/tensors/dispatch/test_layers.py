@@ -119,6 +119,24 @@ def test_a_split_batch_stays_where_it_is():
     assert run_ranks(program, 2)[0] == ("(S(0),)", "no boxings")
 
 
+@pytest.mark.parametrize(
+    ("channels", "groups", "sbp", "layout", "grid"),
+    [
+        ((9, 6), 3, "B", "S(0)", (0, 1)),  # the second group is cut
+        ((9, 6), 3, "S(1)", "S(0)", (0, 1)),
+        ((4, 10), 2, "S(1)", "S(0)", (0, 1, 2)),  # a rank has a part of one group, or parts of two
+        ((6, 12), 6, "S(1)", "S(0)", (0, 1)),  # whole groups
+        ((6, 12), 2, ["S(0)", "S(1)"], ["B", "S(0)"], GRID),
+        ((6, 12), 3, ["B", "S(1)"], ["S(0)", "S(0)"], GRID),
+    ],
+)
+def test_a_convolution_in_groups_splits_its_channels(channels, groups, sbp, layout, grid):
+    """Also where a slice cuts a group: no weight is gathered."""
+    make = lambda: nn.Conv2d(*channels, 3, padding=1, groups=groups)  # noqa: E731
+    call = lambda module, x: module(x)  # noqa: E731
+    assert_like_one_device(make, call, [(4, channels[0], 4, 3)], [sbp], {".weight": layout, ".bias": layout}, grid)
+
+
 def _encoder(**options):
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -20,11 +20,12 @@ from torch.func import functional_call
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
-from workbench.training.batches import Batch, arguments, count_samples, own_loss
+from workbench.training.batches import Batch, arguments, own_loss
 from workbench.training.costs.attention_heads import heads_of
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.recompute import numbered_blocks
+from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,8 +18,7 @@ from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
-from workbench.training.batches import count_samples
-from workbench.training.sample_rows import batch_leaves
+from workbench.training.sample_rows import batch_leaves, count_samples
 from workbench.training.strategies.layouts import LayoutsInUse
 from workbench.training.strategies.state import record_module_call, state_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
-from workbench.core.weight_splits import known_kind
+from workbench.core.weight_splits import IMAGE_KINDS, known_kind
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
 from workbench.tensors.agreement import check_same_batch
@@ -129,7 +129,8 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
         num_parameters = sum(parameter.numel() for parameter in own.values())
         kind = known_kind([base.__name__ for base in type(module).__mro__])
-        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None, where))
+        groups = getattr(module, "groups", 1) if kind in IMAGE_KINDS else 1
+        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None, where, groups))
     return found
 
 

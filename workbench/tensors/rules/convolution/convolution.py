@@ -2,93 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from workbench.core.layout import balanced_bounds
-from workbench.core.rules import Signature, signatures
+from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.tensors.global_tensor import Spec
+from workbench.tensors.rules.convolution.grouped import GROUPS_AT, grouped
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_and_bias
 from workbench.tensors.rules.views.view import windows
 
 _SPATIAL = "XYZ"
 _KERNEL = "KLM"
-_GROUPS_AT = 6
-"""Position of ``groups``, in convolutions and in transposed ones."""
 
 
 @rule("conv1d", "conv2d", "conv3d")
 def _convolution(call: Call) -> Resolution:
-    return _over_space(call, weight="oc", grouped_weight="OD")
+    return _over_space(call, is_transposed=False)
 
 
-@rule(
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"
-)  # fmt: skip
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(call: Call) -> Resolution:
-    return _over_space(call, weight="co", grouped_weight="CD")
+    return _over_space(call, is_transposed=True)
 
 
 equations("conv_tbc", "Xnc, Kco, +o -> Xno")
 
 
-def _over_space(call: Call, weight: str, grouped_weight: str) -> Resolution:
-    """Batch, output channels and input channels may be split (the result is a sum over input channels); groups as whole
-    groups.
-    """
+def _over_space(call: Call, is_transposed: bool) -> Resolution:
+    """Batch, output channels and input channels may be split (the result is a sum over input channels)."""
     num_spatial = len(call.shapes[1]) - 2
     space, kernel = _SPATIAL[:num_spatial], _KERNEL[:num_spatial]
     batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""
-    if call.arg(_GROUPS_AT, "groups", 1) != 1:
-        return _grouped(call, f"{batch}C{space}, {grouped_weight}{kernel}, O -> {batch}O{space}", channel=len(batch))
+    if call.arg(GROUPS_AT, "groups", 1) != 1:
+        weight = "CD" if is_transposed else "OD"
+        text = f"{batch}C{space}, {weight}{kernel}, O -> {batch}O{space}"
+        return grouped(call, text, len(batch), is_transposed)
+    weight = "co" if is_transposed else "oc"
     return Resolution(f"{batch}c{space}, {weight}{kernel}, +o -> {batch}o{space}", _localize)
 
 
-def _grouped(call: Call, text: str, channel: int) -> Resolution:
-    """A slice of the channels with whole groups is a convolution with fewer groups."""
-    found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
-    if _slices_hold_groups(call, call.shapes[0][channel], call.outputs[0][0][channel]):
-        bias = (Split(0),) * (len(call.operands) - 2)
-        found.insert(0, Signature((Split(channel), Split(0), *bias), (Split(channel),), "g"))
-    return Resolution(found, _localize)
-
-
-def _slices_hold_groups(call: Call, num_in: int, num_out: int) -> bool:
-    groups = call.arg(_GROUPS_AT, "groups", 1)
-    placement = call.operands[0]._spec.layout.placement
-    if groups % placement.num_ranks == 0 or num_in == num_out == groups:
-        return True
-    if placement.num_axes > 1:
-        return False
-    starts = [
-        [start / (size // groups) for start, _ in balanced_bounds(size, placement.num_ranks)]
-        for size in (num_in, num_out)
-    ]
-    return starts[0] == starts[1] and all(start.is_integer() for start in starts[0])
-
-
 def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-    """Convolve with this rank's number of groups; a rank without a channel returns zeros and the bias."""
-    function: Any = call.func
+    """A rank without a channel returns zeros and the bias."""
     if any(0 in spec.local_shape for spec in inputs):
         return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
-    if "g" not in letters:
-        return None
-    num_channels = call.shapes[0][-(len(call.shapes[1]) - 1)]
-    own = inputs[0].local_shape[-(len(call.shapes[1]) - 1)]
-    groups = call.arg(_GROUPS_AT, "groups", 1) * own // num_channels
-
-    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) > _GROUPS_AT:
-            args = (*args[:_GROUPS_AT], groups, *args[_GROUPS_AT + 1 :])
-        else:
-            kwargs = {**kwargs, "groups": groups}
-        return function(*args, **kwargs)
-
-    return convolve
+    return None
 
 
 @rule("unfold", "im2col")

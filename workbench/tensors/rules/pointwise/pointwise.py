@@ -17,7 +17,7 @@ hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink thresho
 log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
 erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
 bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
-byte bool type cpu cuda cdouble cfloat chalf isreal frexp polygamma mvlgamma i0e i1 i1e ndtr ndtri log_ndtr entr
+byte bool type cdouble cfloat chalf isreal frexp polygamma mvlgamma i0e i1 i1e ndtr ndtri log_ndtr entr
 erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
 """
@@ -88,9 +88,26 @@ def _div(call: Call) -> Resolution:
 
 @composite("to")
 def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.to(other)`` and ``x.type_as(other)`` use the other tensor's dtype, not its layout or values."""
+    """``x.to(other)`` and ``x.type_as(other)`` use the other tensor's dtype, not its layout or values.
+
+    A device's name or number becomes a device: shapes are inferred on metadata, which moves to no device by name.
+    """
+    if args and type(args[0]) in (str, int):
+        return tensor.to(torch.device(args[0]), *args[1:], **kwargs)
     other = args[0] if args else kwargs.get("other")
     return tensor.to(other.dtype) if isinstance(other, torch.Tensor) else NotImplemented
+
+
+@composite("cpu")
+def cpu(tensor: Any, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    """Every rank moves its own shard."""
+    return tensor.to(torch.device("cpu"), memory_format=memory_format)
+
+
+@composite("cuda")
+def cuda(tensor: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    """Every rank moves its own shard, to its current GPU or the named one."""
+    return tensor.to(torch.device("cuda" if device is None else device), non_blocking=non_blocking, **options)
 
 
 @rule("zero")
