@@ -110,6 +110,30 @@ def test_which_rows_are_samples(shapes, expected):
     assert count_samples([torch.empty(shape) for shape in shapes]) == expected
 
 
+class WritesLabels(nn.Module):
+    """Replaces the words that count for nothing in the labels themselves, and looks these up."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, labels):
+        labels.masked_fill_(labels == -100, 0)
+        return F.cross_entropy(self.head(self.words(labels)).flatten(0, 1), labels.flatten())
+
+
+def test_a_forward_may_write_into_its_part_of_the_labels():
+    torch.manual_seed(0)
+    model, labels = WritesLabels(), torch.tensor([[1, -100, 3], [4, 5, -100], [1, 1, 2], [-100, 6, 7]])
+    expected = copy.deepcopy(model)(labels.clone()).item()
+
+    def program():
+        spread = wb.parallelize(copy.deepcopy(model), "words: data; head: data@1 | 2x1x1 mb=2 gpipe")
+        return wb.forward_backward(spread, inputs={"labels": labels.clone()}).item()
+
+    assert run_ranks(program, 2) == [pytest.approx(expected)] * 2
+
+
 def test_what_goes_to_the_model_and_what_to_the_loss():
     x, y, z = torch.ones(2, 3), torch.zeros(2), torch.ones(2)
     assert Batch.of((x, y), F.mse_loss) == Batch(x, y) and Batch.of([x, z, y], F.mse_loss) == Batch((x, z), y)

@@ -278,6 +278,9 @@ def test_a_move_to_a_device_gathers_nothing():
         x = wb.ones(5, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
         with wb.debug.trace() as boxings:
             moved = [x.cpu(), x.to("cpu"), x.to("cpu", torch.float64), x.to(torch.device("cpu")), x.to(device="cpu")]
-        return [str(tensor.sbp) for tensor in moved], str(boxings)
+            total = x.sum(0)
+            same = [y is total for y in (total.to("cpu"), total.to(total.dtype), total.to(total), total.cpu())]
+            copy = x.to("cpu", copy=True)
+        return [str(tensor.sbp) for tensor in (*moved, copy)], same, copy is x, str(boxings)
 
-    assert run_ranks(program, 3)[2] == (["(S(0),)"] * 5, "no boxings")
+    assert run_ranks(program, 3)[2] == (["(S(0),)"] * 6, [True] * 4, False, "no boxings")

@@ -284,6 +284,27 @@ EXTRAS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "siglip2": _patch_rows,
     "lfm2_vl": _patch_rows,
     "speech_to_text": lambda config, draw: {"input_features": torch.randn(SAMPLES, 32, 16, generator=draw)},
+    "video_llama_3": lambda config, draw: {"image_merge_sizes": torch.ones(SAMPLES, dtype=torch.long)},
+    "deepseek_vl_hybrid": lambda config, draw: {"high_res_pixel_values": _pixels(config, draw)},
+    "chameleon": lambda config, draw: {"pixel_values": None},
+    "molmo2": lambda config, draw: {
+        "pixel_values": None,
+        "mm_token_type_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long),
+    },
+    "pi0": lambda config, draw: {
+        "state": torch.randn(SAMPLES, config.max_state_dim, generator=draw),
+        "actions": torch.randn(SAMPLES, config.chunk_size, config.max_action_dim, generator=draw),
+        "noise": torch.randn(SAMPLES, config.chunk_size, config.max_action_dim, generator=draw),
+        "timestep": torch.rand(SAMPLES, generator=draw),
+        "pixel_values": _pixels(config, draw).unsqueeze(1),
+        "pixel_attention_mask": torch.ones(SAMPLES, 1, dtype=torch.bool),
+        "labels": None,
+    },
+    "granite_speech5_ctc": _frames(64),
+    "nemo_speechlm": lambda config, draw: {
+        "input_features": torch.randn(SAMPLES, 64, 16, generator=draw),
+        "input_features_mask": torch.ones(SAMPLES, 64, dtype=torch.long),
+    },
     "vit_mae": lambda config, draw: {
         "pixel_values": _pixels(config, draw),
         "noise": torch.rand(SAMPLES, 16, generator=draw),

@@ -64,7 +64,8 @@ def _make(task: str, model_type: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     for part in all_parts(config):
         part.num_labels = 3
     model_class = getattr(hf, name if isinstance(name, str) else name[0])
-    if not isinstance(config, model_class.config_class):  # the text model of one that sees or hears too
-        config = config.get_text_config()
+    if not isinstance(config, model_class.config_class):  # a part of a model that sees or hears too
+        fitting = (part for part in all_parts(config) if isinstance(part, model_class.config_class))
+        config = next(fitting, config)
     model = model_class(config)
     return model, batch_for(task, model_type, model, config)

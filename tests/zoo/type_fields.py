@@ -33,6 +33,8 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 8,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
 OF_32 = {"hidden_size_global": 32}
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -48,7 +50,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deformable_detr": {"backbone_config": {**RESNET, "out_features": STAGES[1:]}},
     "d_fine": D_FINE,
     "deimv2": D_FINE,
-    "pp_doclayout_v2": D_FINE,
     "pp_doclayout_v3": D_FINE,
     "hgnet_v2": HGNET,
     "rt_detr": RT_DETR,
@@ -61,7 +62,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "esm": {"vocab_size": 96, "mask_token_id": 5, "pad_token_id": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granite_speech5_ctc": {"max_position_embeddings": 256},
+    "granite_speech5_ctc": {"encoder_config": {"max_position_embeddings": 256}},
     "hiera": {"image_size": [64, 64], "patch_size": [7, 7], "embed_dim": 16, "depths": [1, 1, 1, 1]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -112,7 +113,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
-    "kimi_linear": {"num_experts": 4, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    "kimi_linear": {"num_experts": 4, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+                    "num_experts_per_tok": 2},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llava_next": {"image_grid_pinpoints": [[32, 32]]},
@@ -143,5 +145,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "zaya": {"num_experts_per_tok": 1},
+    "apertus1p5": {"audio_config": {"codebook_dim": 32}},
+    "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGA": 10, "IMGIMGB": 11}},
+    "cohere_compass": {"text_config": COMPASS},
+    "cohere_compass_text": COMPASS,
+    "cosmos3_edge": {"text_config": {"rope_parameters": MROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]}}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "glm5_next": {"text_config": {"index_topk": 16}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": MROPE}},
+    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "neomme": {"head_dim": 16},
+    "pp_doclayout_v2": {**D_FINE, "class_thresholds": [0.5] * 3, "class_order": [0, 1, 2]},
 }  # fmt: skip
 """``{"model_type": ...}`` makes a small configuration of that type for a part that has none by default."""

@@ -158,7 +158,7 @@ class Batch:
             if parts > 1 and id(value) in of_samples:
                 return split_rows(value, of_samples[id(value)], sizes)
             is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
-            return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
+            return split_rows(value, [1] * rows, sizes) if is_cut and parts > 1 else [value] * parts
 
         leaves, structure = tree_flatten((self.inputs, self.targets), is_leaf=is_list)
         pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]

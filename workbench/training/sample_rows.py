@@ -160,11 +160,16 @@ def check_rows(rows: Rows, tensors: Mapping[str, torch.Tensor], num_samples: int
 
 
 def split_rows(tensor: torch.Tensor, of_samples: Sequence[int] | None, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The tensor's parts for micro-batches of ``sizes`` samples."""
+    """The tensor's parts for micro-batches of ``sizes`` samples.
+
+    Each counts its writes alone: a forward may write into its labels while the backward of another part needs its own.
+    """
     if of_samples is None:
         return [tensor] * len(sizes)
     ends = [0, *accumulate(sizes)]
-    return list(tensor.split([sum(of_samples[start:end]) for start, end in pairwise(ends)]))
+    parts = tensor.split([sum(of_samples[start:end]) for start, end in pairwise(ends)])
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return [part.data for part in parts] if is_plain else list(parts)
 
 
 __all__ = ["GRIDS", "Rows", "check_lists", "check_rows", "count_samples", "rows_by_grids", "split_rows"]

@@ -38,3 +38,17 @@ def test_in_place_by_position_and_keyword(function, sbp):
     for found in run_ranks(program, 3):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, [part.detach() for part in theirs])
+
+
+@pytest.mark.parametrize("target", [["S(0)", "B"], ["B", "S(1)"], ["S(1)", "S(0)"]])
+def test_on_a_grid_a_tensor_keeps_its_layout_and_boxes_what_it_takes(target):
+    def program():
+        grid = wb.placement("cpu", ranks=[[0, 1], [2, 3]])
+        whole = wb.to_global(X.clone(), placement=grid, sbp=["B", "B"])
+        x, y = whole.to_global(sbp=target), whole.to_global(sbp=["S(0)", "S(1)"])
+        x += y
+        return [str(entry) for entry in x.sbp], x.full_tensor()
+
+    for sbp, value in run_ranks(program, 4):
+        assert sbp == target
+        torch.testing.assert_close(value, 2 * X)

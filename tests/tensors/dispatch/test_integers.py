@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import workbench as wb
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 
 PLAIN = torch.arange(12.0).reshape(3, 4)
@@ -104,3 +105,26 @@ def test_shapes_of_new_global_tensors():
         return shapes
 
     assert run_ranks(program, 2) == [[(3, 2)] * 3] * 2
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_ends_of_a_slice_are_read_on_all_ranks(ranks):
+    """Where the tensor is a sum of terms, a maximum of shards, or on another stage."""
+
+    def write(x, n):
+        y = x * 1
+        y[: n - 2, n:] = 7
+        return y
+
+    calls = [lambda x, n: x[:, :n], lambda x, n: x[n - 2 :], lambda x, n: x[..., 0 : n + 1 : n - 1], write]
+    expected = [call(PLAIN, 3) for call in calls]
+
+    def program():
+        placement = wb.placement("cpu", ranks=ranks)
+        x = wb.to_global(PLAIN, placement=placement, sbp="B").to_global(sbp="S(0)")
+        counts = (x > 8).sum(), (x > 7).sum(0).max() + 2
+        return [[value_on_all_ranks(call(x, n)) for call in calls] for n in counts]
+
+    for of_counts in run_ranks(program, 2):
+        for results in of_counts:
+            assert all(map(torch.equal, results, expected))

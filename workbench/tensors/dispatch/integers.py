@@ -24,8 +24,10 @@ def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     A value of a global tensor is read on all ranks.
     """
     places, names, numbers = _integer_parameters(getattr(func, "__name__", ""))
-    read_args = tuple(_read(value) if at in places or (at and -1 in places) else value for at, value in enumerate(args))
-    read_kwargs = {name: _read(value) if name in names else value for name, value in kwargs.items()}
+    read_args = tuple(
+        read_integers(value) if at in places or (at and -1 in places) else value for at, value in enumerate(args)
+    )
+    read_kwargs = {name: read_integers(value) if name in names else value for name, value in kwargs.items()}
     read_kwargs |= {name: _number(kwargs[name]) for name in numbers & kwargs.keys()}
     is_same = all(a is b for a, b in zip(args, read_args, strict=True))
     if is_same and all(kwargs[name] is value for name, value in read_kwargs.items()):
@@ -33,10 +35,17 @@ def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return read_args, read_kwargs
 
 
-def _read(value: Any) -> Any:
+def read_integers(value: Any) -> Any:
+    """A 0-dim tensor of integers as a number, also in tuples, lists and slices; anything else unchanged.
+
+    A value of a global tensor is read on all ranks.
+    """
     if isinstance(value, (tuple, list)):
-        read = [_read(item) for item in value]
+        read = [read_integers(item) for item in value]
         return value if all(a is b for a, b in zip(value, read, strict=True)) else type(value)(read)
+    if isinstance(value, slice):
+        bounds = (value.start, value.stop, value.step)
+        return slice(*map(read_integers, bounds)) if any(isinstance(bound, torch.Tensor) for bound in bounds) else value
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _DTYPES:
         return int(value)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.rules import Equation, Operand, Signature, choose, signatures
-from workbench.core.sbp import Partial, Split, partial_sum
+from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.tensors.dispatch.keywords import Order
 from workbench.tensors.dispatch.placeholder_calls import infer_outputs
@@ -109,19 +110,17 @@ def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
 def _plan_by_rule(
     call: Call, name: Name, resolution: Resolution, placement: Placement, world: World, returns_tensor: bool
 ) -> Plan | None:
-    candidates = candidates_of(call, resolution, placement)
+    candidates, accepts = candidates_of(call, resolution, placement), resolution.accepts
     if name.in_place:
-        candidates = _pinned(candidates, call)
+        candidates, accepts = _pinned(candidates, call), partial(_keeps_target, call, accepts)
     infos = [
         Operand(operand._spec.layout, operand._spec.shape, itemsize_of(operand), operand._is_param)
         for operand in call.operands
     ]
-    choice = choose(candidates, infos, placement, world.transport.cost, resolution.accepts) if candidates else None
+    choice = choose(candidates, infos, placement, world.transport.cost, accepts) if candidates else None
     if choice is None:
         return None
     targets = [Layout(placement, sbp) for sbp in choice.inputs]
-    if name.in_place and targets[0] != call.operands[0]._spec.layout:
-        return None
     inputs = [
         spec_of(world, target, operand._spec.shape) for target, operand in zip(targets, call.operands, strict=True)
     ]
@@ -207,3 +206,9 @@ def _fills_every_rank(signature: Signature, call: Call, placement: Placement) ->
 def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:
     """In place, the result keeps the layout of the tensor that is written; only signatures that agree are legal."""
     return [s for s in candidates if s.inputs[0] == s.outputs[0] and s.inputs[0] in call.operands[0]._spec.layout.sbp]
+
+
+def _keeps_target(
+    call: Call, accepts: Callable[..., bool] | None, inputs: tuple[NdSbp, ...], outputs: tuple[NdSbp, ...]
+) -> bool:
+    return inputs[0] == call.operands[0]._spec.layout.sbp and (accepts is None or accepts(inputs, outputs))

@@ -14,6 +14,7 @@ from workbench.core.sbp import Partial, Sbp, Split, broadcast
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.integers import read_integers
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
@@ -94,16 +95,17 @@ def setitem(func: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(target, GlobalTensor):  # assignment to a plain tensor would write only this rank's part
         return call_by_plan(func, args)
     listed = index if isinstance(index, tuple) else (index,)
+    listed = tuple(read_integers(item) if isinstance(item, slice) else item for item in listed)
     if all(map(is_basic, listed)):
-        return _assign(target, as_items(index, len(target._spec.shape)), value)
+        return _assign(target, as_items(listed, len(target._spec.shape)), value)
     mask = listed[0] if len(listed) == 1 else None
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() and _num_elements(value) == 1:
         _check_mask(mask, target, 0)
         mask = mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
         return _fill_where(target, mask, value)
-    items = tensor_items(target, index)
+    items = tensor_items(target, listed)
     if items is None:
-        return call_by_plan(func, args)
+        return call_by_plan(func, (target, listed, value))
     return _assign(target, items, value)
 
 

@@ -90,12 +90,16 @@ def _div(call: Call) -> Resolution:
 def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.to(other)`` and ``x.type_as(other)`` use the other tensor's dtype, not its layout or values.
 
-    A device's name or number becomes a device: shapes are inferred on metadata, which moves to no device by name.
+    A device's name or number becomes a device: shapes are inferred on metadata, which moves to no device by name. Where
+    nothing changes, the result is the tensor itself, and terms of a sum stay terms.
     """
-    if args and type(args[0]) in (str, int):
-        return tensor.to(torch.device(args[0]), *args[1:], **kwargs)
     other = args[0] if args else kwargs.get("other")
-    return tensor.to(other.dtype) if isinstance(other, torch.Tensor) else NotImplemented
+    if isinstance(other, torch.Tensor):
+        return tensor.to(other.dtype)
+    if type(other) in (str, int):
+        return tensor.to(torch.device(other), *args[1:], **kwargs)
+    stays = (tensor.dtype, tensor.device, None, False, torch.preserve_format)
+    return tensor if all(value in stays for value in (*args, *kwargs.values())) else NotImplemented
 
 
 @composite("cpu")
