@@ -284,9 +284,6 @@ EXTRAS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "siglip2": _patch_rows,
     "lfm2_vl": _patch_rows,
     "speech_to_text": lambda config, draw: {"input_features": torch.randn(SAMPLES, 32, 16, generator=draw)},
-    "video_llama_3": lambda config, draw: {"image_merge_sizes": torch.ones(SAMPLES, dtype=torch.long)},
-    "deepseek_vl_hybrid": lambda config, draw: {"high_res_pixel_values": _pixels(config, draw)},
-    "chameleon": lambda config, draw: {"pixel_values": None},
     "molmo2": lambda config, draw: {
         "pixel_values": None,
         "mm_token_type_ids": torch.zeros(SAMPLES, LENGTH, dtype=torch.long),
@@ -300,7 +297,13 @@ EXTRAS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
         "pixel_attention_mask": torch.ones(SAMPLES, 1, dtype=torch.bool),
         "labels": None,
     },
-    "granite_speech5_ctc": _frames(64),
+    "granite_speech5_ctc": lambda config, draw: {
+        "input_features": torch.randn(SAMPLES, 64, 64, generator=draw),
+        "attention_mask": torch.ones(SAMPLES, 64, dtype=torch.long),
+    },
+    "musicgen": lambda config, draw: {"labels": _words(draw, SAMPLES, LENGTH, 1)},
+    "musicgen_melody": lambda config, draw: {"labels": _words(draw, SAMPLES, LENGTH, 1)},
+    "kimi_k25": lambda config, draw: {"pixel_values": torch.randn(SAMPLES * 16, 3, PATCH, PATCH, generator=draw)},
     "nemo_speechlm": lambda config, draw: {
         "input_features": torch.randn(SAMPLES, 64, 16, generator=draw),
         "input_features_mask": torch.ones(SAMPLES, 64, dtype=torch.long),

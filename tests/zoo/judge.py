@@ -17,6 +17,7 @@ from tests.models.training import whole
 from tests.zoo.model import Model
 from workbench.tensors.dispatch import fallback
 from workbench.testing import run_ranks
+from workbench.training.batches import call
 
 STRATEGIES = {
     "data": ("*: data", 2, 1),
@@ -122,7 +123,7 @@ class Subject:
 
     def _loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
         if self.loss_fn is not None:
-            return self.loss_fn(module(batch[0]), batch[1])
+            return self.loss_fn(call(module, batch[0]), batch[1])
         output = module(**batch)
         return output["loss"] if isinstance(output, dict) else output[0]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.zoo.judge import STRATEGIES
+from tests.zoo.of_transformers import MOST_USED
 
 MARKS = {"equal": "✓", "refused": "refused", "unclear": "error", "wrong": "**wrong**", "not run": "–"}
 
@@ -33,6 +34,7 @@ micro-batches.
 
 – means that nothing was compared: the model's own rounding grows too far in these steps, or the sweep ended before it.
 "gathered" names functions without a rule that gathered their operands: the numbers are right, the step is slower.
+{most_used}
 """
 
 
@@ -47,7 +49,7 @@ def write_page(rows: Iterable[dict[str, Any]], page: Path, versions: str, tolera
     by_strategy = {name: Counter(row[name]["kind"] for row in ran if name in row) for name in STRATEGIES}
     total = sum(by_strategy.values(), Counter())
     num_cases = sum(total.values()) - total["not run"]
-    types = {row["name"].partition(":")[0] for row in ran if row["library"] == "transformers"}
+    types = {_type_of(row) for row in ran if row["library"] == "transformers"}
     counts = (
         f"**{total['equal']} of {num_cases} cases are equal ({total['equal'] / max(num_cases, 1):.1%}), "
         f"{total['wrong']} wrong.** "
@@ -66,11 +68,24 @@ def write_page(rows: Iterable[dict[str, Any]], page: Path, versions: str, tolera
             date=datetime.now(UTC).date(),
             versions=versions,
             strategies="\n".join(lines),
+            most_used=_of_most_used(ran),
         )
     ]
     parts += [_of_library(library, ran) for library in dict.fromkeys(row["library"] for row in ran)]
     parts += [_others([row for row in latest.values() if "plain" in row])]
     page.write_text("\n".join(parts))
+
+
+def _of_most_used(rows: list[dict[str, Any]]) -> str:
+    """Which of the most used types gather."""
+    own = [row for row in rows if row["library"] == "transformers" and _type_of(row) in MOST_USED]
+    gather = sorted({_type_of(row) for row in own if any(row[name]["gathered"] for name in STRATEGIES if name in row)})
+    told = f"{', '.join(gather)} of them gather" if gather else "none of them gathers"
+    return f"Of the {len(MOST_USED)} types that people use most, {told}: {', '.join(MOST_USED)}."
+
+
+def _type_of(row: dict[str, Any]) -> str:
+    return row["name"].partition(":")[0]
 
 
 def _of_library(library: str, rows: list[dict[str, Any]]) -> str:
@@ -102,7 +117,7 @@ def _note(row: dict[str, Any], name: str) -> str:
 
 
 def _others(rows: list[dict[str, Any]]) -> str:
-    names = ", ".join(sorted(row["name"].partition(":")[0] for row in rows))
+    names = ", ".join(sorted(map(_type_of, rows)))
     return (
         "## Not tried\n\nOf these types no small configuration or batch was made that trains on one device, or a "
         f"library is missing that they need ({len(rows)}): {names}.\n"

@@ -93,7 +93,7 @@ def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     A device's name or number becomes a device: shapes are inferred on metadata, which moves to no device by name. Where
     nothing changes, the result is the tensor itself, and terms of a sum stay terms.
     """
-    other = args[0] if args else kwargs.get("other")
+    other: Any = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
         return tensor.to(other.dtype)
     if type(other) in (str, int):
