@@ -5,19 +5,20 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, ReduceOp
 
-from tests.transport.shared_ranks import assert_all_returned, run_on_threads
+from tests.transport import played_nccl
+from tests.transport.nccl_ranks import rendezvous_of, run_played
+from tests.transport.played_nccl import PlayedNccl
+from tests.transport.shared_ranks import assert_all_returned
 from workbench.errors import CollectiveAborted
 from workbench.transport import selection
-from workbench.transport.network import distributed, nccl_watchdog
-from workbench.transport.network.distributed import DistributedTransport
+from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog
-from workbench.transport.rendezvous import Member, Rendezvous
 
 
 class Call:
@@ -31,10 +32,6 @@ class Call:
 
     def wait(self):
         pass
-
-
-def rendezvous_of(num_ranks, pids=None):
-    return Rendezvous(HashStore(), 0, tuple(Member("alpha", pid, 1) for pid in pids or [os.getpid()] * num_ranks))
 
 
 @pytest.fixture
@@ -151,137 +148,51 @@ def test_an_error_of_nccl_is_reported(watches):
     assert text == "rank 0 stopped waiting in a sum: NCCL reports NCCL error: remote process exited"
 
 
-KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
-"""Dtypes of NCCL; torch makes bools of bytes and complex numbers of pairs."""
-
-
-class Nccl:
-    """Matches calls by their order alone, never ends calls of different sizes, and ignores torch's conjugate bits."""
-
-    def __init__(self, num_ranks):
-        self.num_ranks, self.lock, self.waiting = num_ranks, threading.Lock(), {}
-        self.num_aborted, self.local = 0, threading.local()
-
-    def meet(self, place, num_members, size, then):
-        """The next call at a place; it ends when all members have made it with the same size."""
-        call = Call()
-        with self.lock:
-            if not hasattr(self.local, "numbers"):
-                self.local.numbers = {}
-            number = self.local.numbers[place] = self.local.numbers.get(place, 0) + 1
-            others = self.waiting.setdefault((place, number), [])
-            others.append((call, size, then))
-            if len(others) == num_members and len({size for _, size, _ in others}) == 1:
-                for found, _, _ in others:
-                    found.is_done = True
-                for _, _, act in others:
-                    act(others)
-        return call
-
-    def new_group(self, ranks):
-        return "downward"
-
-    def isend(self, tensor, peer, group):
-        return self.pass_on("send", tensor, (self.rank, peer), group)
-
-    def irecv(self, tensor, peer, group):
-        return self.pass_on("receive", tensor, (peer, self.rank), group)
-
-    def pass_on(self, kind, tensor, place, group):
-        """The n-th send of one rank to another meets the n-th receive, on the communicator of their direction."""
-        assert tensor.dtype in KNOWN and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        assert group == (None if place[0] < place[1] else "downward")
-
-        def act(others, held=tensor, kind=kind):  # a send reads its memory when the receive is there
-            if kind == "receive":
-                held.copy_(next(o[2].__defaults__[0] for o in others if o[2].__defaults__[1] == "send"))
-
-        return self.meet(place, 2, tensor.numel(), act)
-
-    def all_gather(self, parts, tensor, async_op):
-        def act(others, parts=parts, mine=(self.rank, tensor)):
-            for other in others:
-                rank, theirs = other[2].__defaults__[1]
-                parts[rank].copy_(theirs)
-
-        return self.meet("all", self.num_ranks, tensor.numel(), act)
-
-    def all_reduce(self, tensor, operation, group, async_op):
-        assert tensor.dtype in KNOWN and not tensor.is_neg()
-        mine = (self.rank, tensor.clone())
-
-        def act(others, mine=mine, out=tensor):
-            terms = torch.stack([term for _, term in sorted(other[2].__defaults__[0] for other in others)])
-            out.copy_({ReduceOp.SUM: terms.sum, ReduceOp.MAX: terms.amax, ReduceOp.MIN: terms.amin}[operation](0))
-
-        return self.meet("sum", self.num_ranks, tensor.numel(), act)
-
-    @property
-    def rank(self):
-        return self.local.rank
-
-
-def run_played(fn, num_ranks, monkeypatch, timeout_s=20.0):
-    """``fn(transport, rank)`` on every rank; returns what each returned or raised, and how often NCCL was aborted."""
-    nccl, rendezvous = Nccl(num_ranks), rendezvous_of(num_ranks)
-    monkeypatch.setattr(distributed, "dist", nccl)
-    monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.1)
-    monkeypatch.setattr(nccl_watchdog, "LOOK_S", 0.02)
-    aborted = []
-    monkeypatch.setattr(distributed, "abort_calls", lambda: aborted.append(1))
-
-    def program(rank):
-        nccl.local.rank = rank
-        transport = DistributedTransport(rank, num_ranks, "nccl", timeout_s, torch.device("cpu"), rendezvous)
-        try:
-            return fn(transport, rank)
-        finally:
-            transport.close()
-
-    return run_on_threads(program, num_ranks), len(aborted)
-
-
 def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):
-    waited, places = [], []
-    monkeypatch.setattr(Call, "wait", lambda self: waited.append(self))
-    passed = Nccl.pass_on
-    monkeypatch.setattr(Nccl, "pass_on", lambda self, kind, tensor, place, group: (
-        places.append((self.rank, place)), passed(self, kind, tensor, place, group))[1])  # fmt: skip
+    waited, calls = [], []
+    wait, start = played_nccl.Call.wait, PlayedNccl.call
+    monkeypatch.setattr(played_nccl.Call, "wait", lambda self: (waited.append(self), wait(self)))
+    monkeypatch.setattr(PlayedNccl, "call", lambda self, *args: calls.append(start(self, *args)) or calls[-1])
+    one_way = {0: ([2, 1], []), 1: ([2], [0]), 2: ([], [1, 0])}
 
     def program(transport, rank):
-        others = [peer for peer in (2, 1, 0) if peer != rank]
-        if rank == 0:
-            transport.exchange([(1, torch.ones(3))], [], 0, "an activation")
-        if rank == 1:
-            transport.exchange([], [(0, torch.empty(3))], 0, "an activation")
-        transport.exchange([(p, torch.ones(2)) for p in others], [(p, torch.empty(2)) for p in others], 0, "boxing")
+        for peers, sources in (one_way[rank], ({0, 1, 2} - {rank},) * 2):
+            transport.exchange([(p, torch.ones(2)) for p in peers], [(p, torch.empty(2)) for p in sources], 0, "boxing")
         transport.all_gather(torch.zeros(1), "barrier")
 
-    results, _ = run_played(program, 3, monkeypatch)
+    results, nccl = run_played(program, 3)
     assert_all_returned(results)
-    assert len(waited) == 1 + 3 * 2 + 3  # receives of the activation and of the boxing, and the barrier
-    for rank in range(3):
-        own = [place for of, place in places if of == rank]
-        assert own[-4:] == sorted(own[-4:])
+    assert nccl.open_calls() == []
+    calls = [call for call in calls if call.parts[0].kind != "all-gather"]
+    assert [call for call in calls if call not in waited] == [c for c in calls if [p.kind for p in c.parts] == ["send"]]
+    for rank, order in enumerate([[(0, 1), (0, 2)], [(0, 1), (1, 2)], [(0, 2), (1, 2)]]):
+        *single, batch = [call for call in calls if call.rank == rank]
+        assert [call.communicator[-2:] for call in single] == order
+        assert batch.communicator is None and len(batch.parts) == 4
 
 
-def test_a_sender_may_write_at_once(monkeypatch):
+def test_a_sender_may_write_at_once():
     def program(transport, rank):
-        x, out = torch.ones(3), torch.empty(3)
+        x, out = torch.zeros(3), torch.empty(3)
+
+        def exchange():
+            transport.exchange(*([(1, x)], []) if rank == 0 else ([], [(0, out)]), 0, "an activation")
+
+        exchange()  # the first one waits for the peer
+        x.fill_(1)
         if rank == 0:
-            transport.exchange([(1, x)], [], 0, "an activation")
-            x.zero_()
+            exchange()
+            x.fill_(2)
         transport.all_gather(torch.zeros(1), "barrier")
         if rank == 1:
-            transport.exchange([], [(0, out)], 0, "an activation")
-        transport.all_gather(torch.zeros(1), "barrier")
+            exchange()
         return out.tolist()
 
-    results, _ = run_played(program, 2, monkeypatch)
+    results, _ = run_played(program, 2)
     assert assert_all_returned(results)[1] == [1, 1, 1]
 
 
-def test_sent_bytes_are_counted_and_threads_end(monkeypatch):
+def test_sent_bytes_are_counted_and_threads_end():
     def program(transport, rank):
         out = torch.empty(3)
         for number in range(20):
@@ -290,12 +201,12 @@ def test_sent_bytes_are_counted_and_threads_end(monkeypatch):
             assert out.eq(10.0 * (1 - rank) + number).all()
         return transport.sent_bytes
 
-    results, num_aborted = run_played(program, 2, monkeypatch)
-    assert assert_all_returned(results) == [240, 240] and num_aborted == 0
+    results, nccl = run_played(program, 2)
+    assert assert_all_returned(results) == [240, 240] and not nccl.aborted
     assert not [thread for thread in threading.enumerate() if thread.name == "workbench-calls" and thread.is_alive()]
 
 
-def test_dtypes_and_flags_that_nccl_lacks_are_sent(monkeypatch):
+def test_dtypes_and_flags_that_nccl_lacks_are_sent():
     complex_ones = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 4]])
     tensors = [
         torch.arange(6, dtype=torch.int16).view(2, 3),
@@ -324,22 +235,22 @@ def test_dtypes_and_flags_that_nccl_lacks_are_sent(monkeypatch):
                 found.append(finish().tolist())
         return found
 
-    results, _ = run_played(program, 2, monkeypatch)
+    results, _ = run_played(program, 2)
     expected = [[3, 9, -3]] * 2 + [[2, 5, 0]] * 2 + [[1, 4, -3]] * 2
     assert assert_all_returned(results) == [expected, expected]
 
 
-def test_a_receive_never_fills_a_copy(monkeypatch):
+def test_a_receive_never_fills_a_copy():
     def program(transport, rank):
         out = torch.empty(3, 2).t()
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             transport.exchange([(1 - rank, torch.ones(2, 3))], [(1 - rank, out)], 0, "boxing")
 
-    results, _ = run_played(program, 2, monkeypatch)
+    results, _ = run_played(program, 2)
     assert_all_returned(results)
 
 
-def test_ranks_that_diverged_end_with_both_calls(monkeypatch):
+def test_ranks_that_diverged_end_with_both_calls():
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")
         numel = 3 + rank
@@ -350,37 +261,37 @@ def test_ranks_that_diverged_end_with_both_calls(monkeypatch):
         transport.all_gather(torch.zeros(1), "barrier")
 
     started = time.monotonic()
-    results, num_aborted = run_played(program, 2, monkeypatch)
-    assert time.monotonic() - started < 3 and num_aborted == 2
+    results, nccl = run_played(program, 2, finds_stalls=False)
+    assert time.monotonic() - started < 3 and nccl.aborted == {0, 1}
     assert all(isinstance(result, CollectiveAborted) for result in results)
     text = " ".join(map(str, results))
     assert "ranks diverged: call 1 of" in text and "boxing of 3" in text and "boxing of 4" in text
 
 
-def test_an_abort_ends_the_waits_of_all_ranks(monkeypatch):
+def test_an_abort_ends_the_waits_of_all_ranks():
     def program(transport, rank):
         if rank == 0:
             transport.abort("the user has had enough")
         transport.all_gather(torch.zeros(1), "barrier")
 
-    results, num_aborted = run_played(program, 3, monkeypatch)
-    assert num_aborted == 3 and "stopped in barrier: the user has had enough" in str(results[0])
+    results, nccl = run_played(program, 3, finds_stalls=False)
+    assert nccl.aborted == {0, 1, 2} and "stopped in barrier: the user has had enough" in str(results[0])
     for result in results[1:]:
         assert isinstance(result, CollectiveAborted) and "rank 0 gave up: the user has had enough" in str(result)
 
 
-def test_a_missing_rank_is_named_with_its_last_call(monkeypatch):
+def test_a_missing_rank_is_named_with_its_last_call():
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")
         if rank == 0:
             transport.all_gather(torch.zeros(1), "barrier")
         time.sleep(0.6)
 
-    results, _ = run_played(program, 2, monkeypatch, timeout_s=0.2)
+    results, _ = run_played(program, 2, timeout_s=0.2, finds_stalls=False)
     assert isinstance(results[0], CollectiveAborted) and "barrier" in str(results[0]) and "0.2 s" in str(results[0])
 
 
-def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch):
+def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, caplog):
     limits_s, environment = {}, {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(
@@ -393,3 +304,25 @@ def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch):
     selection.open_group("nccl", rendezvous_of(2), 0, 2, 30.0)
     assert limits_s == {"gloo": 30.0, "nccl": 300.0}
     assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert "TORCH_NCCL_ENABLE_MONITORING=1: a call over NCCL that hangs may end this process" in caplog.text
+
+
+def test_groups_have_our_timeout(monkeypatch):
+    limits_s, new_group = [], PlayedNccl.new_group
+    monkeypatch.setattr(PlayedNccl, "new_group", lambda self, ranks, timeout, **options: (
+        limits_s.append(timeout.total_seconds()), new_group(self, ranks, timeout, **options))[1])  # fmt: skip
+
+    def program(transport, rank):
+        if rank != 1:
+            transport.all_reduce(torch.ones(1), [0, 2], "sum", 0, "sum")
+
+    assert_all_returned(run_played(program, 3, timeout_s=30.0)[0])
+    assert limits_s == [300.0] * 5
+
+
+def test_torch_knows_the_settings():
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    text = (folder / "ProcessGroupNCCL.hpp").read_text()
+    assert "NoHandling = 0," in text
+    for name in nccl_watchdog._TORCH_SETTINGS:
+        assert f'"{name}"' in text

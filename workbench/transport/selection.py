@@ -25,7 +25,7 @@ from workbench.transport.mixed import MixedTransport
 from workbench.transport.network.distributed import DistributedTransport
 from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.hang_detector import HangDetector
-from workbench.transport.network.nccl_watchdog import disarm_torch
+from workbench.transport.network.nccl_watchdog import disarm_torch, torch_timeout
 from workbench.transport.rendezvous import Member, Rendezvous, host_name
 from workbench.transport.shared.transport import FIRST_CHUNK_BYTES, SharedTransport
 
@@ -161,13 +161,16 @@ def select_backend(device: torch.device, members: tuple[Member, ...]) -> str:
 
 def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
     """Make torch.distributed's default group."""
-    limit_s = disarm_torch(timeout_s) if backend == "nccl" else timeout_s
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        disarm_torch()
+        timeout = torch_timeout(timeout_s)
     dist.init_process_group(
         backend,
         store=rendezvous.sub_store("group"),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=limit_s),
+        timeout=timeout,
     )
 
 

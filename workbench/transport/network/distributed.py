@@ -4,9 +4,11 @@ Slices travel point to point (exact counts, no padding); reductions use NCCL's a
 streams, and no wait here blocks the main thread in C++. ``nccl_watchdog`` finds a call that hangs and aborts NCCL's
 communicators, so that a main thread that waits for the device continues and raises the error.
 
-A communicator runs a rank's calls in their order, and a large send ends together with its receive. The ranks of a
-pipeline call in unlike orders. So each direction of each pair of ranks has a communicator: torch makes one per pair and
-group, and there is a group for each direction. Nobody waits for sends: they read copies.
+A communicator runs a rank's calls in their order, and a large send ends together with its receive. Two ranks that
+send to each other in one exchange make it at the same point of the program. Their calls are one batch on the world's
+communicator. The ranks of a pipeline call in unlike orders, and each exchange goes one way. So each direction of a pair
+has a communicator of its own, from its first use: torch makes one per pair and group, and there is a group for each
+direction. Nobody waits for sends: they read copies.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,7 @@ from workbench.errors import CollectiveAborted
 from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
-from workbench.transport.network.nccl_watchdog import NcclWatchdog
+from workbench.transport.network.nccl_watchdog import NcclWatchdog, torch_timeout
 from workbench.transport.rendezvous import Rendezvous
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -36,6 +39,16 @@ _COMPARED_IN = {torch.int16: torch.int32}
 _SUMMED_IN = _COMPARED_IN | dict.fromkeys(ACCUMULATED_IN_32_BITS, torch.float32)
 _NUM_YIELDS = 100
 _SLEEP_S = 50e-6
+
+
+class _Call(NamedTuple):
+    """A send or a receive of this rank."""
+
+    source: int
+    destination: int
+    peer: int
+    function: Callable[..., Any]
+    memory: torch.Tensor
 
 
 class DistributedTransport(AsyncTransport):
@@ -52,8 +65,9 @@ class DistributedTransport(AsyncTransport):
         self.name, self.device = backend, device
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
-        self._downward = dist.new_group(list(range(world_size)))
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._torch_timeout = torch_timeout(timeout_s)
+        self._downward = dist.new_group(list(range(world_size)), timeout=self._torch_timeout)
+        self._sending: deque[tuple[Any, list[torch.Tensor]]] = deque()
         self._abort_reason: str | None = None
         self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
@@ -63,53 +77,62 @@ class DistributedTransport(AsyncTransport):
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:
         """Start all sends and receives of one exchange."""
-        self._raise_if_aborted(header)
-        calls: list[tuple[tuple[int, int], Any, torch.Tensor]]
-        calls = [((self.rank, peer), dist.isend, _copied_bytes(tensor)) for peer, tensor in sends]
-        calls += [((peer, self.rank), dist.irecv, _memory_of(out)) for peer, out in receives]
-        calls.sort(key=lambda call: call[0])  # the first call on a communicator waits for the peer's: one order for all
-        received = []
-        for (source, destination), function, memory in calls:
-            group = None if source < destination else self._downward
-            work = function(memory, destination if source == self.rank else source, group=group)
-            self._watchdog.record(
-                header, [nccl_watchdog.send_channel(source, destination)], [source, destination], [work]
-            )
-            if destination == self.rank:
-                received.append(work)
-            else:
-                self._sending.append((work, memory))
+        both_ways = {peer for peer, _ in sends} & {peer for peer, _ in receives}
+        calls = [_Call(self.rank, peer, peer, dist.isend, _copied_bytes(tensor)) for peer, tensor in sends]
+        calls += [_Call(peer, self.rank, peer, dist.irecv, _memory_of(out)) for peer, out in receives]
+        one_way = sorted((call for call in calls if call.peer not in both_ways), key=lambda call: call[:2])
+        with self._calling(header):
+            received = self._start_batch([call for call in calls if call.peer in both_ways], header)
+            for call in one_way:  # the first call on a communicator waits for the peer's: one order for all
+                group = None if call.source < call.destination else self._downward
+                work = call.function(call.memory, call.peer, group=group)
+                self._record_calls(header, [call], work)
+                if call.destination == self.rank:
+                    received.append(work)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
 
-        def finish() -> None:
-            for work in received:
-                work.wait()  # orders the current stream after the transfer; does not block this thread
+        return partial(self._wait, received, header)
 
-        return finish
+    def _start_batch(self, calls: list[_Call], header: str) -> list[Any]:
+        """Start calls of one exchange together; returns the works to wait for. ``init`` has met all ranks before, which
+        torch requires.
+        """
+        if not calls:
+            return []
+        [work] = dist.batch_isend_irecv([dist.P2POp(call.function, call.memory, call.peer) for call in calls])
+        self._record_calls(header, calls, work)
+        return [work]
+
+    def _record_calls(self, header: str, calls: list[_Call], work: Any) -> None:
+        channels = dict.fromkeys(nccl_watchdog.send_channel(call.source, call.destination) for call in calls)
+        self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
+        sent = [call.memory for call in calls if call.source == self.rank]
+        if sent:
+            self._sending.append((work, sent))
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        self._raise_if_aborted(header)
         total, dtype = pack(tensors), tensors[0].dtype
         total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
-        work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
+        with self._calling(header):
+            work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
         self._watchdog.record(
             f"{header}, {reduction} of {total.numel()}", [nccl_watchdog.group_channel(group)], group, [work]
         )
 
         def finish() -> torch.Tensor:
-            work.wait()  # orders the current stream after the sum; does not block this thread
+            self._wait([work], header)
             return total.to(dtype)
 
         return finish
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        self._raise_if_aborted(header)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        work = dist.all_gather(parts, tensor, async_op=True)
+        with self._calling(header):
+            work = dist.all_gather(parts, tensor, async_op=True)
         all_ranks = range(self.world_size)
         self._watchdog.record(
             f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(all_ranks)], all_ranks, [work]
@@ -124,7 +147,7 @@ class DistributedTransport(AsyncTransport):
             self._raise_if_aborted(header)
             if time.perf_counter() - started > self.timeout_s:
                 self.abort(f"all ranks in {header}: nothing came for {self.timeout_s:g} s")
-        work.wait()
+        self._wait([work], header)
         return parts
 
     def flush(self) -> None:
@@ -140,6 +163,7 @@ class DistributedTransport(AsyncTransport):
     def close(self) -> None:
         if self._groups:
             self._groups.clear()
+            self._sending.clear()
             self._watchdog.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
             self._watchdog.close()
 
@@ -147,8 +171,24 @@ class DistributedTransport(AsyncTransport):
         """The process group of ``ranks``. Its members alone create it, so stages may create groups in any order."""
         key = tuple(sorted(ranks))
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+            self._groups[key] = dist.new_group(list(key), timeout=self._torch_timeout, use_local_synchronization=True)
         return self._groups[key]
+
+    def _wait(self, works: Sequence[Any], header: str) -> None:
+        """Order the current stream after the works, without blocking this thread. An abort ends works without data."""
+        for work in works:
+            work.wait()
+        self._raise_if_aborted(header)
+
+    @contextmanager
+    def _calling(self, header: str) -> Iterator[None]:
+        """Context of calls. The watchdog may abort at any moment, and torch refuses calls after that."""
+        self._raise_if_aborted(header)
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            self._raise_if_aborted(header)
+            raise
 
     def _raise_if_aborted(self, header: str) -> None:
         if self._abort_reason is not None:

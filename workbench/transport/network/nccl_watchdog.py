@@ -12,7 +12,9 @@ watchdog too, which ends the process together with the user's variables. ``disar
 
 from __future__ import annotations
 
+import datetime
 import json
+import logging
 import os
 import threading
 import time
@@ -37,6 +39,7 @@ _TORCH_SETTINGS = {
 }
 _TORCH_WAITS_TIMES = 10
 """torch reports a call that has taken this multiple of our timeout."""
+_log = logging.getLogger(__name__)
 
 
 class Work(Protocol):
@@ -55,16 +58,24 @@ class _Pending(NamedTuple):
     works: tuple[Work, ...]
 
 
-def disarm_torch(timeout_s: float) -> float:
+def disarm_torch() -> None:
     """Keep torch's own watchdog from ending this process; call it before NCCL's group is made. What the user has set in
     the environment stays.
-
-    Returns:
-        The timeout in seconds for that group: ours comes first.
     """
     for name, value in _TORCH_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    return _TORCH_WAITS_TIMES * timeout_s
+        if os.environ.setdefault(name, value) != value:
+            _log.warning(
+                "%s=%s: a call over NCCL that hangs may end this process with its variables. The workbench needs %s to "
+                "end it with CollectiveAborted. Unset the variable.",
+                name,
+                os.environ[name],
+                value,
+            )
+
+
+def torch_timeout(timeout_s: float) -> datetime.timedelta:
+    """The timeout of torch's groups: ours comes first."""
+    return datetime.timedelta(seconds=_TORCH_WAITS_TIMES * timeout_s)
 
 
 def send_channel(source: int, destination: int) -> str:

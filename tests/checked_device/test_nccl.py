@@ -1,0 +1,196 @@
+"""Every strategy, schedule and recovery under NCCL's rules, on a device: no stall, and the numbers of the host."""
+
+import copy
+import functools
+import os
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.checked_device import DEVICE
+from tests.transport.nccl_ranks import CPU, run_over_nccl
+from tests.transport.played_nccl import Call, PlayedNccl
+from tests.transport.shared_ranks import assert_all_returned
+from workbench.errors import CollectiveAborted
+from workbench.tensors.world import current
+
+_DATA = torch.Generator().manual_seed(5)
+X, Y = torch.randn(16, 8, generator=_DATA), torch.randint(0, 8, (16,), generator=_DATA)
+STAGES = "[0-7]: {}; [8-15]: {}@1"
+
+
+def _pipeline(schedule):
+    return {n: f"pipeline | mb={num_micro_batches} {schedule}" for n, num_micro_batches in ((2, 3), (4, 8), (8, 8))}
+
+
+STRATEGIES = {
+    "data": "*: data",
+    "model": "*: model",
+    "rows": "*: model:row",
+    "zero 1": "*: data | zero=1",
+    "zero 2": "*: data | zero=2",
+    "zero 3": "*: data | zero=3",
+    "recompute": "*: data | zero=3 recompute",
+    "gpipe": _pipeline("gpipe"),
+    "1f1b": _pipeline("1f1b"),
+    "interleaved": _pipeline("interleaved"),
+    "zero bubble": _pipeline("zero_bubble"),
+    "mixed": {
+        4: f"{STAGES.format('data', 'data')} | 2x2x1 mb=4 zero=2",
+        8: f"{STAGES.format('model', 'model')} | 2x2x2 mb=4 1f1b zero=1",
+    },
+    "hybrid": {4: "hybrid | mb=4", 8: "hybrid | mb=4"},
+    "unlike stages": {
+        4: f"{STAGES.format('data', 'model')} | 2x2x1 mb=4 1f1b",
+        8: "[0-7]: model; [8-15]: data@1 | 2x2x2 mb=4 1f1b",
+    },
+}
+
+
+def deep_mlp(num_layers=8):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(num_layers) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+
+def train(model, num_steps=2):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        losses.append(wb.forward_backward(model, F.cross_entropy, X, Y).item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return losses
+
+
+@functools.cache
+def plain_losses(num_layers):
+    """Losses of plain torch on the host."""
+    model = deep_mlp(num_layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def device_of(num_ranks):
+    """The device, for whose kernels many ranks take too long: their garbage is that of the played NCCL only."""
+    return DEVICE if num_ranks == 2 else CPU
+
+
+def run_training(strategy, num_ranks, num_layers=8):
+    model = deep_mlp(num_layers)
+    return run_over_nccl(
+        lambda rank: train(wb.parallelize(copy.deepcopy(model), strategy)),
+        num_ranks,
+        device=device_of(num_ranks),
+    )
+
+
+def assert_trains(name, num_ranks):
+    strategy = STRATEGIES[name]
+    text = strategy if isinstance(strategy, str) else strategy[num_ranks]
+    num_layers = 2 * num_ranks if name == "interleaved" else 8
+    for losses in assert_all_returned(run_training(text, num_ranks, num_layers)):
+        assert losses == pytest.approx(plain_losses(num_layers), rel=1e-4)
+
+
+CASES = [(name, n) for n in (2, 4, 8) for name, text in STRATEGIES.items() if isinstance(text, str) or n in text]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("name", "num_ranks"), CASES)
+def test_training_never_stalls_and_equals_the_host(name, num_ranks):
+    assert_trains(name, num_ranks)
+
+
+def _skips_wait(*kinds):
+    wait = Call.wait
+    return {(Call, "wait"): lambda call: None if call.parts[0].kind in kinds else wait(call)}
+
+
+def _waits_for_sends():
+    isend = PlayedNccl.isend
+
+    def isend_and_wait(self, *args, **options):
+        call = isend(self, *args, **options)
+        call.wait()
+        return call
+
+    return {(PlayedNccl, "isend"): isend_and_wait}
+
+
+PLANTED = {
+    "a receive is not waited for": ("gpipe", 2, _skips_wait("send", "receive")),
+    "a batch is not waited for": ("zero 3", 2, _skips_wait("send", "receive")),
+    "a sum is not waited for": ("data", 2, _skips_wait("sum")),
+    "a send is waited for": ("1f1b", 2, _waits_for_sends()),
+    "both directions of a pair share a communicator": (
+        "1f1b",
+        4,
+        {(PlayedNccl, "new_group"): lambda *args, **options: None},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_mistakes_are_found(mistake, monkeypatch):
+    name, num_ranks, replaced = PLANTED[mistake]
+    for place, function in replaced.items():
+        monkeypatch.setattr(*place, function)
+    with pytest.raises(AssertionError):
+        assert_trains(name, num_ranks)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=8 1f1b"])
+def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is_lost, num_ranks):
+    built, worlds = deep_mlp(), [None] * num_ranks
+    with subprocess.Popen(["sleep", "60"]) as process:
+
+        def interrupted(rank):
+            worlds[rank] = current()
+            model, num_calls = copy.deepcopy(built), []
+
+            def stop(*_):
+                num_calls.append(1)
+                if rank == 1 and len(num_calls) == 2:
+                    process.kill()
+                    process.wait()
+                    raise SystemExit if is_lost else KeyboardInterrupt
+
+            model[2 * 8 // num_ranks].register_forward_hook(stop)  # of rank 1's stage
+            return train(wb.parallelize(model, strategy), num_steps=3)
+
+        pids = [os.getpid()] * num_ranks
+        pids[1] = process.pid if is_lost else pids[0]
+        found = run_over_nccl(interrupted, num_ranks, device=device_of(num_ranks), pids=pids, finds_stalls=False)
+    reason = f"process {process.pid} of rank 1 has ended" if is_lost else "rank 1 gave up: KeyboardInterrupt"
+    assert isinstance(found.pop(1), SystemExit if is_lost else KeyboardInterrupt)
+    for error in found:
+        assert isinstance(error, CollectiveAborted) and reason in str(error), found
+    if is_lost:
+        worlds[1] = None  # another process takes its place
+
+    def again(rank):
+        return train(wb.parallelize(copy.deepcopy(built), strategy))
+
+    for losses in assert_all_returned(run_over_nccl(again, num_ranks, device=device_of(num_ranks), worlds=worlds)):
+        assert losses == pytest.approx(plain_losses(8), rel=1e-4)
+
+
+def test_two_ranks_on_one_device_are_refused():
+    with pytest.raises(RuntimeError, match="Duplicate GPU detected: 3 ranks on 2 devices"):
+        PlayedNccl(["gpu 0", "gpu 1", "gpu 0"])
