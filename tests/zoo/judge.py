@@ -79,9 +79,9 @@ class Subject:
             raise ValueError(f"{size:,} parameters: no small configuration")
         module = module.to(dtype).train()
         for part in module.modules():
-            if any(word in type(part).__name__ for word in ("Drop", "StochasticDepth")):
-                for rate in {"p", "drop_prob"} & set(vars(part)):
-                    setattr(part, rate, 0.0)
+            drops = any(word in type(part).__name__ for word in ("Drop", "StochasticDepth"))
+            for rate in ({"p", "drop_prob", "drop_rate"} if drops else {"drop_rate"}) & set(vars(part)):
+                setattr(part, rate, 0.0)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)

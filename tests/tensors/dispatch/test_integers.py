@@ -116,7 +116,9 @@ def test_ends_of_a_slice_are_read_on_all_ranks(ranks):
         y[: n - 2, n:] = 7
         return y
 
+    rows = torch.tensor([2, 0])
     calls = [lambda x, n: x[:, :n], lambda x, n: x[n - 2 :], lambda x, n: x[..., 0 : n + 1 : n - 1], write]
+    calls += [lambda x, n: x[rows, :n], lambda x, n: x[rows, 1 : n : n - 2]]
     expected = [call(PLAIN, 3) for call in calls]
 
     def program():

@@ -54,7 +54,8 @@ def forward_backward(
             auxiliary loss) are combined on the latest of these stages, as inside the module. None: the module returns
             its own loss, as its result, as ``.loss`` or ``["loss"]`` (transformers), or as a tuple's scalar.
         inputs: a tensor, a tuple for several arguments, or a dict for keywords (``BatchEncoding`` too). Dim 0 of a
-            tensor counts samples and is cut. Positions, masks and numbers that all samples share are not cut.
+            tensor counts samples and is cut. Positions, masks and numbers that all samples share are not cut. A list of
+            dicts, or of tensors of other sizes, has an entry for each sample: labels of detection, masks.
         targets: a tensor, or dicts and tuples of them, cut in the same way. None with a dict of inputs: ``loss_fn``
             gets the entries ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (one alone, several as a
             dict), and the module the others.

@@ -45,11 +45,8 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
     """One item per dim, with lists as tensors and masks as index tensors; None if only torch can read the index."""
-    listed = index if isinstance(index, tuple) else (index,)
-    items = [_as_tensor(item, target) for item in listed]
+    items = [_as_tensor(item, target) for item in _listed(index)]
     if any(_is_condition(item) for item in items):
-        return None
-    if any(isinstance(item, slice) and not _is_static(item) for item in items):
         return None
     found: list[Any] = []
     for item in as_items(tuple(items), len(target._spec.shape)):
@@ -78,8 +75,10 @@ def _is_condition(item: Any) -> bool:
     return isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim())
 
 
-def _is_static(item: slice) -> bool:
-    return all(end is None or isinstance(end, int) for end in (item.start, item.stop, item.step))
+def _listed(index: Any) -> tuple[Any, ...]:
+    """The items of an index, with numbers for the ends of slices that are tensors: all ranks read them."""
+    listed = index if isinstance(index, tuple) else (index,)
+    return tuple(read_integers(item) if isinstance(item, slice) else item for item in listed)
 
 
 def _check_mask(mask: Any, target: GlobalTensor, dim: int) -> None:
@@ -94,8 +93,7 @@ def setitem(func: Any, args: Any, kwargs: Any) -> None:
     target, index, value = args
     if not isinstance(target, GlobalTensor):  # assignment to a plain tensor would write only this rank's part
         return call_by_plan(func, args)
-    listed = index if isinstance(index, tuple) else (index,)
-    listed = tuple(read_integers(item) if isinstance(item, slice) else item for item in listed)
+    listed = _listed(index)
     if all(map(is_basic, listed)):
         return _assign(target, as_items(listed, len(target._spec.shape)), value)
     mask = listed[0] if len(listed) == 1 else None
