@@ -45,6 +45,13 @@ def _assigned(x, y):
     return z
 
 
+def _at_tuples(x, index):
+    rows, columns = zip(*torch.stack([index[:, 0], index[:, 0] % 4], 1), strict=True)
+    z = x * 2
+    z[rows, columns] = 0.5
+    return z + x[rows, (1, *columns[1:])].sum()
+
+
 def _put_rows(x, index, y):
     z = x.clone()
     z[index] = y
@@ -60,6 +67,7 @@ CASES = [
     Case("index tensor", lambda x, i: x[i], (), _rows),
     Case("index tensor inside", lambda x, i: x.t()[:, None, i % 7].sum(1), (), _rows),
     Case("two index tensors", lambda x, i: x[i, (i % 4)[:, :1]], (), _rows),
+    Case("tuples of numbers", _at_tuples, (), _rows),
     _case("index number and list", lambda x: x[2, [0, 3, 3]], (5, 4)),
     Case("mask", lambda x, m: x[m], (), _masked),
     Case("mask of rows", lambda x, m: x[m[:, 0], 1:], (), _masked),

@@ -61,8 +61,10 @@ def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
 
 
 def _as_tensor(item: Any, target: GlobalTensor) -> Any:
-    if isinstance(item, (list, range)) or (hasattr(item, "__array__") and not isinstance(item, torch.Tensor)):
-        item = torch.as_tensor(list(item) if isinstance(item, (list, range)) else item)
+    if isinstance(item, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in item):
+        item = torch.stack([part if isinstance(part, torch.Tensor) else torch.tensor(part) for part in item])
+    elif isinstance(item, (list, tuple, range)) or (hasattr(item, "__array__") and not isinstance(item, torch.Tensor)):
+        item = torch.as_tensor(list(item) if isinstance(item, (tuple, range)) else item)
         if not item.numel():
             item = item.long()
     if isinstance(item, torch.Tensor) and not isinstance(item, GlobalTensor):
