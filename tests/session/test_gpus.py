@@ -1,4 +1,7 @@
-"""Which GPUs engines use, by what nvidia-smi prints. The outputs in ``nvidia_smi`` have the form that it has."""
+"""Which GPUs engines use, by what nvidia-smi prints.
+
+The outputs in ``nvidia_smi`` have the form of outputs that people have published, of drivers 450 to 610.
+"""
 
 import re
 from pathlib import Path
@@ -11,6 +14,7 @@ from workbench.session.processes import gpus
 from workbench.session.processes.launch import rank_environment
 
 OUTPUTS = Path(__file__).parent / "nvidia_smi"
+UNREADABLE = "Unable to determine the device handle for gpu 0000:D1:00.0"
 SLICES = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb")
 
 
@@ -41,6 +45,14 @@ def machine(monkeypatch, tmp_path):
         ({}, (), ""),
         ({"listing": "eight_gpus"}, tuple("01234567"), ""),
         ({"listing": "mig"}, (*SLICES, "1"), ""),
+        (
+            {"listing": "mig_450"},
+            ("0", *(f"MIG-GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a78/{number}/0" for number in (1, 2))),
+            "",
+        ),
+        ({"listing": "lost_gpu"}, ("0", "2"), ""),
+        ({"listing": "lost_gpu", "status": 15}, (), f"nvidia-smi: {UNREADABLE}"),
+        ({"listing": "mismatch", "status": 18}, (), "nvidia-smi: Failed to initialize NVML: Driver/library version"),
         ({"listing": "no_gpu", "status": 6}, (), ""),
         (
             {"listing": "no_driver", "status": 9},
@@ -53,6 +65,12 @@ def machine(monkeypatch, tmp_path):
             "the driver is for CUDA 11.4, and .* torch needs 13.0",
         ),
         ({"listing": "eight_gpus", "overview": "old_driver", "cuda": "11.8"}, tuple("01234567"), ""),
+        ({"listing": "eight_gpus", "overview": "driver_610"}, tuple("01234567"), ""),
+        (
+            {"listing": "eight_gpus", "overview": "driver_610", "cuda": "14.0"},
+            (),
+            "the driver is for CUDA 13.3, and .* torch needs 14.0",
+        ),
         ({"listing": "eight_gpus", "cuda": None}, (), "the installed torch is for CPUs only"),
         ({"listing": "eight_gpus", "chosen": "6, 7"}, ("6", "7"), ""),
         ({"listing": "eight_gpus", "chosen": "GPU-2a01b9f4-6d3c"}, ("GPU-2a01b9f4-6d3c",), ""),

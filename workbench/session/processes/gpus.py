@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TIMEOUT_S = 20
-_GPU = re.compile(r"GPU \d+:")
+_GPU = re.compile(r"GPU (\d+):")
 _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
-_CUDA_OF_DRIVER = re.compile(r"CUDA Version: *(\d+)\.(\d+)")
+_CUDA_OF_DRIVER = re.compile(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)")
 _NO_GPU = ("No devices", "No GPU")
 
 
@@ -42,7 +42,8 @@ def find_gpus() -> FoundGpus:
     listing = _nvidia_smi("-L")
     named = _named(listing.stdout)
     if listing.returncode or not named:
-        said = next(iter((listing.stdout + listing.stderr).strip().splitlines()), f"exit status {listing.returncode}")
+        lines = (line for line in (listing.stdout + listing.stderr).strip().splitlines() if not _is_listed(line))
+        said = next(lines, f"exit status {listing.returncode}")
         return FoundGpus((), "" if said.startswith(_NO_GPU) else f"nvidia-smi: {said}")
     why_not = _unusable(_cuda_of_torch(), _nvidia_smi().stdout)
     return FoundGpus((), why_not) if why_not else FoundGpus(named if chosen is None else _visible(chosen))
@@ -64,13 +65,18 @@ def _visible(chosen: str) -> tuple[str, ...]:
 
 def _named(listing: str) -> tuple[str, ...]:
     """The number of each GPU of ``nvidia-smi -L``, or the UUIDs of its slices if it has some."""
-    found: list[list[str]] = []
+    found: list[tuple[str, list[str]]] = []
     for line in listing.splitlines():
-        if _GPU.match(line):
-            found.append([])
+        if gpu := _GPU.match(line):
+            found.append((gpu[1], []))
         elif found and (part := _SLICE.match(line)):
-            found[-1].append(part[1])
-    return tuple(name for number, slices in enumerate(found) for name in slices or [str(number)])
+            found[-1][1].append(part[1])
+    return tuple(name for number, slices in found for name in slices or [number])
+
+
+def _is_listed(line: str) -> bool:
+    """Whether a line of ``nvidia-smi -L`` names a GPU or a slice; other lines say what is wrong."""
+    return bool(_GPU.match(line) or _SLICE.match(line))
 
 
 def _cuda_of_torch() -> str | None:
