@@ -55,3 +55,33 @@ def counted() -> Iterator[Counts]:
         yield counts
     finally:
         counts_of_thread().remove(counts)
+
+
+class Queue:
+    """What a thread has asked of the device, and what of it the device has done: numbers of launches."""
+
+    def __init__(self) -> None:
+        self.asked = self.done = 0
+
+
+def queue_of_thread() -> Queue:
+    """The queue of this thread."""
+    if not hasattr(_of_thread, "queue"):
+        _of_thread.queue = Queue()
+    found: Queue = _of_thread.queue
+    return found
+
+
+def count_launch(name: str) -> None:
+    """Count a kernel that this thread asks for."""
+    queue_of_thread().asked += 1
+    for counts in counts_of_thread():
+        counts.launches[name] += 1
+
+
+def count_wait(name: str) -> None:
+    """Count a wait of this thread until the device has done all that it has asked for."""
+    queue = queue_of_thread()
+    queue.done = queue.asked
+    for counts in counts_of_thread():
+        counts.waits[name] += 1

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.checked_device import kernels
+from tests.checked_device import clock, kernels
 from tests.checked_device.kernels import DEVICE_TYPE
 from workbench.core import placement
 
 
 class _Module:
     """``torch.checked``: what ``torch.cuda`` is to a GPU."""
+
+    Event, Stream = clock.Event, clock.Stream
 
     def is_initialized(self) -> bool:
         return True
@@ -42,6 +44,18 @@ class _Module:
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         kernels.generator.set_state(state)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return 50 * 10**9, 80 * 10**9
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return 20 * 10**9
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def utilization(self, device: Any = None) -> int:
+        return 90
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.checked_device.counts import counts_of_thread
+from tests.checked_device.counts import count_launch, count_wait, counts_of_thread
 from tests.checked_device.host_memory import on_device, on_host
 
 DEVICE_TYPE = "checked"
@@ -119,16 +119,16 @@ def resize_(tensor: torch.Tensor, size: Any, **_: Any) -> torch.Tensor:
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """A copy between the host and the device, or on the device."""
     comes, goes = source.device.type != DEVICE_TYPE, target.device.type != DEVICE_TYPE
-    for counts in counts_of_thread():
-        if comes:
+    if comes:
+        for counts in counts_of_thread():
             counts.copies_from_host += 1
             counts.bytes_from_host += source.nbytes
             if not (non_blocking and source.is_pinned()):
                 counts.pageable_bytes += source.nbytes
-        elif goes:
-            counts.waits["copy to the host"] += 1
-        else:
-            counts.launches["copy_"] += 1
+    elif goes:
+        count_wait("copy to the host")
+    else:
+        count_launch("copy_")
     _host_of(target).copy_(_host_of(source))
     return target
 
@@ -176,10 +176,10 @@ def _count(name: str, args: Any) -> None:
     indices = [leaf for leaf in tree_leaves(args[1]) if leaf is not None] if name in _INDEXING else []
     waits = name in _WAITING or any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     from_host = [index.nbytes for index in indices if index.device.type != DEVICE_TYPE]
+    count_launch(name)
+    if waits:
+        count_wait(name)
     for counts in counts_of_thread():
-        counts.launches[name] += 1
-        if waits:
-            counts.waits[name] += 1
         counts.copies_from_host += len(from_host)
         counts.bytes_from_host += sum(from_host)
         counts.pageable_bytes += sum(from_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -296,3 +297,18 @@ def test_the_throughput_has_a_median_line(view: RunView):
     assert "500 samples/s now" in titles(view.figure)[0]
     view.end("ended", "last report: step 6")
     assert "500 samples/s at the end" in titles(view.figure)[0]
+
+
+def test_the_gpus_of_all_ranks_are_one_line(view: RunView):
+    view.expect(SimpleNamespace(samples_per_s=500.0, timeline=None, flops_per_sample=1e9))
+    first = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_per_s": 1e12}
+    view.tick(1)
+    view.add([replace(block(0, (2.0,)), devices=(first, {**first, "busy": 0.7, "used": 34e9}))])
+    assert view.devices.value == (
+        "GPUs: 70 to 90 % busy, 30.0 GB to 34.0 GB of 80.0 GB in use, 20.0 GB reserved here, 25 % of their peak"
+    )
+    view.tick(1)
+    view.add([replace(block(1, (2.0,)), devices=({"used": 3e9, "total": 80e9}, {}))])
+    assert view.devices.value == "GPUs: 3.00 GB of 80.0 GB in use", "without NVML, of a GPU that no table has"
+    view.begin("data", "*: data", 10)
+    assert view.devices.value == ""

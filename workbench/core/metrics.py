@@ -15,6 +15,9 @@ from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
+DEVICE_KINDS = ("busy", "used", "total", "pool", "peak_flops_per_s")
+"""What a rank reports of its GPU: the share of time with work (0 to 1), bytes in use by all processes and in total,
+bytes that this process has reserved, and the datasheet's operations per second."""
 TOLERANCE = TOLERANCES["fp32"].loss
 """Largest ``difference`` to one device that counts as equal without a question in 32 bits, see ``core.verdict``."""
 
@@ -46,6 +49,7 @@ class StepBlock(JsonRecord):
         memory_bytes: by rank, at the end of the block: kinds of ``MEMORY_KINDS``, and ``"peak"``, the process's largest
             resident size above its warm baseline. Empty where it was not measured.
         num_steps: number of planned steps; 0 if unknown.
+        devices: by rank, at the end of the block: those of ``DEVICE_KINDS`` that are known. Empty without GPUs.
     """
 
     first_step: int
@@ -56,6 +60,7 @@ class StepBlock(JsonRecord):
     boxed_bytes: tuple[tuple[int, ...], ...]
     memory_bytes: tuple[dict[str, int], ...] = ()
     num_steps: int = 0
+    devices: tuple[dict[str, float], ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -202,6 +202,12 @@ class ModelCosts:
     autocast_calls: tuple[LayerCall, ...] = ()
     recomputed: tuple[int, ...] = ()
 
+    @property
+    def training_flops(self) -> float:
+        """Operations of one sample in a step, without recomputation: backward has two products for every one of
+        forward."""
+        return 3 * sum(row.flops for row in self.rows)
+
     def under_autocast(self, precision: str) -> ModelCosts:
         """The model at a precision whose casts torch makes; unchanged, if they have not been counted.
 

@@ -53,6 +53,7 @@ class Estimate:
         samples_per_s: batch size over ``step_s``.
         timeline: the predicted schedule, one rank per stage.
         boxing_shares: by stage, the part of a forward and of a whole backward that is exchanges.
+        flops_per_sample: operations of the step, all ranks together, without recomputation.
     """
 
     step_s: float
@@ -66,6 +67,7 @@ class Estimate:
     samples_per_s: float
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
     boxing_shares: tuple[tuple[float, float], ...] = field(default=(), compare=False, repr=False)
+    flops_per_sample: float = field(default=0.0, compare=False, repr=False)
 
     @property
     def boxed_bytes(self) -> float:
@@ -166,6 +168,7 @@ def combine(
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,
         tuple(_boxing_shares(stage, wait_s) for stage in stages),
+        model.training_flops,
     )
 
 

@@ -29,8 +29,6 @@ SweptStrategy = StrategyLike | ResolvedStrategy
 HardwareLike = Hardware | str | PathLike[str]
 BEST = "best"
 """As a strategy: the planner finds one for every point."""
-TRAINING = 3
-"""Operations of forward and backward over those of forward: backward has two products for every one."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +203,7 @@ class _Settings:
             )
         except StrategyError as error:
             return Point(values, machine, error=str(error))
-        flops = TRAINING * values["batch_size"] * sum(row.flops for row in costs.rows)
-        return Point(values, machine, resolved, found, flops)
+        return Point(values, machine, resolved, found, values["batch_size"] * costs.training_flops)
 
     def _resolved(self, costs: ModelCosts, machine: Hardware, values: Mapping[str, Any]) -> ResolvedStrategy:
         strategy = _called(self.strategy, values)

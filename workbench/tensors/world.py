@@ -15,10 +15,11 @@ from workbench.tensors import default_generator
 from workbench.tensors import patch_table as patches
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.transport import selection
-from workbench.transport.base import Traffic, Transport
+from workbench.transport.base import Transport
 from workbench.transport.launchers import default_init_method, launcher_value
 from workbench.transport.rendezvous import Rendezvous, join_rendezvous
 from workbench.transport.threads import ThreadHub, ThreadTransport
+from workbench.transport.traffic import Traffic
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -34,7 +35,7 @@ class World:
         world_size: the number of ranks.
         device: the device of this rank's shards.
         transport: sends tensors to other ranks.
-        traffic: the count of exchanges and bytes that this rank has sent.
+        traffic: the count of exchanges and bytes that this rank has sent, and its clock.
         generation: the number of worlds before this one at the same rendezvous; ``rebuild`` counts it.
         num_rebuilds: how often this world was rebuilt; exchanges begun before a rebuild are void.
         context: the state of the program that runs in this world.
@@ -47,7 +48,7 @@ class World:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
-        self.traffic = Traffic()
+        self.traffic = Traffic(device)
         self.generation = self.num_rebuilds = 0
         self.context = ExecutionContext()
         self.specs: dict[Any, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,27 +20,6 @@ _GATHER_TAG = -1
 """A tag that no exchange of a program uses."""
 ACCUMULATED_IN_32_BITS = (torch.bfloat16, torch.float16)
 """Sums of these dtypes are accumulated in float32 and rounded once."""
-
-
-@dataclass
-class Traffic:
-    """Bytes that one rank has sent since the last ``reset``, and seconds spent in exchanges."""
-
-    sent_bytes: int = 0
-    num_exchanges: int = 0
-    time_s: float = 0.0
-    by_kind: dict[str, int] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self.sent_bytes, self.num_exchanges, self.time_s, self.by_kind = 0, 0, 0.0, {}
-
-    def add(self, kind: str, sent_bytes: int, time_s: float) -> None:
-        """Count one exchange of this rank."""
-        self.sent_bytes += sent_bytes
-        self.num_exchanges += 1
-        self.time_s += time_s
-        self.by_kind[kind] = self.by_kind.get(kind, 0) + sent_bytes
 
 
 class Transport(Protocol):

@@ -19,8 +19,10 @@ from workbench.training.runs import step_metrics
 from workbench.training.runs import train as train_module
 from workbench.training.runs.step_metrics import MeasuredStep, StepCollector
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
+from workbench.transport.traffic import Moment
 
 STEPS = 12
+MOMENT = Moment(0.0, 0.0, 0, 0)
 
 
 def make_model() -> nn.Module:
@@ -232,7 +234,7 @@ def test_commands_are_of_known_kinds():
 def test_steps_are_exchanged_about_three_times_a_second(time_s: float, interval: int):
     def program():
         collector = StepCollector(current())
-        collector.add(MeasuredStep(8, time_s, 0.0, 0), 1.5)
+        collector.add(MeasuredStep(8, MOMENT, MOMENT._replace(time=time_s)), 1.5)
         assert collector.is_due
         block, numbers = collector.collect(number=7.0)
         assert (block.losses, block.samples, block.num_steps, numbers) == ((1.5,), (8,), 0, [7.0, 7.0])
@@ -245,7 +247,7 @@ def test_losses_are_numbers_tensors_or_missing():
     def program():
         collector = StepCollector(current())
         for loss in (2.0, None, torch.tensor(3.0, requires_grad=True)):
-            collector.add(MeasuredStep(1, 0.1, 0.0, 0), loss)
+            collector.add(MeasuredStep(1, MOMENT, MOMENT), loss)
         return collector.collect()[0].losses
 
     assert run_ranks(program, 1) == [(2.0, None, 3.0)]

@@ -6,7 +6,6 @@ A training step boxes between the same specs again and again, so the hot path lo
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import torch
@@ -96,9 +95,10 @@ class Exchange:
             return new_placeholder(self._target.shape, self._dtype, world.device)
         if self._is_local:
             return self._exchange_pieces(local, tag)
-        started = time.perf_counter()
+        started = world.traffic.now()
         result = self._run_on_transport(local, tag)
-        world.traffic.add(self.plan.kind, self._bytes_sent, time.perf_counter() - started)
+        world.traffic.add(self.plan.kind, self._bytes_sent)
+        world.traffic.end_exchange(started)
         return result
 
     def _make_transfer_plan(self) -> TransferPlan | None:

@@ -8,7 +8,6 @@ one differentiable function. Its backward is the fused boxing of the gradients.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -180,11 +179,10 @@ class _BoxingWork:
         self._sums: list[tuple[list[int], Callable[[], torch.Tensor]]] = []
         self._wait: Callable[[], None] = lambda: None
         self._arrived: dict[int, torch.Tensor] = {}
-        self._time_s = 0.0
 
     def start(self, locals_: Sequence[torch.Tensor]) -> None:
         """Send this rank's slices for other ranks."""
-        started, rank = time.perf_counter(), self.world.rank
+        started, rank = self.world.traffic.now(), self.world.rank
         self._locals = [local.clone() for local in locals_] if self.is_later else list(locals_)
         header = f"fused boxing of {len(self.plans)} tensors, {self._words()}, {str(self.dtype).removeprefix('torch.')}"
         self._start_sums(header)
@@ -206,11 +204,11 @@ class _BoxingWork:
         if sends or self._arrived:
             transport: Any = self.world.transport  # see ``base.AsyncTransport``
             self._wait = transport.start_exchange(sends, list(self._arrived.items()), self.tag, header)
-        self._time_s = time.perf_counter() - started
+        self.world.traffic.end_exchange(started)
 
     def finish(self) -> list[torch.Tensor]:
         """The new shards, in new memory."""
-        started, rank = time.perf_counter(), self.world.rank
+        started, rank = self.world.traffic.now(), self.world.rank
         results = self._finish_sums()
         self._wait()
         read = dict.fromkeys(self._arrived, 0)
@@ -232,7 +230,8 @@ class _BoxingWork:
             else:
                 results[i] = assemble(plan, pieces, target, self.dtype, self.world.device)
         sent = sum(plan.bytes_sent.get(rank, 0) for plan in self.plans)
-        self.world.traffic.add("fused", sent, self._time_s + time.perf_counter() - started)
+        self.world.traffic.add("fused", sent)
+        self.world.traffic.end_exchange(started)
         self._locals, self._arrived = [], {}
         return [results[i] for i in range(len(self.plans))]
 

@@ -23,8 +23,8 @@ from workbench.training.capture.recorder import RecordedTransport, Recorder
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.strategies.state import recorded_module_calls
-from workbench.transport.base import Traffic
 from workbench.transport.closed import restore_transport
+from workbench.transport.traffic import Traffic
 
 _log = logging.getLogger("workbench.capture")
 

@@ -8,7 +8,6 @@ since is reduced again.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
 from workbench.training.gradients.shard_exchange import start_gather, start_scatter
+from workbench.transport.device_clock import Time
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a flat bucket of gradients, approximately."""
@@ -201,20 +201,20 @@ def start_bucket(bucket: list[Term]) -> Finish:
 
 def _start_all_reduce(bucket: list[Term]) -> Finish:
     world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = time.perf_counter()
+    started = world.traffic.now()
     locals_ = [term.local for term in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
     header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes{_of_batch(world)}"
     wait = world.transport.start_all_reduce(locals_, group, "sum", world.context.next_sum_tag(group), header)
     sent = 2 * (len(group) - 1) * num_bytes // len(group)
-    started = _count(world, "gradients", sent, started)
+    _count(world, "gradients", sent, started)
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, locals_)
 
     def finish() -> Sums:
-        started = time.perf_counter()
+        started = world.traffic.now()
         pieces = wait().split([local.numel() for local in locals_])
-        world.traffic.time_s += time.perf_counter() - started
+        world.traffic.end_exchange(started)
         return {term.owner: piece.view(term.local.shape) for term, piece in zip(bucket, pieces, strict=True)}
 
     return finish
@@ -223,7 +223,7 @@ def _start_all_reduce(bucket: list[Term]) -> Finish:
 def _start_scatter(bucket: list[Term]) -> Finish:
     """Every rank gets the sums of its shards."""
     world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = time.perf_counter()
+    started = world.traffic.now()
     locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
     num_bytes = sum(local.nbytes for local in locals_)
     header = f"reduction of {len(bucket)} gradients to shards, {num_bytes} bytes{_of_batch(world)}"
@@ -233,9 +233,9 @@ def _start_scatter(bucket: list[Term]) -> Finish:
         world.context.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
 
     def finish() -> Sums:
-        started = time.perf_counter()
+        started = world.traffic.now()
         sums = wait()
-        world.traffic.time_s += time.perf_counter() - started
+        world.traffic.end_exchange(started)
         return {term.owner: total for term, total in zip(bucket, sums, strict=True)}
 
     return finish
@@ -262,7 +262,7 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
 
 def _start_gather(bucket: list[Term]) -> Callable[[], None]:
     world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = time.perf_counter()
+    started = world.traffic.now()
     locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
     parts = [
         slice_region(local, shard.regions[world.rank]).contiguous()
@@ -286,7 +286,6 @@ def _tag(world: World, group: tuple[int, ...]) -> int:
     return world.context.next_sum_tag(group) & 0x20001FFF | (crc32(repr(group).encode()) & 0x7FFF) << 13
 
 
-def _count(world: World, kind: str, sent: int, started: float) -> float:
-    now = time.perf_counter()
-    world.traffic.add(kind, sent, now - started)
-    return now
+def _count(world: World, kind: str, sent: int, started: Time) -> None:
+    world.traffic.add(kind, sent)
+    world.traffic.end_exchange(started)

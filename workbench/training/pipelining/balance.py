@@ -22,6 +22,7 @@ from workbench.training.batches import Batch, LossFunction
 from workbench.training.pipelining.stage_partition import fastest_partition
 from workbench.training.strategies.state import STATE, describe, layers_of
 from workbench.training.traced_calls import describe_with_calls
+from workbench.transport.device_clock import Time, seconds
 
 
 @dataclass(frozen=True)
@@ -142,45 +143,42 @@ def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_
 
 def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> dict[str, float]:
     """Seconds of forward and backward by layer. Functions between two layers count with the one before."""
-    marks: list[tuple[str, float]] = []
-    grads: list[tuple[str, float]] = []
-    handles = [_mark(layer, name, marks, grads) for name, layer in layers_of(module)]
+    now = current().traffic.now
+    begun: list[tuple[str, Time]] = []
+    ended: list[tuple[str, Time]] = []
+    handles = [_record(layer, name, now, begun, ended) for name, layer in layers_of(module)]
     try:
         loss = batch.loss(module, loss_fn)
-        forward_end = time.perf_counter()
+        forward_end = now()
         loss.backward()
-        end = time.perf_counter()
+        end = now()
     finally:
         for handle in handles:
             handle.remove()
     costs = {layer.name: 0.0 for layer in describe(module)}
-    for (name, start), stop in zip(marks, [*(at for _, at in marks[1:]), forward_end], strict=True):
-        costs[name] += stop - start
+    for (name, start), stop in zip(begun, [*(at for _, at in begun[1:]), forward_end], strict=True):
+        costs[name] += seconds(stop) - seconds(start)
     before = forward_end
-    for name, at in grads:
-        costs[name] += at - before
+    for name, at in ended:
+        costs[name] += seconds(at) - seconds(before)
         before = at
-    costs[marks[0][0]] += end - before
+    costs[begun[0][0]] += seconds(end) - seconds(before)
     return costs
 
 
-def _mark(layer: nn.Module, name: str, marks: list[tuple[str, float]], grads: list[tuple[str, float]]) -> Any:
+def _record(
+    layer: nn.Module, name: str, now: Callable[[], Time], begun: list[tuple[str, Time]], ended: list[tuple[str, Time]]
+) -> Any:
     """Record when a layer begins, and when its backward ends, which is when the gradient of its input is ready."""
     name = name or "(root)"
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:
-            tensors[0].register_hook(lambda grad: grads.append((name, _now(grad))))
-        marks.append((name, _now(tensors[0] if tensors else None)))
+            tensors[0].register_hook(lambda grad: ended.append((name, now())))
+        begun.append((name, now()))
 
     return layer.register_forward_pre_hook(begin, with_kwargs=True)
-
-
-def _now(tensor: torch.Tensor | None) -> float:
-    if tensor is not None and tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 def _restoring_state(module: nn.Module, run: Callable[[], Any]) -> Any:

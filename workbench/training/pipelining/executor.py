@@ -7,7 +7,6 @@ never block. Their tags hold micro-batch, position in the program and direction.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from workbench.errors import RunError, StrategyError
 from workbench.pipeline.schedules import Action
-from workbench.pipeline.simulate import Span
 from workbench.tensors.dispatch.hooks import run_hooks
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.weight_gradients import WeightGradients
@@ -25,6 +23,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import ForwardCache, cached_forwards
 from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.recorded_actions import RecordedAction
 from workbench.transport.closed import close_after_error
 
 MicroBatchFunction = Callable[[int], Any]
@@ -83,7 +82,7 @@ class Executor:
     def __init__(self, world: World, stages: Mapping[int, Stage], running: RunningStep, seed: int) -> None:
         self.world, self.stages, self.running, self.seed = world, stages, running, seed
         self.generator = torch.Generator()
-        self.spans: list[Span] = []
+        self.spans: list[RecordedAction] = []
         self._graphs: dict[tuple[int, int], torch.Tensor] = {}
         self._deferred: dict[tuple[int, int], WeightGradients] = {}
         self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
@@ -176,8 +175,7 @@ class Executor:
     def _running(self, action: Action) -> Iterator[Stage]:
         """The context of one action; records its span."""
         stage, traffic = self.stages[action.stage], self.world.traffic
-        started, waited = time.perf_counter(), traffic.time_s
-        exchanges, sent = traffic.num_exchanges, traffic.sent_bytes
+        started = traffic.moment()
         context = stage.world.context
         state = context.temporarily(micro_batch=action.micro_batch, running=self.running, generator=self.generator)
         with stage.activated(), state:
@@ -186,8 +184,7 @@ class Executor:
                 self._seed(action.micro_batch)
             yield stage
         self.running.edges = self.running.weight_gradients = None
-        moved = (traffic.time_s - waited, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
-        self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), *moved))
+        self.spans.append(RecordedAction(action, started, traffic.moment()))
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
-from workbench.pipeline.simulate import Span
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
 from workbench.training.pipelining.executor import Executor, SingleStage
@@ -24,6 +23,7 @@ from workbench.training.pipelining.forward_cache import ForwardCache
 from workbench.training.pipelining.local_forward import local_forwards
 from workbench.training.pipelining.placeholder_forward import placeholder_forwards
 from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.recorded_actions import RecordedAction
 
 Program = Callable[[Any], Any]
 """Inputs of a micro-batch -> what the program returns."""
@@ -38,7 +38,7 @@ def train_program(
     schedule: str = "1f1b",
     forward_caches: Sequence[ForwardCache] = (),
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[list[Any], list[Span]]:
+) -> tuple[list[Any], list[RecordedAction]]:
     """Forward and backward of micro-batches. All ranks call it.
 
     Args:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from workbench.core.metrics import ActionSpan
 from workbench.pipeline.schedules import KINDS, Action
 from workbench.pipeline.simulate import Span, Timeline
 from workbench.tensors.world import World, current
+from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.strategies.state import state_of
 
 _ONE_CLOCK = ("shared", "threads")
@@ -23,7 +25,7 @@ def timeline(module: nn.Module) -> Timeline:
 
     Spans are by rank of the world, in seconds from the start of the step. ``waited_s`` of a span is the time in
     exchanges, waits and copies. A barrier aligns the clocks of several hosts, to some tenths of a millisecond. Times
-    are those of the host: on a GPU they are the launches of kernels, unless the environment has CUDA_LAUNCH_BLOCKING=1.
+    on a GPU are the GPU's: when it did the work, not when the host asked for it.
 
     Raises:
         StrategyError: the module is not parallelized.
@@ -34,10 +36,11 @@ def timeline(module: nn.Module) -> Timeline:
     return timeline_of(state_of(module).spans)
 
 
-def timeline_of(spans: Sequence[Span]) -> Timeline:
+def timeline_of(actions: Sequence[RecordedAction]) -> Timeline:
     """The timeline of all ranks from what each has measured of itself. All ranks call it; see ``timeline``."""
     world = current()
-    rows = [[s.action.stage, KINDS.index(s.action.kind), s.action.micro_batch, *_times(s)] for s in spans]
+    spans = read_actions(world.traffic, actions, 0.0)
+    rows = [[span.stage, KINDS.index(span.kind), span.micro_batch, *_times(span)] for span in spans]
     own = torch.tensor(rows, dtype=torch.float64).reshape(-1, _FIELDS)
     counts = [int(n) for n in world.transport.all_gather(torch.tensor([len(own)], device=world.device), "timeline()")]
     offset = clock_offset(world)
@@ -53,8 +56,8 @@ def timeline_of(spans: Sequence[Span]) -> Timeline:
     return Timeline(tuple(tuple(_moved(span, -start) for span in spans) for spans in found))
 
 
-def _times(span: Span) -> tuple[float, float, float]:
-    return span.start_s, span.stop_s, span.waited_s
+def _times(span: ActionSpan) -> tuple[float, float, float]:
+    return span.start_s, span.stop_s, span.boxing_s
 
 
 def clock_offset(world: World) -> float:

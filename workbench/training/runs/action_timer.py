@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from workbench.core.metrics import ActionSpan
-from workbench.pipeline.simulate import Span
+from workbench.pipeline.schedules import Action
 from workbench.tensors.world import World
-from workbench.training.runs.step_metrics import action_spans
+from workbench.training.recorded_actions import RecordedAction
+from workbench.transport.traffic import Moment
 
 _MOST_ACTIONS = 1000
-_Moment = tuple[float, float, int, int]
-"""The time, and this rank's seconds in exchanges, exchanges and sent bytes until then."""
 
 
 class ActionTimer:
@@ -24,17 +21,15 @@ class ActionTimer:
 
     Args:
         world: this rank's world.
-        clock_offset_s: the time on this rank's clock at a moment that is the same on all ranks.
     """
 
-    def __init__(self, world: World, clock_offset_s: float) -> None:
-        self._world, self._offset_s, self._stage = world, clock_offset_s, 0
+    def __init__(self, world: World) -> None:
+        self._world, self._stage = world, 0
         self._forget()
 
     def _forget(self) -> None:
-        self._actions: list[tuple[str, int, int, _Moment, _Moment]] = []  # kind, stage, number, start, stop
-        self._scheduled: list[ActionSpan] = []
-        self._open: tuple[str, int, int, _Moment] | None = None
+        self._actions: list[RecordedAction] = []
+        self._open: tuple[Action, Moment] | None = None
         self._depth = 0
         self._counts = {"F": 0, "B": 0, "O": 0}
 
@@ -43,43 +38,34 @@ class ActionTimer:
         self._depth += 1
         if self._depth > 1:
             return
-        now = self._now()
-        if kind == "B" and self._actions and self._actions[-1][0] == "F":
-            self._actions[-1] = (*self._actions[-1][:-1], now)
+        now = self._world.traffic.moment()
+        if kind == "B" and self._actions and self._actions[-1].action.kind == "F":
+            self._actions[-1] = self._actions[-1]._replace(stop=now)
         self._stage = self._stage if stage is None else stage
-        self._open = kind, self._stage, self._counts[kind], now
+        self._open = Action(self._stage, kind, self._counts[kind]), now
         self._counts[kind] += kind != "O"
 
     def end(self, kind: str) -> None:
         """Record that the last action ends. Does nothing if no action of this kind has begun."""
-        if self._open is None or (self._depth == 1 and self._open[0] != kind):
+        if self._open is None or (self._depth == 1 and self._open[0].kind != kind):
             return
         self._depth -= 1
         if self._depth == 0:
             if len(self._actions) < _MOST_ACTIONS:
-                self._actions.append((*self._open, self._now()))
+                self._actions.append(RecordedAction(*self._open, self._world.traffic.moment()))
             self._open = None
 
-    def add(self, spans: Sequence[Span]) -> None:
+    def add(self, actions: Sequence[RecordedAction]) -> None:
         """Add the actions of a scheduled step."""
-        self._stage = spans[0].action.stage if spans else self._stage
-        if len(self._scheduled) < _MOST_ACTIONS:
-            self._scheduled += action_spans(spans, self._offset_s)
+        self._stage = actions[0].action.stage if actions else self._stage
+        if len(self._actions) < _MOST_ACTIONS:
+            self._actions += actions
 
-    def take(self) -> tuple[ActionSpan, ...]:
-        """The actions since the last call, in order, on the clock that all ranks share."""
-        found = [*self._scheduled, *(self._span(*action) for action in self._actions)]
+    def take(self) -> tuple[RecordedAction, ...]:
+        """The actions since the last call, in the order in which they ended."""
+        found = tuple(self._actions)
         self._forget()
-        return tuple(sorted(found, key=lambda span: span.start_s))
-
-    def _span(self, kind: str, stage: int, number: int, start: _Moment, stop: _Moment) -> ActionSpan:
-        time_s, boxing_s, num_exchanges, sent = start
-        moved = stop[1] - boxing_s, stop[2] - num_exchanges, stop[3] - sent
-        return ActionSpan(kind, stage, number, time_s - self._offset_s, stop[0] - self._offset_s, *moved)
-
-    def _now(self) -> _Moment:
-        traffic = self._world.traffic
-        return time.perf_counter(), traffic.time_s, traffic.num_exchanges, traffic.sent_bytes
+        return found
 
 
 __all__ = ["ActionTimer"]

@@ -7,9 +7,8 @@ ends when the layer's last parameter has its gradient.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.tensors.global_tensor import local_torch
 from workbench.training.strategies.state import ROOT, layers_of
+from workbench.transport.device_clock import DeviceClock, Time, seconds
 
 FIRST_STEP = 5
 """The first measured step, after those that plan and cache; then every step that is twice as late as the one before."""
@@ -33,8 +33,6 @@ def is_measured(step: int) -> bool:
 
 class LayerTimes:
     """Seconds of a model's layers on this rank. ``measure`` is the context of a measured step.
-
-    On a GPU a measured step waits for the device at every layer, so it takes longer than others.
 
     Attributes:
         forward_s, backward_s: layer -> seconds of one step, over all its micro-batches, the median over the measured
@@ -50,42 +48,40 @@ class LayerTimes:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(name or ROOT, module) for name, module in layers_of(model)]
-        self._steps: list[tuple[dict[str, float], dict[str, float]]] = []
+        self._clock = DeviceClock(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._steps: list[list[_LayerTimer]] = []
 
     @property
     def forward_s(self) -> dict[str, float]:
         """By layer, forward."""
-        return _medians([forward for forward, _ in self._steps])
+        return _medians([{timer.name: timer.forwards for timer in timers} for timers in self._steps])
 
     @property
     def backward_s(self) -> dict[str, float]:
         """By layer, backward."""
-        return _medians([backward for _, backward in self._steps])
+        return _medians([{timer.name: timer.backwards for timer in timers} for timers in self._steps])
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Context around one step's forwards and backwards."""
-        watches = [_LayerTimer(name) for name, _ in self._layers]
+        timers = [_LayerTimer(name, self._clock.now) for name, _ in self._layers]
         with ExitStack() as hooks:
-            for timer, (_, module) in zip(watches, self._layers, strict=True):
+            for timer, (_, module) in zip(timers, self._layers, strict=True):
                 for handle in timer.hooks(module):
                     hooks.callback(handle.remove)
             yield
-        self._steps.append(
-            (
-                {timer.name: timer.forward_s for timer in watches if timer.forward_s},
-                {timer.name: timer.backward_s for timer in watches if timer.backward_s},
-            )
-        )
+        self._steps.append(timers)
 
 
 class _LayerTimer:
-    """One layer in one step."""
+    """One layer in one step: when its forwards and backwards began and ended. Reading these waits for the device."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.forward_s = self.backward_s = 0.0
-        self._began = self._counted_to = 0.0
+    def __init__(self, name: str, now: Callable[[], Time]) -> None:
+        self.name, self._now = name, now
+        self.forwards: list[tuple[Time, Time]] = []
+        self.backwards: list[tuple[Time, Time]] = []
+        self._began: Time = 0.0
+        self._counted_to: Time = 0.0
         self._is_in_backward = self._ends_with_parameters = False
         self._walk = -1  # through autograd's graph, in which the layer's backward began
 
@@ -98,10 +94,10 @@ class _LayerTimer:
                     yield parameter.register_post_accumulate_grad_hook(self._parameter_is_done)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._began = _now(args)
+        self._began = self._now()
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.forward_s += _now(output) - self._began
+        self.forwards.append((self._began, self._now()))
         if not torch.is_grad_enabled():
             return
         inputs = _nodes((args, kwargs))
@@ -113,19 +109,19 @@ class _LayerTimer:
 
     def _begin_backward(self, grads: Any) -> None:
         if not self._is_in_backward:
-            self._is_in_backward, self._counted_to, self._walk = True, _now(grads), _current_walk()
+            self._is_in_backward, self._counted_to, self._walk = True, self._now(), _current_walk()
 
     def _end_backward(self, grads: Any) -> None:
         if self._is_in_backward:
-            self._count(grads)
+            self._count()
 
     def _parameter_is_done(self, parameter: torch.Tensor) -> None:
         if self._ends_with_parameters and self._walk == _current_walk():
-            self._count(parameter)  # others of its parameters may follow
+            self._count()  # others of its parameters may follow
 
-    def _count(self, value: Any) -> None:
-        now = _now(value)
-        self.backward_s += now - self._counted_to
+    def _count(self) -> None:
+        now = self._now()
+        self.backwards.append((self._counted_to, now))
         self._is_in_backward, self._counted_to = False, now
 
 
@@ -140,19 +136,14 @@ def _nodes(values: Any) -> list[Any]:
         return [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
 
 
-def _now(values: Any) -> float:
-    """The time when the device has finished its work."""
-    if torch.cuda.is_available() and any(getattr(leaf, "is_cuda", False) for leaf in tree_leaves(values)):
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+def _medians(steps: list[dict[str, list[tuple[Time, Time]]]]) -> dict[str, float]:
+    """The median over the steps of the seconds in a layer's intervals."""
     found: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        for name, seconds in step.items():
-            found[name].append(seconds)
-    return {name: median(seconds) for name, seconds in found.items()}
+        for name, intervals in step.items():
+            if intervals:
+                found[name].append(sum(seconds(stop) - seconds(start) for start, stop in intervals))
+    return {name: median(times_s) for name, times_s in found.items()}
 
 
 __all__ = ["LayerTimes", "is_measured"]

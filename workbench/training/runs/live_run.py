@@ -9,23 +9,27 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from workbench.core.metrics import ActionSpan, RunEvent, StepSpans
+from workbench.core.metrics import RunEvent, StepSpans
 from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.errors import StrategyError
+from workbench.pipeline.schedules import Action
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World, current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
+from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, action_spans
+from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
 from workbench.training.runs.weight_changes import state_tensors
+from workbench.transport.traffic import Moment
 
 _SPANS_INTERVAL_S = 1.0
 _PAUSE_S = 0.05
@@ -50,6 +54,7 @@ class LiveRun:
         self.model = parallelize(job.model(), strategy)
         self.optimizer = job.optimizer(self.model)
         self.meter = ActivationMeter(self.model)
+        self._device = DeviceMeter(self.world.device)
         self.memory: dict[str, int] = {}
         self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, equal under every strategy
         self.result = RankResult([], [], {}, 0)
@@ -58,7 +63,7 @@ class LiveRun:
         self._collector = StepCollector(self.world, job.num_steps)
         self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
         self._until_spans_s = 0.0
-        self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
+        self._optimizing: tuple[Moment, Moment]
         self._num_commands = 0
         self._sent: list[int] = []
         self._segment_start = 0
@@ -87,9 +92,8 @@ class LiveRun:
 
     def _step(self, step: int, batch: Batch) -> None:
         """One training step. The loss stays on its device until steps are collected."""
-        started = time.perf_counter()
         traffic = self.world.traffic
-        sent_before, boxing_before = traffic.sent_bytes, traffic.time_s
+        started = traffic.moment()
         state = state_of(self.model)
         state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "the run")
         parts = batch.cut(state.resolved.num_micro_batches, self.job.count)
@@ -98,26 +102,20 @@ class LiveRun:
         is_timed = self._listen is not None and is_measured(step - self._layers_since)
         with self._layers.measure() if is_timed else contextlib.nullcontext():
             loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
-        before = (time.perf_counter(), traffic.time_s, traffic.num_exchanges, traffic.sent_bytes)
+        before = traffic.moment()
         self.optimizer.step()
-        stopped = time.perf_counter()
-        moved = (traffic.time_s - before[1], traffic.num_exchanges - before[2], traffic.sent_bytes - before[3])
-        self._optimizing = (before[0], stopped, *moved)
-        sent = traffic.sent_bytes - sent_before
-        measured = MeasuredStep(batch.num_samples, stopped - started, traffic.time_s - boxing_before, sent)
-        self._collector.add(measured, loss)
-        self._sent.append(sent)
-        self.result.step_times_s.append(measured.time_s)
+        stopped = traffic.moment()
+        self._optimizing = before, stopped
+        self._collector.add(MeasuredStep(batch.num_samples, started, stopped), loss)
+        self._sent.append(stopped.sent_bytes - started.sent_bytes)
         if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
             self._measure_memory()
 
-    def _measured_spans(self) -> tuple[ActionSpan, ...]:
+    def _actions(self) -> list[RecordedAction]:
         """This rank's actions of the last step."""
-        found = action_spans(state_of(self.model).spans, self._clock_offset)
-        started, stopped, boxing_s, num_exchanges, sent = self._optimizing
-        stage, offset = found[-1].stage if found else 0, self._clock_offset
-        step = ActionSpan("O", stage, 0, started - offset, stopped - offset, boxing_s, num_exchanges, sent)
-        return (*found, step)
+        found = state_of(self.model).spans
+        stage = found[-1].action.stage if found else 0
+        return [*found, RecordedAction(Action(stage, "O", 0), *self._optimizing)]
 
     def _measure_memory(self) -> None:
         """Live storages by kind, and the peak so far."""
@@ -139,8 +137,10 @@ class LiveRun:
         if self._has_listener:
             self.memory["peak"] = self.peak.peak_bytes()
         received = self._received_commands()
-        block, counts = self._collector.collect(self.memory, float(len(received)))
+        device = self._device.read(state_of(self.model).strategy.options.precision) if self._has_listener else {}
+        block, counts = self._collector.collect(self.memory, float(len(received)), device)
         self.result.losses += [loss for loss in block.losses if loss is not None]
+        self.result.step_times_s += block.time_s[self.world.rank]
         self._report(block)
         self._until_spans_s -= sum(block.step_times_s)
         is_due = self._until_spans_s <= 0 or step == self.job.num_steps - 1
@@ -155,7 +155,8 @@ class LiveRun:
         """Report this rank's actions of the step."""
         if self._listen is not None:
             self._until_spans_s = _SPANS_INTERVAL_S
-            self._listen(StepSpans(self.world.rank, step, self._measured_spans()))
+            spans = read_actions(self.world.traffic, self._actions(), self._clock_offset)
+            self._listen(StepSpans(self.world.rank, step, spans))
 
     def _received_commands(self) -> list[RunCommand]:
         return self._commands() if self._commands is not None else []

@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 
-from workbench.core.metrics import MEMORY_KINDS, ActionSpan, StepBlock
-from workbench.pipeline.simulate import Span
+from workbench.core.metrics import DEVICE_KINDS, MEMORY_KINDS, StepBlock
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
+from workbench.transport.traffic import Interval, Moment
 
 INTERVAL_S = 0.3
 """Seconds between two exchanges if steps are shorter. An exchange costs every rank most of a millisecond, and reports
 pass through two more processes."""
 _MOST_STEPS = 1000
 _KINDS = (*MEMORY_KINDS, "peak")
-_HEADER = 1 + len(_KINDS)
+_MEMORY = 1 + len(_KINDS)
+_HEADER = _MEMORY + len(DEVICE_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step as this rank measured it: seconds, seconds inside exchanges, bytes sent."""
+    """One step of this rank, between two of its moments."""
 
     samples: int
-    time_s: float
-    boxing_s: float
-    sent_bytes: int
+    start: Moment
+    stop: Moment
 
 
 class StepCollector:
@@ -62,10 +62,15 @@ class StepCollector:
         """Whether it is time to exchange. All ranks have the same answer."""
         return len(self._steps) >= self.interval
 
-    def collect(self, memory: dict[str, int] | None = None, number: float = 0.0) -> tuple[StepBlock, list[float]]:
-        """The steps since the last call as all ranks saw them, and every rank's ``number``. All ranks call it."""
+    def collect(
+        self, memory: dict[str, int] | None = None, number: float = 0.0, device: dict[str, float] | None = None
+    ) -> tuple[StepBlock, list[float]]:
+        """The steps since the last call as all ranks saw them, and every rank's ``number``. All ranks call it.
+
+        ``memory`` and ``device`` are this rank's (``MEMORY_KINDS``, ``DEVICE_KINDS``).
+        """
         losses = _fetched(self._losses)
-        rows = self._exchange(memory or {}, number)
+        rows = self._exchange(memory or {}, device or {}, number)
         steps = [row[_HEADER:] for row in rows]
         times = tuple(tuple(row[0::3]) for row in steps)
         block = StepBlock(
@@ -77,6 +82,7 @@ class StepCollector:
             boxed_bytes=tuple(tuple(int(sent) for sent in row[2::3]) for row in steps),
             memory_bytes=tuple(_memory(row) for row in rows) if memory else (),
             num_steps=self.num_steps,
+            devices=tuple(_device(row) for row in rows) if device else (),
         )
         self._first_step += len(self._steps)
         self._steps, self._losses = [], []
@@ -85,43 +91,35 @@ class StepCollector:
             self.interval = min(max(1, round(INTERVAL_S / typical)), _MOST_STEPS)
         return block, [row[0] for row in rows]
 
-    def take(self) -> tuple[int, list[MeasuredStep], list[Any]]:
-        """The steps since the last exchange as this rank saw them, without one: their first number, what was measured,
-        their losses.
+    def take(self) -> tuple[int, list[tuple[int, Interval]], list[Any]]:
+        """The steps since the last exchange as this rank saw them, without one: their first number, the samples and
+        the interval of each, their losses.
         """
-        first, steps, losses = self._first_step, self._steps, self._losses
+        first, steps, losses = self._first_step, self._read(), self._losses
         self._first_step += len(steps)
+        samples = [step.samples for step in self._steps]
         self._steps, self._losses = [], []
-        return first, steps, losses
+        return first, list(zip(samples, steps, strict=True)), losses
 
-    def _exchange(self, memory: dict[str, int], number: float) -> list[list[float]]:
+    def _read(self) -> list[Interval]:
+        return [self.world.traffic.between(step.start, step.stop) for step in self._steps]
+
+    def _exchange(self, memory: dict[str, int], device: dict[str, float], number: float) -> list[list[float]]:
         own = [number, *(float(memory.get(kind, -1)) for kind in _KINDS)]
-        for step in self._steps:
-            own += [step.time_s, step.boxing_s, float(step.sent_bytes)]
+        own += [float(device.get(kind, -1)) for kind in DEVICE_KINDS]
+        for step in self._read():
+            own += [step.time_s, step.exchange_s, float(step.sent_bytes)]
         mine = torch.tensor(own, dtype=torch.float64, device=self.world.device)
         gathered = self.world.transport.all_gather(mine, "collecting steps")
         return [row.tolist() for row in gathered]
 
 
-def action_spans(spans: Sequence[Span], clock_offset_s: float) -> tuple[ActionSpan, ...]:
-    """The actions of a scheduled step as they are reported, on the clock that all ranks share."""
-    return tuple(
-        ActionSpan(
-            span.action.kind,
-            span.action.stage,
-            span.action.micro_batch,
-            span.start_s - clock_offset_s,
-            span.stop_s - clock_offset_s,
-            span.waited_s,
-            span.num_exchanges,
-            span.sent_bytes,
-        )
-        for span in spans
-    )
-
-
 def _memory(row: Sequence[float]) -> dict[str, int]:
-    return {kind: int(size) for kind, size in zip(_KINDS, row[1:_HEADER], strict=True) if size >= 0}
+    return {kind: int(size) for kind, size in zip(_KINDS, row[1:_MEMORY], strict=True) if size >= 0}
+
+
+def _device(row: Sequence[float]) -> dict[str, float]:
+    return {kind: value for kind, value in zip(DEVICE_KINDS, row[_MEMORY:_HEADER], strict=True) if value >= 0}
 
 
 def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
@@ -139,4 +137,4 @@ def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
 Listener = Callable[[object], None]
 """Gets what is to be reported: blocks, spans, events."""
 
-__all__ = ["INTERVAL_S", "Listener", "MeasuredStep", "StepCollector", "action_spans"]
+__all__ = ["INTERVAL_S", "Listener", "MeasuredStep", "StepCollector"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +33,7 @@ from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
+from workbench.transport.device_clock import Time, seconds
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 _worlds_of_one: WeakKeyDictionary[World, World] = WeakKeyDictionary()
@@ -66,28 +68,32 @@ def run_one_device(
         autocast_forward(model, world.autocast_type, AUTOCAST_DTYPES[precision])
     seed_draws(job)
     losses, times, weights = [], [], {}
-    reported, reported_s = 0, time.perf_counter()
+    unread: list[tuple[list[torch.Tensor], Time, Time]] = []  # of each step: its losses, start, stop
+    now, reported, reported_s = world.traffic.now, 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
-        started = time.perf_counter()
+        started = now()
         optimizer.zero_grad()
-        total = 0.0
+        terms: list[torch.Tensor] = []
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
         with measured, default_generator.watched(device) if step == 0 else nullcontext(bool) as has_drawn:
             for part in _on_device(batch, device).cut(num_micro_batches, job.count):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
-                total += float(loss.detach())
+                terms.append(loss.detach())
             draws = has_drawn()
         if draws:
             return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
         optimizer.step()
-        losses.append(total)
-        stopped = time.perf_counter()
-        times.append(stopped - started)
+        unread.append((terms, started, now()))
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
-        if listen is not None and (stopped - reported_s >= INTERVAL_S or is_last):
-            listen(_steps_alone(job, reported, losses, times))
-            reported, reported_s = step + 1, stopped
+        if is_last or time.perf_counter() - reported_s >= INTERVAL_S:
+            values = iter(torch.stack([term for terms, *_ in unread for term in terms]).tolist())
+            losses += [sum(islice(values, len(terms))) for terms, *_ in unread]
+            times += [seconds(stop) - seconds(start) for _, start, stop in unread]
+            unread.clear()
+            if listen is not None:
+                listen(_steps_alone(job, reported, losses, times))
+            reported, reported_s = step + 1, time.perf_counter()
         if step == checked_step(job):
             weights = copied_state(model)
         if is_last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,14 +10,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from workbench.core.metrics import ActionSpan, LastSteps, LossTerm, StepSpans
+from workbench.core.metrics import LastSteps, LossTerm, StepSpans
 from workbench.core.sbp import broadcast, partial_sum
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World, current
+from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.action_timer import ActionTimer
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
+from workbench.transport.traffic import Moment
 
 _SPANS_INTERVAL_S = 1.0
 
@@ -89,33 +91,34 @@ class _Loop:
         self.world, self.number = world, number
         self._collector = StepCollector(world)
         self._peak = PeakMeter(world.device, collects_garbage=False)
-        self._timer = world.context.action_timer = ActionTimer(world, clock_offset(world))
-        self._before: tuple[float, float, int] | None = None
+        self._device = DeviceMeter(world.device)
+        self._timer = world.context.action_timer = ActionTimer(world)
+        self._clock_offset = clock_offset(world)
+        self._before: Moment | None = None
         self._until_spans_s = 0.0
         self._step = 0
         self._model: nn.Module | None = None
         self._optimizer: Any = None
-        self._spans: tuple[ActionSpan, ...] = ()
+        self._actions: tuple[RecordedAction, ...] = ()
 
     def is_another(self, number: int, model: nn.Module | None) -> bool:
         """Whether a step in this cell, of this model, belongs to another loop."""
         return number != self.number or (model is not None and self._model is not None and model is not self._model)
 
     def add(self, loss: Any, samples: int, model: nn.Module | None, optimizer: Any, listener: Listener) -> None:
-        now, traffic = time.perf_counter(), self.world.traffic
-        before = self._before or (now, traffic.time_s, traffic.sent_bytes)  # the first step has no beginning
-        measured = MeasuredStep(samples, now - before[0], traffic.time_s - before[1], traffic.sent_bytes - before[2])
+        now = self.world.traffic.moment()
+        measured = MeasuredStep(samples, self._before or now, now)  # the first step has no beginning
         self._collector.add(measured, loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._model, self._optimizer = model, optimizer
-        self._spans = self._timer.take()
+        self._actions = self._timer.take()
         if self._collector.is_due:
             self.report(listener)
         self._step += 1
-        self._before = (time.perf_counter(), traffic.time_s, traffic.sent_bytes)
+        self._before = self.world.traffic.moment()
 
     def report(self, listener: Listener) -> None:
         """Exchange what the ranks have not reported yet, and report it. All ranks call it."""
-        block, _ = self._collector.collect(self._memory())
+        block, _ = self._collector.collect(self._memory(), device=self._device.read("fp32"))
         if self.world.rank == 0 and block.samples:
             listener(block)
         self._until_spans_s -= sum(block.step_times_s)
@@ -131,11 +134,11 @@ class _Loop:
                     self.world.rank,
                     self.world.world_size,
                     first,
-                    tuple(step.samples for step in steps),
+                    tuple(samples for samples, _ in steps),
                     tuple(map(_own_term, losses)),
-                    tuple(step.time_s for step in steps),
-                    tuple(step.boxing_s for step in steps),
-                    tuple(step.sent_bytes for step in steps),
+                    tuple(interval.time_s for _, interval in steps),
+                    tuple(interval.exchange_s for _, interval in steps),
+                    tuple(interval.sent_bytes for _, interval in steps),
                     self._memory(),
                 )
             )
@@ -149,9 +152,10 @@ class _Loop:
             self.world.context.action_timer = None
 
     def _report_spans(self, listener: Listener) -> None:
-        if self._spans:
+        if self._actions:
             self._until_spans_s = _SPANS_INTERVAL_S
-            listener(StepSpans(self.world.rank, self._step, self._spans))
+            spans = read_actions(self.world.traffic, self._actions, self._clock_offset)
+            listener(StepSpans(self.world.rank, self._step, spans))
 
     def _memory(self) -> dict[str, int]:
         is_known = self._model is not None and self._optimizer is not None

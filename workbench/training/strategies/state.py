@@ -15,10 +15,10 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import IMAGE_KINDS, known_kind
 from workbench.errors import StrategyError
-from workbench.pipeline.simulate import Span
 from workbench.tensors.agreement import check_same_batch
 from workbench.training.batches import LossFunction, named_tensors
 from workbench.training.mean_losses import check_mean
+from workbench.training.recorded_actions import RecordedAction
 from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 
@@ -73,7 +73,7 @@ class ParallelState:
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     forward_caches: Any = None
     stage_ranks: Any = None
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RecordedAction] = field(default_factory=list)
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
     has_compared_batch: bool = False
     mean_loss: Any = None

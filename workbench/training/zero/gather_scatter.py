@@ -6,7 +6,6 @@ it has its data by then.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class GatherWork:
     """
 
     def __init__(self, world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> None:
-        started = time.perf_counter()
+        started = world.traffic.now()
         self.world, self._shards = world, shards
         self._parts = [part.contiguous() for part in parts]
         self._starts: list[tuple[list[int], Finish]] = []
@@ -41,17 +40,17 @@ class GatherWork:
             sent, finish = _start(world, chosen, [self._parts[i] for i in numbers], tag)
             self._starts.append((numbers, finish))
             _trace(world, chosen, parts[numbers[0]].dtype, "S -> B", "all-gather", sent, "parameters")
-            world.traffic.add("parameters", sent, 0.0)
-        world.traffic.time_s += time.perf_counter() - started
+            world.traffic.add("parameters", sent)
+        world.traffic.end_exchange(started)
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for the whole local tensors. They are read-only, because ranks of one host may share their memory."""
-        started = time.perf_counter()
+        started = self.world.traffic.now()
         wholes: dict[int, torch.Tensor] = {}
         for numbers, finish in self._starts:
             wholes |= zip(numbers, finish(), strict=True)
         self._parts, self._starts = [], []
-        self.world.traffic.time_s += time.perf_counter() - started
+        self.world.traffic.end_exchange(started)
         return [wholes[i] for i in range(len(wholes))]
 
 
@@ -107,7 +106,7 @@ def _same_group_and_dtype(shards: Sequence[Shard], tensors: Sequence[torch.Tenso
 
 def scatter(world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor], tag: int) -> list[torch.Tensor]:
     """This rank's parts of the sums of whole local tensors."""
-    started = time.perf_counter()
+    started = world.traffic.now()
     under_way = []
     for numbers in _same_group_and_dtype(shards, terms):
         chosen = [shards[i] for i in numbers]
@@ -115,11 +114,11 @@ def scatter(world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor]
         sent, finish = start_scatter(world, chosen, [terms[i] for i in numbers], tag, header)
         under_way.append((numbers, finish))
         _trace(world, chosen, terms[numbers[0]].dtype, "P -> S", "reduce-scatter", sent, "gradients")
-        world.traffic.add("gradients", sent, 0.0)
+        world.traffic.add("gradients", sent)
     found: dict[int, torch.Tensor] = {}
     for numbers, finish in under_way:
         found |= dict(zip(numbers, finish(), strict=True))
-    world.traffic.time_s += time.perf_counter() - started
+    world.traffic.end_exchange(started)
     return [found[i] for i in range(len(shards))]
 
 

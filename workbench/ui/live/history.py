@@ -48,6 +48,7 @@ class History:
         memory_by_kind: the latest memory by rank.
         latest_rate: samples/s, the median of the last second; None before the first step.
         changes: changes of the strategy, in order.
+        devices: by rank, the latest state of its GPU, see ``StepBlock``.
         timeline: by rank, the spans of the latest step that all ranks have reported; empty before.
     """
 
@@ -59,6 +60,7 @@ class History:
         self.latest_loss: float | None = None
         self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         self.changes: list[Change] = []
+        self.devices: tuple[dict[str, float], ...] = ()
         self.timeline: tuple[StepSpans, ...] = ()
         self._label = label
         self._running = RunningMedian()
@@ -95,6 +97,7 @@ class History:
         self.latest_loss = known[-1] if known else self.latest_loss
         for rank, memory in enumerate(block.memory_bytes):
             self.memory_by_kind[rank] = memory
+        self.devices = block.devices or self.devices
         by_step = zip(
             *(zip(*ranks, strict=True) for ranks in (block.time_s, block.boxing_s, block.boxed_bytes)), strict=True
         )

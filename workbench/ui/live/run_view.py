@@ -17,6 +17,7 @@ from workbench.ui.controls import bar, html, on_value
 from workbench.ui.failures import failure_html, guarded
 from workbench.ui.live import live_figure
 from workbench.ui.live import overlays as overlays
+from workbench.ui.live.device_line import device_line
 from workbench.ui.live.figure_layout import WIDE, Frame
 from workbench.ui.live.history import History, Message
 from workbench.ui.live.live_picture import live_picture
@@ -81,6 +82,7 @@ class RunView:
         self._making, self._in_thread = threading.Lock(), guarded(self._make_figure)
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.failure, self.status = html(), html(), RunStatus()
+        self.devices = html("", "wb-quiet")
         self.log_scale = widgets.Checkbox(description="loss on a log scale", indent=False)
         on_value(self.log_scale, lambda change: self._draw_loss_scale())
         self.box = widgets.VBox()
@@ -127,7 +129,7 @@ class RunView:
         self._expected = self._limit_at = self._record = None
         self.title.value = title_html([title], text)
         self.status.clear(num_steps)
-        self.failure.value = ""
+        self.failure.value = self.devices.value = ""
         self._step_shown = -1
         self.status.show_state("running", "running", hint)
         self._begin_figure()
@@ -146,6 +148,7 @@ class RunView:
             bar(self.title, html("", "wb-space"), switches, css=("wb-bar", "wb-run-title")),
             *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
             self.failure,
+            self.devices,
             shown,
             self.log_section.bar,
             self.log_section.lines,
@@ -308,6 +311,8 @@ class RunView:
                 self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
                 live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
                 self._draw_marks()
+                flops = getattr(self._expected, "flops_per_sample", 0.0) * (history.latest_rate or 0.0)
+                self.devices.value = device_line(history.devices, flops)
             if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
                 self._step_shown = history.timeline[0].step
                 simulated = getattr(self._expected, "timeline", None)

@@ -9,7 +9,6 @@ that do not split the dim, do not change.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -214,7 +213,7 @@ def _run(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Tensor])
 
 
 def _exchange(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    rank, started = world.rank, time.perf_counter()
+    rank, started = world.rank, world.traffic.now()
     results = [
         torch.zeros(side.layout.local_shape(side.shape, rank), dtype=locals_[0].dtype, device=world.device)
         for side in plan.results
@@ -242,7 +241,8 @@ def _exchange(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Ten
         header = f"moving rows of dim {plan.dim} from {plan.sources[0].layout} to {plan.results[0].layout}"
         world.transport.exchange(sends, receives, tag, header)
         sent = sum(message.numel() * message.element_size() for _, message in sends)
-        world.traffic.add("rows", sent, time.perf_counter() - started)
+        world.traffic.add("rows", sent)
+        world.traffic.end_exchange(started)
     for other, moves in sorted(arriving.items()):
         position = 0
         for move in moves:

@@ -1,0 +1,115 @@
+"""What a rank has sent, and its time in exchanges, up to a moment."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from workbench.transport.device_clock import DeviceClock, QueuedTime, Time, seconds
+
+
+@dataclass(slots=True, eq=False)
+class _QueuedExchange:
+    """An exchange that a device may not have done yet. ``total_s`` are the seconds in exchanges until its end."""
+
+    started: QueuedTime
+    stopped: QueuedTime
+    total_s: float | None = None
+
+
+class Moment(NamedTuple):
+    """A point of a rank's program: its clock and its counts so far. ``Traffic.between`` reads two of them."""
+
+    time: Time
+    in_exchanges: float | _QueuedExchange
+    num_exchanges: int
+    sent_bytes: int
+
+
+class Interval(NamedTuple):
+    """What lies between two moments of a rank: times on the host's clock, and what it did in exchanges."""
+
+    start_s: float
+    stop_s: float
+    exchange_s: float
+    num_exchanges: int
+    sent_bytes: int
+
+    @property
+    def time_s(self) -> float:
+        """Seconds from start to stop."""
+        return self.stop_s - self.start_s
+
+
+class Traffic:
+    """Bytes that one rank has sent since the last ``reset``, and seconds spent in exchanges.
+
+    Times are those of the rank's device (``DeviceClock``): nothing waits for it before ``between`` is called.
+
+    >>> traffic = Traffic(torch.device("cpu"))
+    >>> start = traffic.moment()
+    >>> started = traffic.now()
+    >>> traffic.add("all-gather", 64)
+    >>> traffic.end_exchange(started)
+    >>> traffic.between(start, traffic.moment()).sent_bytes
+    64
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.now = DeviceClock(device).now
+        self._queued: deque[_QueuedExchange] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.sent_bytes, self.num_exchanges, self.by_kind = 0, 0, dict[str, int]()
+        for exchange in self._queued:
+            exchange.total_s = 0.0
+        self._queued.clear()
+        self._time_s = 0.0
+
+    def add(self, kind: str, sent_bytes: int) -> None:
+        """Count one exchange of this rank."""
+        self.sent_bytes += sent_bytes
+        self.num_exchanges += 1
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + sent_bytes
+
+    def end_exchange(self, started: Time) -> None:
+        """Count the time from ``started`` (of ``now()``) to now as time in exchanges."""
+        stopped = self.now()
+        if isinstance(started, float):
+            self._time_s += seconds(stopped) - started
+            return
+        assert isinstance(stopped, QueuedTime)
+        self._queued.append(_QueuedExchange(started, stopped))
+        while self._queued and self._queued[0].stopped.has_passed:
+            self._read_first()
+
+    def moment(self) -> Moment:
+        """This point of the program."""
+        in_exchanges = self._queued[-1] if self._queued else self._time_s
+        return Moment(self.now(), in_exchanges, self.num_exchanges, self.sent_bytes)
+
+    def between(self, start: Moment, stop: Moment) -> Interval:
+        """The interval from one moment to a later one; waits for the device."""
+        in_exchanges = self._seconds_of(stop.in_exchanges) - self._seconds_of(start.in_exchanges)
+        counts = stop.num_exchanges - start.num_exchanges, stop.sent_bytes - start.sent_bytes
+        return Interval(seconds(start.time), seconds(stop.time), in_exchanges, *counts)
+
+    def _seconds_of(self, in_exchanges: float | _QueuedExchange) -> float:
+        if isinstance(in_exchanges, float):
+            return in_exchanges
+        while in_exchanges.total_s is None:
+            self._read_first()
+        return in_exchanges.total_s
+
+    def _read_first(self) -> None:
+        exchange = self._queued.popleft()
+        self._time_s += exchange.stopped.seconds - exchange.started.seconds
+        exchange.total_s = self._time_s
+
+
+__all__ = ["Interval", "Moment", "Traffic"]
