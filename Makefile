@@ -6,7 +6,8 @@
 #   make test        all tests but the slow ones and those for a GPU; browser tests are skipped where there is no Chromium
 #   make test-full   the slow ones too, and without Chromium it fails
 #   make test-gpu    what needs a CUDA device: the kernels, compiled, exchanges, and training under every strategy
-#   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
+#   make gpu         all that one GPU can show, in under 20 minutes: one table, and a file in benchmarks/results
+#   make sanitize    the kernels' tests under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks, documentation
 #   make docs        the documentation as a site, in out/site
 #   make zoo         hundreds of models of other libraries under five strategies; writes docs/models.md
@@ -31,7 +32,7 @@ ARGS ?=
 ifndef IN_CHECK
 .NOTPARALLEL:
 endif
-.PHONY: help install demo lab test test-full test-gpu sanitize zoo check docs format bench clean
+.PHONY: help install demo lab test test-full test-gpu gpu sanitize zoo check docs format bench clean
 .PHONY: check-format check-lint check-types check-user-types check-imports check-notebooks check-docs
 
 help:
@@ -84,6 +85,9 @@ test-full: $(STAMP)
 
 test-gpu: $(STAMP)
 	@$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+gpu: $(STAMP)
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 sanitize: $(STAMP)
 	@$(PY) -m tools.sanitize_kernels

@@ -20,8 +20,6 @@ BENCHMARKS = (
     "overhead", "boxing", "data_parallel", "tensor_parallel", "pipeline", "optimizer", "capture", "memory", "saving",
     "session", "live", "panel", "choose_parallelism", "planner", "planner_truth", "equality",
 )  # fmt: skip
-NEED_CUDA = {"kernels": "kernels-loss", "one_gpu": "one-gpu"}
-"""Benchmarks that say so where there is none, and the name of a result of each."""
 
 
 def run(names: list[str]) -> list[str]:
@@ -39,8 +37,8 @@ def write_table() -> str:
     results = one_table.newest(RESULTS, machine().partition(";")[0])
     if not results:
         raise SystemExit("benchmarks: no results of this machine yet; python -m benchmarks measures them")
-    missing = [name for name, result in NEED_CUDA.items() if result not in {each.name for each in results}]
-    without = f"\n\nNot measured, for want of a CUDA device: {', '.join(missing)}." if missing else ""
+    has_gpu = any(each.name.startswith("gpu-") for each in results)
+    without = "" if has_gpu else "\n\nNot measured, for want of a GPU: `python -m benchmarks.gpu`."
     summary = (
         "Ours and theirs take turns in one run; *theirs* names them, and a row without it is held against a figure of "
         "our own choice. The files beside this one say how each was measured."
@@ -58,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=[*BENCHMARKS, *NEED_CUDA], default=[*BENCHMARKS, *NEED_CUDA])
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     failed = [] if args.table else run(args.only)

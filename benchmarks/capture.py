@@ -93,12 +93,11 @@ def sum_of_gradients(model: nn.Module, world: World) -> Step:
     return reduce if world.world_size > 1 else lambda: None
 
 
-def candidates(world: World, name: str) -> dict[str, tuple[nn.Module, Step]]:
-    """The three ways to make one step."""
-    num_blocks, width, rows, length = MODELS[name]
-    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1))
+def candidates(world: World, num_blocks: int, width: int, rows: int, length: int) -> dict[str, tuple[nn.Module, Step]]:
+    """The three ways to make one step, on the world's device."""
+    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1)).to(world.device)
     parts = world.world_size
-    plain, written, captured = (make_model(num_blocks, width) for _ in range(3))
+    plain, written, captured = (make_model(num_blocks, width).to(world.device) for _ in range(3))
     written, captured = (wb.parallelize(model, f"*: data | 1x{parts}x1") for model in (written, captured))
     local = step_of(plain, parts, sum_of_gradients(plain, world))
     own, decompose, replayed = batch.chunk(parts)[world.rank], step_of(written), wb.capture(step_of(captured))
@@ -125,7 +124,7 @@ def work(rounds: int, calls: int) -> None:
     world = current()
     rows, judged = [], []
     for name in MODELS:
-        ways = candidates(world, name)
+        ways = candidates(world, *MODELS[name])
         around = together if world.world_size > 1 else nullcontext
         steps = {way: step for way, (_, step) in ways.items()}
         for step in steps.values():

@@ -59,13 +59,13 @@ def test_the_table_of_all_is_not_taken_for_a_result(folder: Path, monkeypatch: p
     monkeypatch.setattr(everything, "machine", lambda: "Other, 64 cores, 8 GB memory, Linux; Python 3, torch 2")
     text = everything.write_table()
     assert text == everything.write_table() == (folder / "2026-11-21-other-64-cores.md").read_text(encoding="utf-8")
-    assert "kernels, one_gpu" in text
+    assert "for want of a GPU: `python -m benchmarks.gpu`" in text
 
 
 def test_all_benchmarks_are_run() -> None:
     """Every module that is run by itself, but the part of another one."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main(" in path.read_text("utf-8")}
-    assert modules - {"__main__", "nbdistributed_cells"} == {*everything.BENCHMARKS, *everything.NEED_CUDA}
+    assert modules - {"__main__", "nbdistributed_cells"} == set(everything.BENCHMARKS)
 
 
 def test_a_benchmark_that_breaks_off_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

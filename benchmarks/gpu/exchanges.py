@@ -1,25 +1,23 @@
-"""Boxings between processes on ONE GPU: over CUDA IPC, over gloo (through the host), and a plain copy on the device.
-
-    python -m benchmarks.one_gpu                     4 processes; needs a CUDA device
-    python -m benchmarks.one_gpu --device cpu        the same program without one, over whatever CPU ranks use
+"""Boxings between processes on ONE device: over CUDA IPC, over gloo (through the host), and a plain copy on the device.
 
 NCCL refuses two ranks on one GPU, so gloo is what there is otherwise. Every boxing is compared with gloo's result
 before it is timed, and a turn ends when the device has done its work. The plain copy is of the bytes of the rank's new
-shard. Only what a GPU has measured is kept. No GPU was at hand yet.
+shard. CPU ranks use what they use otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import workbench as wb
-from benchmarks.harness import Action, interleave, is_launched, launch, medians, together
-from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from benchmarks.gpu.place import Finding, Found, Place
+from benchmarks.harness import Action, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.reporting import Target, side_by_side
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.tensors.global_tensor import spec_of, wrap
@@ -27,11 +25,12 @@ from workbench.tensors.world import World, current
 from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.hang_detector import HangDetector
 from workbench.transport.rendezvous import join_rendezvous
+from workbench.units import format_bytes, format_seconds
 
-NUM_PROCESSES = 4
+NUM_PROCESSES, ROUNDS = 4, 9
 SIZES = (2**20, 16 * 2**20, 256 * 2**20)
 PAIRS = [("S(0)", "S(1)"), ("S(0)", "B"), ("P", "B"), ("P", "S(0)")]
-JUDGED, TARGET = (256 * 2**20, "S(0)", "S(1)"), Target(10, at_least=True)
+JUDGED, TARGET = (SIZES[-1], "S(0)", "S(1)"), Target(10, at_least=True)
 
 
 def gloo_world(init_method: str = "env://") -> World:
@@ -62,8 +61,7 @@ def candidates(size: int, source: str, target: str, gloo: World) -> dict[str, Ac
     def finished(action: Action) -> Action:
         def run() -> None:
             action()
-            if here.device.type == "cuda":
-                torch.cuda.synchronize()
+            Place(str(here.device)).wait()
 
         return run
 
@@ -77,56 +75,35 @@ def measure(size: int, source: str, target: str, gloo: World, rounds: int) -> di
     return medians(interleave(candidates(size, source, target, gloo), rounds, 3, around=together))
 
 
-def describe(times: dict[tuple[int, str, str], dict[str, float]], name: str, where: str) -> str:
-    """The table."""
-    rows = [
-        [f"{size >> 20} MiB {source} -> {target}", *(f"{found[who] * 1e6:.0f}" for who in ("ours", "gloo", "copy")),
-         f"{found['gloo'] / found['ours']:.1f}"]
-        for (size, source, target), found in times.items()
-    ]  # fmt: skip
-    return f"{where}, us.\n\n{table(['', name, 'gloo', 'copy', 'gloo / ours'], rows)}"
+def in_words(size: int, source: str, target: str, times_s: dict[str, float]) -> Finding:
+    """One boxing's times."""
+    seen = ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in times_s.items())
+    return Finding(f"{format_bytes(size)} {source} -> {target}", seen)
 
 
-def judged(times: dict[tuple[int, str, str], dict[str, float]]) -> list[Comparison]:
-    """The one boxing that has a target, if it was measured."""
-    if JUDGED not in times:
-        return []
-    size, source, target = JUDGED
-    found = times[JUDGED]
-    return [side_by_side(f"{size >> 20} MiB {source} -> {target}", found["ours"], "gloo", found["gloo"], TARGET)]
+def between_processes(place: Place) -> Iterator[Found]:
+    """Start the ranks on the device and find what each boxing takes."""
+    num_processes = NUM_PROCESSES if place.is_gpu else 2
+    [(name, rows)] = launch_often("benchmarks.gpu.exchanges", num_processes, [place.device], 1)
+    yield Finding("transport", f"{name}, {num_processes} processes on {place.name}")
+    for size, source, target, times_s in rows:
+        yield in_words(size, source, target, times_s)
+        if (size, source, target) == JUDGED:
+            yield side_by_side(f"256 MiB {source} -> {target}", times_s["ours"], "gloo", times_s["gloo"], TARGET)
 
 
-def work(device: str, sizes: list[int], rounds: int) -> None:
+def work(place: Place) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
-    world = wb.init(device=device)
-    gloo = gloo_world()
-    times = {(size, *pair): measure(size, *pair, gloo, rounds) for size in sizes for pair in PAIRS}
-    is_on_gpu = world.device.type == "cuda"
-    where = f"{world.world_size} processes on {torch.cuda.get_device_name() if is_on_gpu else 'the CPU'}"
-    body = describe(times, world.transport_name, where)
-    if world.rank == 0 and is_on_gpu:
-        publish("one-gpu", "Boxings between processes on one GPU", body, judged(times))
-    elif world.rank == 0:
-        print(body)
+    world = wb.init(device=place.device)
+    gloo, rounds = gloo_world(), ROUNDS if place.is_gpu else 1
+    sizes = SIZES if place.is_gpu else (2**16,)
+    rows = [(size, *pair, measure(size, *pair, gloo, rounds)) for size in sizes for pair in PAIRS]
+    if world.rank == 0:
+        hand_in([world.transport_name, rows])
     dist.barrier()
 
 
-def main() -> int:
-    """Launch the processes, or work if this one has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="logical bytes")
-    args = parser.parse_args()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("benchmarks.one_gpu needs a CUDA device; here is none. --device cpu runs the same program without.")
-        return 0
-    if is_launched():
-        work(args.device, args.sizes, args.rounds)
-        return 0
-    return launch("benchmarks.one_gpu", NUM_PROCESSES, sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    assert is_launched()
+    work(Place(sys.argv[1]))

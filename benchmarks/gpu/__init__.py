@@ -1,0 +1,1 @@
+"""What one GPU shows of the workbench: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,46 @@
+"""The parts, in their order: what must be right comes before what should be fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from benchmarks.gpu import engines, exchanges, kernels, nccl, steps, tests_on_gpu
+from benchmarks.gpu.place import Found, Place
+
+
+class Part(NamedTuple):
+    """A part of the run.
+
+    Attributes:
+        limit_s: seconds after which it is killed.
+        program: finds one thing after the other.
+        needs_gpu: it can do nothing at a place without one.
+    """
+
+    name: str
+    limit_s: float
+    program: Callable[[Place], Iterator[Found]]
+    needs_gpu: bool = False
+
+
+PARTS = (
+    Part("versions", 30, tests_on_gpu.versions),
+    Part("kernel-tests", 120, tests_on_gpu.kernel_tests, needs_gpu=True),
+    Part("script", 60, engines.script),
+    Part("1-engine", 90, engines.compared_on_1),
+    Part("2-engines", 90, engines.compared_on_2),
+    Part("4-engines", 120, engines.compared_on_4),
+    Part("interrupt-and-kill", 60, engines.interrupt_and_kill),
+    Part("nccl", 45, nccl.alone, needs_gpu=True),
+    Part("other-tests", 120, tests_on_gpu.other_tests, needs_gpu=True),
+    Part("bandwidth", 45, kernels.bandwidth),
+    Part("loss", 30, kernels.loss),
+    Part("dropout", 30, kernels.dropout),
+    Part("step", 90, steps.times),
+    Part("waits", 45, steps.waits, needs_gpu=True),
+    Part("trace", 45, steps.trace),
+    Part("exchanges", 75, exchanges.between_processes),
+    Part("sanitizer", 90, tests_on_gpu.sanitizer, needs_gpu=True),
+)
+"""With their limits, all of them end within 20 minutes."""

@@ -1,0 +1,86 @@
+"""The parts of ``benchmarks.gpu`` at small size without a GPU, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import psutil
+import pytest
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import engines, steps
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.place import Finding, Found, Place
+from benchmarks.gpu.runner import describe, run
+from tests.processes import Ranks
+from tests.timeouts import PROGRAM_TIMEOUT_S
+
+CPU = Place("cpu")
+FINDS_ONE_AND = """
+import os, pickle, subprocess, sys, time
+from benchmarks.gpu.place import Finding
+open(sys.argv[1], "wb", buffering=0).write(pickle.dumps(Finding("first", "seen")))
+"""
+FAILURES = {
+    "raise ValueError('planned | here')": (PROGRAM_TIMEOUT_S, "exit code 1; .*ValueError: planned / here"),
+    "os.kill(os.getpid(), 11)": (PROGRAM_TIMEOUT_S, "ended by signal 11"),
+    "print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)": (2.0, r"not done after 2 s; (\d+)"),
+}
+
+
+def test_all_parts_end_within_20_minutes() -> None:
+    assert sum(part.limit_s for part in PARTS) <= 20 * 60
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.procs
+def test_a_part_that_fails_leaves_what_it_found_and_its_last_lines() -> None:
+    """It may raise, crash, or hang with a child."""
+    for code, (limit_s, expected) in FAILURES.items():
+        outcome = run("a part", [sys.executable, "-c", FINDS_ONE_AND + code], limit_s)
+        assert outcome.found == [Finding("first", "seen")]
+        text = describe([outcome])
+        assert "| first  | seen" in text and text.count("a part") == 1
+        found = re.search(rf"FAILED \| {expected}", text)
+        assert found, text
+    child = int(found[1])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.procs
+def test_the_program_goes_through_its_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--only", "versions", "nccl"])
+    assert program.main() == 0
+    said = capsys.readouterr().out
+    assert said.count("Python, torch") == 2
+    assert said.count("needs a GPU") == 2  # once as it goes, once in the table of all
+
+
+def alone() -> list[list[Found]]:
+    return [list(part(CPU)) for part in (steps.times, steps.trace)]
+
+
+@pytest.mark.procs
+def test_steps_in_a_world_of_one() -> None:
+    with Ranks(alone, 1, joins=False) as ranks:
+        [(times, trace)] = ranks.results()
+    captured, *_, apart = times
+    assert captured.theirs.startswith("plain torch") and float(apart.seen) < 1e-4
+    assert [found.what for found in trace] == ["trace, local torch", "trace, as written", "trace, captured"]
+
+
+@pytest.mark.engines
+def test_engines_are_compared_interrupted_and_killed() -> None:
+    assert [found.seen.partition(",")[0] for found in engines.compared(CPU, 2)] == ["equal"] * 4
+    interrupted, killed, afterwards = engines.interrupt_and_kill(CPU)
+    assert interrupted.what == "interrupted" and "rank 1" in killed.seen and afterwards.what == "afterwards"
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_the_script_of_the_readme_runs_alone() -> None:
+    (found,) = engines.script(CPU)
+    assert isinstance(found, Finding) and found.seen.startswith("0 ")
