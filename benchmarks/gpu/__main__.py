@@ -15,6 +15,8 @@ import pickle
 import sys
 from pathlib import Path
 
+import torch
+
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.runner import Outcome, describe, run
@@ -23,6 +25,8 @@ from benchmarks.reporting import Comparison, processor_words, publish
 
 def work(part: Part, place: Place, into: Path) -> None:
     """One part, in this process; each thing that it finds is written at once."""
+    if place.is_gpu:
+        torch.cuda.set_device(place.device)
     with into.open("wb", buffering=0) as file:
         for found in part.program(place):
             file.write(pickle.dumps(found))

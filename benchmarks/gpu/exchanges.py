@@ -27,7 +27,7 @@ from workbench.transport.network.hang_detector import HangDetector
 from workbench.transport.rendezvous import join_rendezvous
 from workbench.units import format_bytes, format_seconds
 
-NUM_PROCESSES, ROUNDS = 4, 9
+NUM_PROCESSES, ROUNDS = 4, 4
 SIZES = (2**20, 16 * 2**20, 256 * 2**20)
 PAIRS = [("S(0)", "S(1)"), ("S(0)", "B"), ("P", "B"), ("P", "S(0)")]
 JUDGED, TARGET = (SIZES[-1], "S(0)", "S(1)"), Target(10, at_least=True)

@@ -26,14 +26,14 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("versions", 30, tests_on_gpu.versions),
-    Part("kernel-tests", 120, tests_on_gpu.kernel_tests, needs_gpu=True),
+    Part("kernel-tests", 180, tests_on_gpu.kernel_tests, needs_gpu=True),
     Part("script", 60, engines.script),
     Part("1-engine", 90, engines.compared_on_1),
     Part("2-engines", 90, engines.compared_on_2),
-    Part("4-engines", 120, engines.compared_on_4),
+    Part("4-engines", 90, engines.compared_on_4),
     Part("interrupt-and-kill", 60, engines.interrupt_and_kill),
     Part("nccl", 45, nccl.alone, needs_gpu=True),
-    Part("other-tests", 120, tests_on_gpu.other_tests, needs_gpu=True),
+    Part("other-tests", 105, tests_on_gpu.other_tests, needs_gpu=True),
     Part("bandwidth", 45, kernels.bandwidth),
     Part("loss", 30, kernels.loss),
     Part("dropout", 30, kernels.dropout),

@@ -40,7 +40,7 @@ def times(place: Place) -> Iterator[Found]:
         for step in steps.values():
             for _ in range(_WARM_UP):
                 step()
-        rounds, calls = (15, 10) if place.is_gpu else (1, 1)
+        rounds, calls = (8, 5) if place.is_gpu else (1, 1)
         time_s = medians(interleave(steps, rounds, calls, around=until_done))
         plain_s = time_s["local torch"]
         yield side_by_side(f"captured step, {name}", time_s["captured"], "plain torch", plain_s, TARGET)

@@ -13,10 +13,18 @@ from tests.checked_device.test_training import X, Y, mlp, scheduled_step
 from workbench.core.metrics import LastSteps, StepBlock, StepSpans
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.runs import step_metrics, user_loops
+from workbench.training.diagnostics.device_use import DeviceMeter
+from workbench.training.runs import step_metrics, train, user_loops
 from workbench.training.runs.train import Job, run_one_device, run_strategy
+from workbench.transport import device_clock
 from workbench.transport.device_clock import DeviceClock, seconds
 from workbench.transport.traffic import Traffic
+
+
+@pytest.fixture(autouse=True)
+def one_pair_of_times(monkeypatch):
+    """This device does not keep step with the host, so the two are compared once."""
+    monkeypatch.setattr(device_clock, "_KNOWN_FOR_S", float("inf"))
 
 
 def test_a_time_is_read_when_the_device_has_come_to_it():
@@ -77,7 +85,8 @@ def run(strategy, num_steps):
 @pytest.mark.parametrize("strategy", ["*: data | zero=3", "pipeline | mb=2", ""])
 def test_steps_of_a_run_take_their_launches_and_wait_for_nothing(monkeypatch, strategy):
     """Also on one device."""
-    monkeypatch.setattr(step_metrics, "INTERVAL_S", 1e9)
+    for module in (step_metrics, train):
+        monkeypatch.setattr(module, "INTERVAL_S", 1e9)
     run(strategy, 1)  # what later runs find in caches
     for (_, fewer, before), (_, more, after) in zip(run(strategy, 6), run(strategy, 10), strict=True):
         times = [launches_of(time_s) for time_s in more.step_times_s]
@@ -139,3 +148,18 @@ def test_the_timeline_and_a_loop_of_ones_own_have_the_devices_times(monkeypatch)
         busy = sum(launches_of(span.stop_s - span.start_s) for span in timeline.spans[rank])
         (step,) = (launches_of(steps.time_s[-1]) for steps in last if steps.rank == rank)
         assert busy < step == counts.launches.total()
+
+
+def test_what_a_machine_does_not_tell_of_its_device_is_left_out(monkeypatch):
+    """Without NVML's package torch raises this error."""
+    asked = []
+
+    def missing(device):
+        asked.append(device)
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.get_device_module(DEVICE), "utilization", missing)
+    meter = DeviceMeter(DEVICE)
+    known = {**DEVICES, "peak_flops_per_s": 989e12}
+    known.pop("busy")
+    assert [meter.read("bf16"), meter.read("bf16")] == [known, known] and len(asked) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from workbench.cli.checks import WARNING, check_gpus
 from workbench.errors import SessionError
 from workbench.session import cluster
 from workbench.session.processes import gpus
@@ -89,6 +90,22 @@ def test_gpus_that_torch_can_use_are_found(machine, case, names, why_not):
         assert re.search(why_not, found.why_not)
     else:
         assert found.why_not == ""
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "fix"),
+    [
+        ({"listing": "mismatch", "status": 18}, "NVML: Driver/library version mismatch", "restart the machine"),
+        ({"listing": "lost_gpu", "status": 15}, UNREADABLE, "nvidia-smi must list"),
+        ({"listing": "eight_gpus", "overview": "old_driver"}, "the driver is for CUDA 11.4", "Install torch"),
+        ({"listing": "mig"}, "nvidia-smi lists 3, but torch", "Install torch"),
+    ],
+)
+def test_doctor_says_what_is_wrong_with_the_gpus(machine, monkeypatch, case, words, fix):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    machine(**case)
+    finding = check_gpus()
+    assert finding.state == WARNING and words in finding.text and fix in finding.fix
 
 
 def test_a_session_says_in_one_line_why_it_uses_the_cpu(machine, capsys):

@@ -72,6 +72,8 @@ def check_gpus() -> Finding:
     if names or why_not:
         what = why_not or f"nvidia-smi lists {len(names)}, but torch {torch.__version__} cannot use them"
         fix = "Install torch for your driver's CUDA version: make clean, then make install TORCH_INDEX=<its index>"
+        if why_not.startswith("nvidia-smi"):
+            fix = "nvidia-smi must list the GPUs first. After an update of the driver, restart the machine."
         return Finding("gpus", WARNING, f"{what}; engines run on the CPU", fix)
     return Finding("gpus", GOOD, "none; engines run on the CPU")
 
