@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.place import Finding, Found, Place
 from workbench.errors import CollectiveAborted
@@ -27,7 +27,7 @@ def alone(place: Place) -> Iterator[Found]:
         AssertionError: a sum is wrong, or nothing says that the call was aborted.
     """
     device = torch.device(place.device)
-    rendezvous = Rendezvous(distributed_c10d.HashStore(), 0, (Member("here", os.getpid(), 1),))
+    rendezvous = Rendezvous(HashStore(), 0, (Member("here", os.getpid(), 1),))
     started_s = time.monotonic()
     open_group("nccl", rendezvous, 0, 1, 30.0)
     transport = DistributedTransport(0, 1, "nccl", 30.0, device, rendezvous)
