@@ -143,6 +143,7 @@ def test_it_is_imported_without_a_warning(installed: Installed) -> None:
     assert done.stdout.startswith(str(installed.folder)) and not done.stderr
 
 
+@pytest.mark.slow
 def test_its_commands_run_and_nothing_is_left_when_it_goes(installed: Installed) -> None:
     command = installed.folder / "bin" / "workbench"
     doctor = installed.run(command, "doctor")

@@ -42,6 +42,7 @@ def measure_a_little() -> list[tuple[str, float]]:
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_the_benchmark_of_boxings_compares_equal_results() -> None:
     for judged in run_processes(measure_a_little, 2):
         names = [what for what, _ in judged]

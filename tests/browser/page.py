@@ -268,10 +268,9 @@ FIGURES_OF_KERNEL = """
 import ipywidgets
 from workbench.ui.live.figure_widget import LiveFigureWidget
 for figure in [found for found in list(ipywidgets.widget._instances.values()) if isinstance(found, LiveFigureWidget)]:
-    sizes = {trace.name: len(trace.x) for trace in figure.data if trace.x is not None and len(trace.x)}
-    print(sizes, "edits:", figure._last_trace_edit_id, "drawn:", figure._is_drawn, "lost:", figure._times_lost)
+    print(figure.model_id, {trace.name: len(trace.x) for trace in figure.figure.data if trace.x is not None})
 """
-"""By trace how many points Python has drawn, how often, and what a page said of it."""
+"""By figure and trace how many points Python has drawn."""
 
 FIGURES_OF_PAGE = """() => [...document.querySelectorAll('.wb-live-view .js-plotly-plot')].map(plot => ({
     shown: plot.getBoundingClientRect().height,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.server import LabServer, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.engines]
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow]
 CELLS = [
     "%load_ext workbench\n%workbench start --engines 2 --device cpu",
     "%%global\nimport time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(30), 'auto'): time.sleep(0.02)",

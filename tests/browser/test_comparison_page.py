@@ -83,6 +83,7 @@ def test_all_runs_equal_one_device_and_were_predicted(opened: LabPage) -> None:
     assert opened.page.locator(".wb-panel .wb-comparison .layers .wb-layers").count() == 1
 
 
+@pytest.mark.slow
 def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:
     page = opened.page
     rename(page, NAMES)
@@ -101,6 +102,7 @@ def comparison(page: Any) -> Any:
     return page.locator(".wb-panel").first
 
 
+@pytest.mark.slow
 def test_every_column_sorts_both_ways(opened: LabPage) -> None:
     page = opened.page
     for place, key in ((2, "samples_per_s"), (4, "peak_bytes"), (5, "boxed_bytes"), (8, "step_s")):

@@ -53,6 +53,7 @@ def opened(notebook: LabPage) -> LabPage:
     return notebook
 
 
+@pytest.mark.slow
 def test_a_slow_page_shows_what_was_drawn_while_it_loaded_plotly(open_notebook: Any, lab: LabServer) -> None:
     write_notebook(lab.folder / f"slow-{NOTEBOOK}", [SHOW, DRAW])
     opened = open_notebook(f"slow-{NOTEBOOK}")

@@ -13,7 +13,7 @@ from tests.browser.server import LabServer, running_lab, write_notebook
 from tests.browser.test_runs import CELLS
 from tests.ui.models import GPT_HYBRID
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebook-7.ipynb"
 
 

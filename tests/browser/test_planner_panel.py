@@ -104,6 +104,7 @@ def test_every_control_has_a_name_and_shows_its_focus(opened: LabPage) -> None:
     assert hidden == []
 
 
+@pytest.mark.slow
 def test_undo_and_text_go_on_after_the_page_was_loaded_again(planned: LabPage) -> None:
     from playwright.sync_api import expect
 

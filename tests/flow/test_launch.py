@@ -21,6 +21,7 @@ IMPORT = "from workbench import flow\n"
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_the_pipeline_of_the_document_runs_on_two_processes(tmp_path):
     program = tmp_path / "pipeline.py"
     said = 'print("last", loss.item(), flow.env.get_rank(), flow.env.get_world_size())'

@@ -220,6 +220,7 @@ def test_close_is_idempotent_and_ends_everything():
         session.run("1")
 
 
+@pytest.mark.slow
 def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     (tmp_path / "profile_ours").mkdir(mode=0o700)

@@ -105,6 +105,7 @@ def entry(facts_of, pid):
     return other
 
 
+@pytest.mark.slow
 def test_one_of_several_is_chosen_by_its_name(tmp_path, capsys):
     with cluster.Session(engines=1, device="cpu", keep=True) as session:
         name = discovery.name_of(session._folder)

@@ -55,6 +55,7 @@ def test_they_are_also_shown_when_the_loop_fails(session, view):
     assert_all_of_it(view, session, 30)
 
 
+@pytest.mark.slow
 def test_and_when_one_rank_fails_or_the_cell_takes_too_long(session, view):
     with pytest.raises(CellError, match="ZeroDivisionError on rank 1"):
         session.run(LOOP + "    if step == 29 and wb.rank() == 1: 1 / 0\n")

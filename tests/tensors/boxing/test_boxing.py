@@ -196,6 +196,7 @@ def box_before_and_after_another_transport():
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_another_transport_decides_anew():
     """What costs decide has to be the same on all ranks, those that have taken the place of a dead one included."""
     assert run_processes(box_before_and_after_another_transport, 2) == [180_000.0] * 2

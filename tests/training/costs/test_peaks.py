@@ -49,6 +49,7 @@ def predicted(text: str) -> Estimate:
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_peaks_are_those_of_real_ranks() -> None:
     """ZeRO, recomputation, split layers and stages: within 10% each, and without a factor."""
     measured = [max(ranks) for ranks in zip(*run_processes(peaks, 2), strict=True)]

@@ -53,8 +53,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     except KeyError:
         taken_over = _functions[func] = _find_handler(func)
     if taken_over is not None:
-        args, kwargs = in_order(func, args, kwargs or {})
-        result = taken_over(func, args, kwargs)
+        result = taken_over(func, args, kwargs or {})
         if result is not NotImplemented:
             return result
     return call_by_plan(func, args, kwargs)
@@ -151,10 +150,17 @@ def _handler_by_name(func: Any) -> Callable[..., Any] | None:
         return lambda _, args, kwargs: exact(**by_name(exact, args, kwargs))
     if not name.in_place or name.folded not in RULES:
         if name.folded in HANDLERS:
-            return HANDLERS[name.folded]
+            handler = HANDLERS[name.folded]
+            return lambda _, args, kwargs: handler(func, *(in_order(func, args, kwargs) if kwargs else (args, kwargs)))
         if name.folded in COMPOSITES and not name.in_place:
             written = COMPOSITES[name.folded]
-            return lambda _, args, kwargs: written(*args, **kwargs)
+
+            def call_composite(_: Any, args: Any, kwargs: Any) -> Any:
+                if kwargs:
+                    args, kwargs = in_order(func, args, kwargs)
+                return written(*args, **kwargs)
+
+            return call_composite
     if name.folded not in RULES:
         body = decompose(func)
         if body is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import EllipsisType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from workbench.core.rules import Equation, Operand, Signature, choose, signature
 from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.tensors.dispatch.keywords import Order
-from workbench.tensors.dispatch.placeholder_calls import infer_outputs
+from workbench.tensors.dispatch.placeholder_calls import autocast_state, infer_outputs
+from workbench.tensors.dispatch.plan_keys import dtype_of
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.dispatch.weight_gradients import split_backward
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
@@ -100,11 +102,50 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
 def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
     """Infos of the results from shapes alone; None where they depend on data, which no rule can plan for."""
     try:
-        return infer_outputs(func, args, kwargs)
+        key = (func, _metadata(args), _metadata(kwargs), torch.get_default_dtype(), autocast_state())
+    except TypeError:
+        key = None
+    if key in _inferred:
+        return _inferred[key]
+    try:
+        found = infer_outputs(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NotImplementedError) or "meta" in str(error):
             return None
         raise
+    if key is not None and _is_of_torch(func):
+        if len(_inferred) >= _MAX_INFERRED:
+            _inferred.clear()
+        _inferred[key] = found
+    return found
+
+
+_inferred: dict[Any, Any] = {}
+"""What torch's functions return for shapes and dtypes, which every layout and every world may ask again."""
+_MAX_INFERRED = 50_000
+_PLAIN_VALUES = frozenset({bool, int, float, complex, str, NoneType, EllipsisType,
+                           torch.dtype, torch.device, torch.memory_format, torch.layout})  # fmt: skip
+
+
+def _metadata(value: Any) -> Any:
+    """All of an argument that shapes and dtypes of results depend on; a TypeError where that is not known."""
+    kind = type(value)
+    if kind is GlobalTensor:
+        spec = value._spec
+        return GlobalTensor, spec.shape, dtype_of(value), spec.world.device.type
+    if isinstance(value, (tuple, list)):
+        return kind, *map(_metadata, value)
+    if kind is dict:
+        return kind, *((name, _metadata(item)) for name, item in value.items())
+    if kind is slice:
+        return slice, _metadata(value.start), _metadata(value.stop), _metadata(value.step)
+    if kind in _PLAIN_VALUES:
+        return kind, value
+    raise TypeError(kind)
+
+
+def _is_of_torch(func: Any) -> bool:
+    return not isinstance(func, FunctionType) or func.__module__.startswith("torch.")
 
 
 def _plan_by_rule(
