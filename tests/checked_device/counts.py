@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tests.checked_device import late_copies
+
 
 @dataclass
 class Counts:
@@ -18,14 +20,12 @@ class Counts:
         waits: number of calls for whose result the host waits, by operator.
         copies_from_host: number of copies from the host.
         bytes_from_host: the bytes of these copies.
-        pageable_bytes: those of them that a GPU's driver would first copy to pinned memory, while the host waits.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies_from_host: int = 0
     bytes_from_host: int = 0
-    pageable_bytes: int = 0
 
     def __str__(self) -> str:
         waits = ", ".join(f"{name} {number}" for name, number in sorted(self.waits.items())) or "none"
@@ -83,5 +83,6 @@ def count_wait(name: str) -> None:
     """Count a wait of this thread until the device has done all that it has asked for."""
     queue = queue_of_thread()
     queue.done = queue.asked
+    late_copies.wait()
     for counts in counts_of_thread():
         counts.waits[name] += 1

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.checked_device import clock, kernels
+from tests.checked_device import clock, kernels, late_copies
+from tests.checked_device.counts import count_wait
 from tests.checked_device.kernels import DEVICE_TYPE
 from workbench.core import placement
 
@@ -32,6 +33,9 @@ class _Module:
 
     def device_count(self) -> int:
         return 1
+
+    def synchronize(self, device: Any = None) -> None:
+        count_wait("synchronize")
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -74,6 +78,9 @@ for _name in torch._C._dispatch_get_all_op_names():
     if _name.startswith("aten::_foreach_"):  # one launch each, where torch would run a loop
         _packet, _, _overload = _name.removeprefix("aten::").partition(".")
         _own.impl(_name, partial(kernels.run, getattr(getattr(torch.ops.aten, _packet), _overload or "default")))
+_host = torch.library.Library("aten", "IMPL", "CPU")
+_host.impl("_pin_memory", late_copies.pin)
+_host.impl("is_pinned", late_copies.is_pinned)
 _autocast = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
 for _op in kernels.IN_16_BITS:
     _autocast.impl(_op.name(), partial(kernels.run_in_16_bits, _op))

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.checked_device import late_copies
 from tests.checked_device.counts import count_launch, count_wait, counts_of_thread
 from tests.checked_device.host_memory import on_device, on_host
 
 DEVICE_TYPE = "checked"
+PAGEABLE = "copy of pageable memory"
 aten = torch.ops.aten
 IN_16_BITS = [
     getattr(aten, name).default
@@ -58,6 +60,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     written = _written(op, args, kwargs)
     _check(name, args, kwargs, written)
     _count(name, args)
+    _use(args, kwargs)
     host_args, host_kwargs = tree_map(_host_of, args), tree_map(_host_of, kwargs)
     host_written = _written(op, host_args, host_kwargs)
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -119,18 +122,25 @@ def resize_(tensor: torch.Tensor, size: Any, **_: Any) -> torch.Tensor:
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """A copy between the host and the device, or on the device."""
     comes, goes = source.device.type != DEVICE_TYPE, target.device.type != DEVICE_TYPE
+    is_late = (comes or goes) and non_blocking and late_copies.is_pinned(source if comes else target)
     if comes:
         for counts in counts_of_thread():
             counts.copies_from_host += 1
             counts.bytes_from_host += source.nbytes
-            if not (non_blocking and source.is_pinned()):
-                counts.pageable_bytes += source.nbytes
-    elif goes:
-        count_wait("copy to the host")
-    else:
+    if not (comes or goes):
         count_launch("copy_")
-    _host_of(target).copy_(_host_of(source))
+    elif not is_late:
+        count_wait(PAGEABLE if comes else "copy to the host")
+    _use(source, target)
+    if is_late:
+        (late_copies.copy_from_host if comes else late_copies.copy_to_host)(_host_of(source), _host_of(target))
+    else:
+        _host_of(target).copy_(_host_of(source))
     return target
+
+
+def _use(*values: Any) -> None:
+    late_copies.use(_host_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def _host_of(value: Any) -> Any:
@@ -182,7 +192,8 @@ def _count(name: str, args: Any) -> None:
     for counts in counts_of_thread():
         counts.copies_from_host += len(from_host)
         counts.bytes_from_host += sum(from_host)
-        counts.pageable_bytes += sum(from_host)
+    for _ in from_host:
+        count_wait(PAGEABLE)
 
 
 def _follow_size(tensor: torch.Tensor, host: torch.Tensor) -> None:

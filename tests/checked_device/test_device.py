@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.checked_device import DEVICE, counted
+from tests.checked_device import DEVICE, counted, kernels
 
 MIXED = "Expected all tensors to be on the same device"
 
@@ -56,7 +56,7 @@ def test_numbers_and_indices_of_the_host_are_taken():
     assert (x + torch.tensor(1.0)).tolist() == [2, 2, 2] and (torch.tensor(2) * x).device == DEVICE
     with counted() as counts:
         assert x[torch.tensor([0, 2])].shape == (2,)
-    assert (counts.copies_from_host, counts.bytes_from_host, counts.pageable_bytes) == (1, 16, 16)
+    assert (counts.copies_from_host, counts.bytes_from_host, counts.waits.total()) == (1, 16, 1)
 
 
 def test_what_the_host_waits_for_is_counted():
@@ -104,3 +104,36 @@ def test_foreach_is_one_launch():
     with counted() as counts:
         torch._foreach_mul_(parts, 2.0)
     assert counts.launches.total() == 1 and parts[4].tolist() == [2, 2]
+
+
+def test_a_copy_to_pinned_memory_is_late():
+    device, places = torch.ones(3, device=DEVICE), [torch.zeros(3).pin_memory() for _ in range(2)]
+    with counted() as counts:
+        places[0].copy_(device, non_blocking=True)
+        device.mul_(2)
+        places[1].copy_(device, non_blocking=True)
+    assert not counts.waits and places[0].tolist() == [1, 1, 1] and places[1].isnan().all()
+    torch.checked.synchronize()
+    assert places[1].tolist() == [2, 2, 2]
+
+
+def test_the_host_may_not_write_to_pinned_memory_before_it_has_waited():
+    pinned = torch.ones(3).pin_memory()
+    with counted() as counts:
+        device = pinned.to(DEVICE, non_blocking=True)
+    assert not counts.waits and counts.bytes_from_host == pinned.nbytes
+    assert device.tolist() == [1, 1, 1]  # waits
+    pinned.fill_(2)
+    device.copy_(pinned, non_blocking=True).mul_(2)
+    pinned.zero_()
+    with pytest.raises(AssertionError, match=r"pinned memory of shape \(3,\) was written before it was copied"):
+        device.sum().item()
+
+
+def test_the_host_waits_for_copies_of_pageable_memory():
+    host = torch.ones(3)
+    with counted() as counts:
+        device = host.to(DEVICE, non_blocking=True)
+        host.fill_(2)
+        assert device.tolist() == [1, 1, 1]
+    assert counts.waits[kernels.PAGEABLE] == 1

@@ -135,10 +135,27 @@ def test_a_rank_copies_its_own_samples_only(strategy, num_ranks, share):
         for _ in range(2):
             with counted() as counts:
                 F.cross_entropy(model(X[:samples]), Y[:samples]).backward()
-        return counts.bytes_from_host
+        return counts.bytes_from_host, counts.waits.total()
 
     found = run_ranks(program, num_ranks, device=DEVICE)
-    assert found == [(X[:samples].nbytes + Y[:samples].nbytes) // share] * num_ranks
+    assert found == [((X[:samples].nbytes + Y[:samples].nbytes) // share, 0)] * num_ranks
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_batch_may_be_written_as_soon_as_the_call_returns(is_pinned):
+    built = mlp()
+
+    def step(model):
+        x, y = (tensor.pin_memory() if is_pinned else tensor.clone() for tensor in (X, Y))
+        out = model[0](x)
+        x.fill_(torch.nan)
+        loss = F.cross_entropy(model[1:](out), y)
+        y.zero_()
+        loss.backward()
+        return loss.detach()
+
+    for losses, _ in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(built), "*: data"), step), device=DEVICE):
+        assert losses == pytest.approx(TRUTH, rel=1e-4)
 
 
 def test_data_parallelism_launches_hardly_more_than_plain_torch():

@@ -1,5 +1,6 @@
 """Detection of hanging calls over a simulated NCCL."""
 
+import json
 import os
 import subprocess
 import sys
@@ -146,6 +147,68 @@ def test_an_error_of_nccl_is_reported(watches):
     watches[0].record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Broken()])
     text = watches[0].find_hang()
     assert text == "rank 0 stopped waiting in a sum: NCCL reports NCCL error: remote process exited"
+
+
+def recorded(function, number, state="scheduled", **others):
+    entry = {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{function}",
+        "input_sizes": [[25, 4]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[25, 4]],
+        "output_dtypes": ["Float"],
+        "state": state,
+        "retired": state == "completed",
+        "is_p2p": False,
+        "time_created_ns": 1786844121207040384,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "timeout_ms": 600000,
+    }
+    return entry | others
+
+
+RECORD = {
+    "version": "2.10",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "pg_status": {"0": {"last_enqueued_collective": 8, "last_started_collective": -1, "last_completed_collective": 6}},
+    "entries": [
+        recorded("all_reduce", 6, "completed"),
+        recorded("all_reduce", 7),
+        recorded("send 0->1", 8, is_p2p=True, p2p_seq_id=3, process_group=["1", "undefined"]),
+        recorded("coalesced", 8, input_sizes=[], output_sizes=[]),
+        recorded("all_gather", 9),
+    ],
+}
+"""A dump of torch's flight recorder."""
+
+
+def test_a_hang_says_what_nccl_has_not_ended(watches, monkeypatch):
+    asked = []
+
+    def dump(**options):
+        asked.append(options)
+        return json.dumps(RECORD).encode()
+
+    one, two, _ = watches
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    one.record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+    assert one.find_hang() is None and not asked
+    two.end(HAS_LEFT)
+    assert one.find_hang() == (
+        "rank 0 stopped waiting in a sum: rank 1 has left the world. NCCL has not ended 4 calls: all_reduce of "
+        "[25, 4], number 7 of group default_pg [0, 1]; send 0->1 of [25, 4], number 3 of group 1; coalesced, number 8 "
+        "of group default_pg [0, 1]; and 1 more"
+    )
+    assert asked == [{"includeCollectives": True, "onlyActive": True}]
+    for text, found in ((b"{}", ""), (b"{", ". torch's record of NCCL cannot be read: Expecting")):
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda text=text, **options: text)
+        assert one.find_hang().split("has left the world")[1].startswith(found)
 
 
 def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):

@@ -14,6 +14,7 @@ from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, parti
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash
 from workbench.tensors.boxing.box import box
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
@@ -107,7 +108,7 @@ def from_local(
     if world.context.checks_agreement:
         check_plain_operand(local, world, layout, origin)
     if local.device != world.device and not spec.is_placeholder and (has_grad or not stays):
-        local = local.to(world.device)
+        local = copy_to_device(local, world.device)
     if has_grad:
         return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
@@ -200,7 +201,7 @@ def to_global(
         return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
     placement.check_world(world.world_size)
     layout = Layout.of(placement, sbp)
-    local = local.to(world.device)
+    local = copy_to_device(local, world.device)
     if broadcast_from is not None:
         return _from_one(local, world, layout, broadcast_from)
     metadata = _gather_metadata(local, world, with_hash=any(isinstance(entry, Broadcast) for entry in layout.sbp))

@@ -16,6 +16,7 @@ from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import fill_random
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 
@@ -89,9 +90,9 @@ def sample_shard(
         return out
     if world.context.recorder is not None:
         drawn: torch.Tensor = world.context.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
-        return drawn.to(world.device)
+        return copy_to_device(drawn, world.device)
     with hidden_from_modes():
-        return _blockwise(sampler, key, shape, region, dtype).to(world.device)
+        return copy_to_device(_blockwise(sampler, key, shape, region, dtype), world.device)
 
 
 def _blockwise(sampler: Sampler, key: int, shape: Shape, region: Region, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
 from workbench.tensors import default_generator
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
@@ -354,7 +355,7 @@ def _made(
 ) -> Any:
     """One entry of the batch: a global tensor, or the plain value that all samples share."""
     if isinstance(leaf, _Shared):
-        return leaf.value.to(world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
+        return copy_to_device(leaf.value, world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
     spec = spec_of(world, layout, (num_rows, *leaf.shape))
     if spec.is_placeholder:
         return wrap(new_placeholder(spec.shape, leaf.dtype, world.device), spec)
@@ -362,7 +363,7 @@ def _made(
     if value is None or start == stop:
         return wrap(torch.empty(spec.local_shape, dtype=leaf.dtype, device=world.device), spec)
     first = int((rows == start).nonzero())
-    return wrap(value[first : first + stop - start].to(world.device, non_blocking=True), spec)
+    return wrap(copy_to_device(value[first : first + stop - start], world.device), spec)
 
 
 class _Reproducible(Dataset[Any]):

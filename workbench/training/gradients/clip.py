@@ -89,7 +89,7 @@ def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
 def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:
     """The norm of this rank's part; zero where another rank counts the same elements."""
     if not counted or local is None or local.numel() == 0:
-        return torch.tensor(math.inf if order == -math.inf else 0.0, device=world.device)
+        return torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
     return torch.linalg.vector_norm(local, order)
 
 

@@ -21,6 +21,7 @@ from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
 from workbench.tensors import default_generator
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, call, loss_of
@@ -106,7 +107,7 @@ def run_one_device(
 def _on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with all tensors on a device."""
     both = (batch.inputs, batch.targets)
-    inputs, targets = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), both)
+    inputs, targets = tree_map_only(torch.Tensor, lambda tensor: copy_to_device(tensor, device), both)
     return replace(batch, inputs=inputs, targets=targets)
 
 

@@ -16,6 +16,7 @@ from workbench.core.weight_splits import TABLE, feature_dim
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.training.sample_rows import batch_leaves, count_samples
@@ -64,7 +65,7 @@ def _on_device(value: GlobalTensor) -> GlobalTensor:
     with local_torch():
         if spec.is_placeholder or value.device == spec.world.device:
             return value
-        return wrap(value.detach().to(spec.world.device), spec)
+        return wrap(copy_to_device(value.detach(), spec.world.device), spec)
 
 
 class PrepareOutput:

@@ -8,14 +8,13 @@ A communicator runs a rank's calls in their order, and a large send ends togethe
 send to each other in one exchange make it at the same point of the program. Their calls are one batch on the world's
 communicator. The ranks of a pipeline call in unlike orders, and each exchange goes one way. So each direction of a pair
 has a communicator of its own, from its first use: torch makes one per pair and group, and there is a group for each
-direction. Nobody waits for sends: they read copies.
+direction. Nobody waits for sends: they read copies, which torch keeps until they are sent.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -67,7 +66,6 @@ class DistributedTransport(AsyncTransport):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
         self._torch_timeout = torch_timeout(timeout_s)
         self._downward = dist.new_group(list(range(world_size)), timeout=self._torch_timeout)
-        self._sending: deque[tuple[Any, list[torch.Tensor]]] = deque()
         self._abort_reason: str | None = None
         self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
@@ -89,8 +87,6 @@ class DistributedTransport(AsyncTransport):
                 self._record_calls(header, [call], work)
                 if call.destination == self.rank:
                     received.append(work)
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
 
         return partial(self._wait, received, header)
@@ -108,9 +104,6 @@ class DistributedTransport(AsyncTransport):
     def _record_calls(self, header: str, calls: list[_Call], work: Any) -> None:
         channels = dict.fromkeys(nccl_watchdog.send_channel(call.source, call.destination) for call in calls)
         self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
-        sent = [call.memory for call in calls if call.source == self.rank]
-        if sent:
-            self._sending.append((work, sent))
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -163,7 +156,6 @@ class DistributedTransport(AsyncTransport):
     def close(self) -> None:
         if self._groups:
             self._groups.clear()
-            self._sending.clear()
             self._watchdog.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
             self._watchdog.close()
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from workbench.transport.network.hang_detector import HAS_LEFT
+from workbench.transport.network.unfinished_calls import unfinished_calls
 from workbench.transport.peer_processes import PeerProcesses
 from workbench.transport.rendezvous import Rendezvous
 
@@ -142,7 +143,11 @@ class NcclWatchdog:
             reason = self._hang_reason(oldest)
         except RuntimeError as error:
             reason = f"the store where the ranks have met cannot be reached: {str(error).splitlines()[0]}"
-        return f"rank {self.rank} stopped waiting in {oldest.header}: {reason}" if reason is not None else None
+        if reason is None:
+            return None
+        return ". ".join(
+            filter(None, [f"rank {self.rank} stopped waiting in {oldest.header}: {reason}", unfinished_calls()])
+        )
 
     def end(self, how: str) -> None:
         """Publish that this rank has ended; ``how`` follows "rank 2" in a sentence."""

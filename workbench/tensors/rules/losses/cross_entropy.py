@@ -17,6 +17,7 @@ from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.launch import accumulator, runs_on
 from workbench.tensors.conversion import from_local
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.local_call import can_read, scale_terms, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
@@ -106,7 +107,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     count = torch.count_nonzero(target != ignore_index)
     for dim, start, size in place:
         target = target.narrow(dim, start, size)
-    target = target.to(spec.world.device)  # this rank's labels only
+    target = copy_to_device(target, spec.world.device)  # this rank's labels only
     with local_torch():
         return wrap(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
 

@@ -1,0 +1,124 @@
+"""How often the host waits for the device in a steady step over NCCL, by strategy. The numbers may only fall."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.checked_device import DEVICE, counted
+from tests.checked_device.counts import counts_of_thread
+from tests.checked_device.test_training import X, Y, mlp
+from tests.transport.nccl_ranks import run_over_nccl
+from tests.transport.shared_ranks import assert_all_returned
+from workbench.transport.network.distributed import DistributedTransport
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def scheduled_step(model, optimizer):
+    wb.forward_backward(model, F.cross_entropy, X, Y)
+    optimizer.step()
+
+
+def own_step(model, optimizer):
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+
+
+def clipped_step(model, optimizer):
+    wb.forward_backward(model, F.cross_entropy, X, Y)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def scaled_step(model, optimizer):
+    if not hasattr(optimizer, "scaler"):
+        optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer.scaler.scale(F.cross_entropy(model(X).float(), Y)).backward()
+    optimizer.scaler.step(optimizer)
+    optimizer.scaler.update()
+
+
+def masked_step(model, optimizer):
+    scores = model(X)
+    F.cross_entropy(scores, torch.where(Y > 2, Y, -100), label_smoothing=0.1).backward()
+    optimizer.step()
+
+
+def dropout_step(model, optimizer):
+    F.cross_entropy(F.dropout(model(X)), Y).backward()
+    optimizer.step()
+
+
+def loader_step(model, optimizer):
+    if not hasattr(optimizer, "batches"):
+        optimizer.batches = iter(wb.GlobalDataLoader((X, Y), batch_size=4, module=model, shuffle=True))
+    inputs, targets = next(optimizer.batches)
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+WAITS = {
+    ("*: data", own_step): {},
+    ("*: model", own_step): {},
+    ("0: model; 2: model:row; 5: data", own_step): {},
+    ("*: data | zero=1", own_step): {},
+    ("*: data | zero=2", own_step): {},
+    ("*: data | zero=3", own_step): {},
+    ("*: data | zero=3 recompute", own_step): {},
+    ("pipeline | mb=4 gpipe", scheduled_step): {},
+    ("pipeline | mb=4 1f1b", scheduled_step): {},
+    ("pipeline | mb=4 interleaved", scheduled_step): {},
+    ("pipeline | mb=4 zero_bubble", scheduled_step): {},
+    ("*: data", clipped_step): {"all-gather": 1},
+    ("*: model", clipped_step): {"all-gather": 1},
+    ("*: data | zero=3", clipped_step): {"all-gather": 1},
+    ("pipeline | mb=4 1f1b", clipped_step): {"all-gather": 1},
+    ("*: data | fp16", scaled_step): {"all-gather": 1, "_local_scalar_dense": 2},
+    ("*: data", masked_step): {},
+    ("*: model", masked_step): {},
+    ("*: data", dropout_step): {},
+    ("*: data", loader_step): {
+        "all-gather": 2,
+        "_local_scalar_dense": 4,
+        "copy to the host": 2,
+        "copy of pageable memory": 2,
+    },
+}
+"""By strategy and step: what the host waits for, and how often."""
+
+
+@pytest.fixture
+def counts_gathers(monkeypatch):
+    """The host waits for what it gathers."""
+    gather = DistributedTransport.all_gather
+
+    def all_gather(self, tensor, header):
+        for counts in counts_of_thread():
+            counts.waits["all-gather"] += 1
+        return gather(self, tensor, header)
+
+    monkeypatch.setattr(DistributedTransport, "all_gather", all_gather)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("strategy", "step"), WAITS)
+def test_waits_of_a_steady_step(strategy, step, counts_gathers):
+    built = mlp()
+
+    def program(rank):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer = adam(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with counted() as counts:
+                step(model, optimizer)
+        return counts.waits
+
+    expected = WAITS[strategy, step]
+    assert assert_all_returned(run_over_nccl(program, device=DEVICE)) == [expected, expected]
