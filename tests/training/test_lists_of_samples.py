@@ -78,3 +78,40 @@ def test_a_list_of_tensors_is_cut_by_entries_or_by_rows():
     with pytest.raises(RunError, match=r"4 samples and a list of 4 tensors of 4 rows each.*Give a tuple"):
         Batch({"pixels": pixels, "views": four}).cut(2)
     assert len(Batch({"pixels": pixels, "views": four}).cut(1)[0].inputs["views"]) == 4
+
+
+class OfImages(nn.Module):
+    """Takes a list of images and a list of labels, as detectors of torchvision do."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, images, labels):
+        boxes = self.head(self.backbone(torch.stack(images)).relu().mean((2, 3)))
+        losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes.unbind(), labels, strict=True)]
+        return {"boxes": torch.stack(losses).mean(), "size": boxes.square().mean()}
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | mb=2", "*: data; head: data@1 | mb=2 1f1b"])
+@pytest.mark.parametrize("num_samples", [3, 4])
+def test_images_and_labels_may_be_lists_alone(strategy, num_samples):
+    """Also as many images as they have channels."""
+    torch.manual_seed(0)
+    model, draw = OfImages(), torch.Generator().manual_seed(0)
+    labels = batch((2, 1, 4, 3)[:num_samples])["labels"][:num_samples]
+    images = list(torch.rand(num_samples, 3, 4, 5, generator=draw))
+    loss_fn = lambda output, targets: sum(output.values())  # noqa: E731
+    one = copy.deepcopy(model)
+    loss = loss_fn(one(images, labels), None)
+    loss.backward()
+
+    def program():
+        spread = wb.parallelize(copy.deepcopy(model), strategy)
+        found = wb.forward_backward(spread, loss_fn, (images, labels), None)
+        return found.item(), [whole(p.grad) for p in spread.parameters()]
+
+    for found, grads in run_ranks(program, 2):
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        for grad, parameter in zip(grads, one.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)

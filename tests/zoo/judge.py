@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import workbench as wb
 from tests.models.training import whole
@@ -189,12 +189,14 @@ def _distance(given: torch.Tensor | None, wanted: torch.Tensor | None, scale: fl
 
 def _part(batch: Any, index: int, num_parts: int) -> Any:
     """A micro-batch: samples lie along dim 0 of what has as many rows as the first tensor, or several patches each."""
-    tensors: list[torch.Tensor] = []
-    tree_map(lambda t: tensors.append(t) if isinstance(t, torch.Tensor) else None, batch)
-    rows = len(tensors[0])
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list)
+
+    rows = len(next(leaf for leaf in tree_leaves(batch, is_list) if isinstance(leaf, torch.Tensor | list)))
 
     def cut(value: Any, are_patches: bool = False) -> Any:
-        if isinstance(value, list):  # a dict for each sample
+        if isinstance(value, list):  # a dict or a tensor for each sample
             return value[index * rows // num_parts : (index + 1) * rows // num_parts]
         if isinstance(value, torch.Tensor) and value.ndim and (len(value) == rows or are_patches):
             return value.chunk(num_parts)[index]
@@ -204,7 +206,7 @@ def _part(batch: Any, index: int, num_parts: int) -> Any:
         return batch
     if isinstance(batch, dict):
         return {name: cut(value, are_patches=name == "pixel_values") for name, value in batch.items()}
-    return tree_map(cut, batch)
+    return tree_map(cut, batch, is_leaf=is_list)
 
 
 def _told(error: BaseException) -> str:

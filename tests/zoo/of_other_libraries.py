@@ -187,6 +187,22 @@ def of_torchvision() -> Iterator[Model]:
         _segmentation,
         lambda output, targets: F.cross_entropy(output["out"], targets),
     )
+    yield Model("RetinaNet", "torchvision", _detection, lambda output, _: sum(output.values()))
+
+
+def _detection() -> tuple[nn.Module, Any]:
+    """Takes a list of images and one of labels, and gives the terms of its loss by name."""
+    import torchvision
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    layers = torchvision.models.mobilenet_v2(weights=None, width_mult=0.25).features[:-1]
+    layers.out_channels = 80
+    anchors = AnchorGenerator(((16, 32),), ((0.5, 1.0),))
+    module = torchvision.models.detection.RetinaNet(layers, CLASSES, min_size=64, max_size=64, anchor_generator=anchors)
+    draw = torch.Generator().manual_seed(3)
+    boxes = torch.tensor([[4.0, 4.0, 30.0, 40.0], [20.0, 10.0, 60.0, 50.0]])
+    labels = [{"boxes": boxes[: 1 + i % 2], "labels": torch.arange(1, 2 + i % 2)} for i in range(SAMPLES)]
+    return module, ((list(torch.rand(SAMPLES, 3, 64, 64, generator=draw)), labels), None)
 
 
 def _segmentation() -> tuple[nn.Module, Any]:

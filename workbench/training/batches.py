@@ -108,12 +108,13 @@ class Batch:
         """
         named = self._named()
         others = {name for name in self._rows(named) if name in named}
-        return num_samples({name: tensor for name, tensor in named.items() if name not in others})
+        counted = {name: tensor for name, tensor in named.items() if name not in others}
+        return num_samples(counted or (self.inputs, self.targets))
 
     def _named(self) -> dict[str, torch.Tensor]:
         """The tensors by where they are in the inputs or targets: ``pixel_values``, ``targets.boxes``."""
-        targets = {} if self.targets is None else named_tensors({"targets": self.targets})
-        return {name.removeprefix("inputs."): t for name, t in named_tensors({"inputs": self.inputs}).items()} | targets
+        named = named_tensors({"inputs": self.inputs, "targets": self.targets})
+        return {name.removeprefix("inputs."): tensor for name, tensor in named.items()}
 
     def _rows(self, named: Mapping[str, torch.Tensor]) -> Rows:
         return {**rows_by_grids(named), **self.rows}
@@ -211,7 +212,7 @@ def num_samples(batch: Any) -> int:
             "Where a sample has several rows, say how many: rows={name: [rows of each sample]}, or None for a tensor "
             "that goes whole to each micro-batch."
         )
-    if found == 0 or not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+    if found == 0 or not any(isinstance(leaf, list) or getattr(leaf, "shape", ()) for leaf in leaves):
         raise RunError(
             "the batch has 0 samples. A step needs at least 1: pass tensors with samples along dim 0, e.g. of shape "
             "(8, 32) for 8 samples."

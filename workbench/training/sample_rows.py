@@ -23,7 +23,8 @@ GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_video
 
 
 def count_samples(values: Iterable[Any]) -> int | None:
-    """Number of rows that the tensors among ``values`` share; 1 without tensors, None if dim 0 is ambiguous.
+    """Number of rows that the tensors among ``values`` share; None if dim 0 is ambiguous. Without tensors the length of
+    lists of dicts, or 1.
 
     A tensor of one row belongs to all samples. So does a tensor whose dims all have the length of the samples' dim 1
     (positions ``(T,)``, masks ``(T, T)`` beside words ``(N, T)``), unless that length is N.
@@ -31,8 +32,9 @@ def count_samples(values: Iterable[Any]) -> int | None:
     >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
     8
     """
-    shapes = {tuple(leaf.shape) for leaf in values if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    rows = {shape[0] for shape in shapes}
+    leaves = list(values)
+    shapes = {tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    rows = {shape[0] for shape in shapes} or {len(leaf) for leaf in leaves if _lists(leaf, Mapping)}
     if len(rows) < 2:
         return next(iter(rows), 1)
     fitting = {n for n in rows if _share_the_others(n, shapes)}
@@ -53,25 +55,22 @@ def lists_samples(batch: Any) -> Callable[[Any], bool]:
 
     Such are labels of detection, a dict for each image, and masks of segmentation, a tensor for each image. A list of
     tensors is one if it has as many entries as the tensors outside of lists have samples, unless all of its tensors
-    have that many rows themselves. A tuple never is.
+    have that many rows themselves; or as there are dicts, where no tensor is outside of lists. A tuple never is.
 
     >>> batch = {"pixels": torch.ones(2, 3), "masks": [torch.ones(5, 4), torch.ones(1, 4)]}
     >>> lists_samples(batch)(batch["masks"])
     True
     """
     leaves = tree_leaves(batch, is_leaf=lambda part: _lists(part, Mapping) or _lists(part, torch.Tensor))
-    rows = count_samples(leaves) if any(_lists(leaf, torch.Tensor) for leaf in leaves) else None
+    are_loose = any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves)
+    rows = count_samples(leaves) if are_loose or any(_lists(leaf, Mapping) for leaf in leaves) else None
 
     def is_list(part: Any) -> bool:
         if not _lists(part, torch.Tensor):
             return _lists(part, Mapping)
-        return len(part) == rows and not _all_have(part, rows)
+        return len(part) == rows and not (are_loose and all(entry.dim() and len(entry) == rows for entry in part))
 
     return is_list
-
-
-def _all_have(tensors: Sequence[torch.Tensor], num_rows: int) -> bool:
-    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
 
 
 def _lists(value: Any, kind: type) -> bool:
@@ -93,8 +92,9 @@ def check_lists(batch: Any, num_samples: int) -> None:
     Raises:
         RunError: it has as many tensors as there are samples, and each of them has that many rows.
     """
+    is_list = lists_samples(batch)
     for part in tree_leaves(batch, is_leaf=lambda part: _lists(part, torch.Tensor)):
-        if _lists(part, torch.Tensor) and _all_have(part, num_samples) and len(part) == num_samples:
+        if _lists(part, torch.Tensor) and len(part) == num_samples and not is_list(part):
             raise RunError(
                 f"the batch has {num_samples} samples and a list of {num_samples} tensors of {num_samples} rows each: "
                 "the list may have a tensor for each sample, or each tensor a row for each sample. Give a tuple if "
