@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,8 +53,7 @@ class Traffic:
     >>> traffic = Traffic(torch.device("cpu"))
     >>> start = traffic.moment()
     >>> started = traffic.now()
-    >>> traffic.add("all-gather", 64)
-    >>> traffic.end_exchange(started)
+    >>> traffic.add("all-gather", 64, started)
     >>> traffic.between(start, traffic.moment()).sent_bytes
     64
     """
@@ -71,18 +71,23 @@ class Traffic:
         self._queued.clear()
         self._time_s = 0.0
 
-    def add(self, kind: str, sent_bytes: int) -> None:
-        """Count one exchange of this rank."""
+    def add(self, kind: str, sent_bytes: int, started: Time | None = None) -> None:
+        """Count one exchange of this rank; and its time, if it has ``started`` (of ``now()``) and ends now."""
         self.sent_bytes += sent_bytes
         self.num_exchanges += 1
         self.by_kind[kind] = self.by_kind.get(kind, 0) + sent_bytes
+        if isinstance(started, float):  # what end_exchange does, without a call: small exchanges take microseconds
+            self._time_s += time.perf_counter() - started
+        elif started is not None:
+            self.end_exchange(started)
 
     def end_exchange(self, started: Time) -> None:
         """Count the time from ``started`` (of ``now()``) to now as time in exchanges."""
         stopped = self.now()
-        if isinstance(started, float):
-            self._time_s += seconds(stopped) - started
+        if isinstance(started, float) and isinstance(stopped, float):
+            self._time_s += stopped - started
             return
+        assert isinstance(started, QueuedTime)
         assert isinstance(stopped, QueuedTime)
         self._queued.append(_QueuedExchange(started, stopped))
         while self._queued and self._queued[0].stopped.has_passed:

@@ -97,8 +97,7 @@ class Exchange:
             return self._exchange_pieces(local, tag)
         started = world.traffic.now()
         result = self._run_on_transport(local, tag)
-        world.traffic.add(self.plan.kind, self._bytes_sent)
-        world.traffic.end_exchange(started)
+        world.traffic.add(self.plan.kind, self._bytes_sent, started)
         return result
 
     def _make_transfer_plan(self) -> TransferPlan | None:

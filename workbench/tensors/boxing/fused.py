@@ -230,8 +230,7 @@ class _BoxingWork:
             else:
                 results[i] = assemble(plan, pieces, target, self.dtype, self.world.device)
         sent = sum(plan.bytes_sent.get(rank, 0) for plan in self.plans)
-        self.world.traffic.add("fused", sent)
-        self.world.traffic.end_exchange(started)
+        self.world.traffic.add("fused", sent, started)
         self._locals, self._arrived = [], {}
         return [results[i] for i in range(len(self.plans))]
 

@@ -22,7 +22,6 @@ from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
 from workbench.training.gradients.shard_exchange import start_gather, start_scatter
-from workbench.transport.device_clock import Time
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a flat bucket of gradients, approximately."""
@@ -207,7 +206,7 @@ def _start_all_reduce(bucket: list[Term]) -> Finish:
     header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes{_of_batch(world)}"
     wait = world.transport.start_all_reduce(locals_, group, "sum", world.context.next_sum_tag(group), header)
     sent = 2 * (len(group) - 1) * num_bytes // len(group)
-    _count(world, "gradients", sent, started)
+    world.traffic.add("gradients", sent, started)
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, locals_)
 
@@ -228,7 +227,7 @@ def _start_scatter(bucket: list[Term]) -> Finish:
     num_bytes = sum(local.nbytes for local in locals_)
     header = f"reduction of {len(bucket)} gradients to shards, {num_bytes} bytes{_of_batch(world)}"
     sent, wait = start_scatter(world, shards, locals_, _tag(world, group), header)
-    _count(world, "gradients", sent, started)
+    world.traffic.add("gradients", sent, started)
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
 
@@ -269,7 +268,7 @@ def _start_gather(bucket: list[Term]) -> Callable[[], None]:
         for local, shard in zip(locals_, shards, strict=True)
     ]
     sent, wait = start_gather(world, shards, parts, _tag(world, group))
-    _count(world, "parameters", sent, started)
+    world.traffic.add("parameters", sent, started)
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
     return lambda: wait(locals_)
@@ -284,8 +283,3 @@ def _of_batch(world: World) -> str:
 def _tag(world: World, group: tuple[int, ...]) -> int:
     """A tag for the messages of one exchange in ``group``; two groups may exchange at the same time."""
     return world.context.next_sum_tag(group) & 0x20001FFF | (crc32(repr(group).encode()) & 0x7FFF) << 13
-
-
-def _count(world: World, kind: str, sent: int, started: Time) -> None:
-    world.traffic.add(kind, sent)
-    world.traffic.end_exchange(started)

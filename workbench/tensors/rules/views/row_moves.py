@@ -241,8 +241,7 @@ def _exchange(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Ten
         header = f"moving rows of dim {plan.dim} from {plan.sources[0].layout} to {plan.results[0].layout}"
         world.transport.exchange(sends, receives, tag, header)
         sent = sum(message.numel() * message.element_size() for _, message in sends)
-        world.traffic.add("rows", sent)
-        world.traffic.end_exchange(started)
+        world.traffic.add("rows", sent, started)
     for other, moves in sorted(arriving.items()):
         position = 0
         for move in moves:
