@@ -21,7 +21,7 @@ from workbench.session.cluster import Session
 from workbench.session.comparison.compare import compare
 from workbench.units import format_bytes
 
-STRATEGIES = ("data", "model", "pipeline | mb=4 1f1b", "*: data | zero=3")
+STRATEGIES = {"data": "data", "model": "model", "1f1b": "pipeline | mb=4 1f1b", "zero 3": "*: data | zero=3"}
 
 
 def script(place: Place) -> Iterator[Found]:

@@ -77,10 +77,10 @@ def describe(outcomes: Sequence[Outcome]) -> str:
         if outcome.needs_gpu:
             seen = [("", "needs a GPU")]
         if outcome.error:
-            seen.append(("FAILED", outcome.error.replace("|", "/")))
+            seen.append(("FAILED", outcome.error))
         lines = seen or [("", "done")]
         heads = [(outcome.name, f"{outcome.time_s:.0f}"), *[("", "")] * (len(lines) - 1)]
-        rows += [[*head, *line] for head, line in zip(heads, lines, strict=True)]
+        rows += [[cell.replace("|", "/") for cell in (*head, *line)] for head, line in zip(heads, lines, strict=True)]
     return table(_HEADER, rows, num_left=4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -14,7 +15,10 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.place import Finding, Found, Place
 from benchmarks.gpu.runner import describe, run
 from tests.processes import Ranks
+from tests.session.simulated_session import SimulatedSession
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from workbench.errors import StrategyError
+from workbench.session.on_engine import run_commands, shell
 
 CPU = Place("cpu")
 FINDS_ONE_AND = """
@@ -72,9 +76,20 @@ def test_steps_in_a_world_of_one() -> None:
     assert [found.what for found in trace] == ["trace, local torch", "trace, as written", "trace, captured"]
 
 
-@pytest.mark.engines
-def test_engines_are_compared_interrupted_and_killed() -> None:
+def test_strategies_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On simulated ranks: an engine of the workbench is tested elsewhere."""
+    monkeypatch.setattr(shell, "publish", lambda message: None)
+    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(engines, "start", lambda place, num_engines: nullcontext(SimulatedSession(num_engines)))
     assert [found.seen.partition(",")[0] for found in engines.compared(CPU, 2)] == ["equal"] * 4
+    monkeypatch.setattr(engines, "STRATEGIES", {"unfit": "no_such_layer: data"})
+    with pytest.raises(StrategyError):
+        list(engines.compared(CPU, 2))
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_engines_are_interrupted_and_killed() -> None:
     interrupted, killed, afterwards = engines.interrupt_and_kill(CPU)
     assert interrupted.what == "interrupted" and "rank 1" in killed.seen and afterwards.what == "afterwards"
 
