@@ -85,7 +85,9 @@ def unscale_gradients(
 
     change_gradients(present, lambda terms: torch._foreach_mul_(terms, inverse) if terms else None, check_and_unscale)
     own = torch.stack([found, torch.full_like(found, any(p.grad is not None for p in present))])
-    overflow, checked = torch.stack(world.transport.all_gather(own, "overflow of gradients")).amax(0)
+    ranks = tuple(range(world.world_size))
+    tag, header = world.context.next_sum_tag(ranks), "overflow of gradients"
+    overflow, checked = world.transport.all_reduce(own, ranks, "max", tag, header)
     return {world.device: overflow} if checked else {}  # none, of which torch's step tells
 
 

@@ -51,7 +51,10 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
     dtype = torch.promote_types(_widest(tensors), torch.float32)
     mine = torch.stack([_norm(*part, world, order).to(dtype) for part in _parts(tensors, world)])
-    parts = torch.stack(world.transport.all_gather(mine, "the norm of gradients"))
+    ranks, rows = tuple(range(world.world_size)), mine.new_zeros(world.world_size, len(mine))
+    rows[world.rank] = mine
+    tag, header = world.context.next_sum_tag(ranks), "the norm of gradients"
+    parts = world.transport.all_reduce(rows, ranks, "sum", tag, header)  # the host would wait for an all-gather
     with local_torch():
         whole = torch.linalg.vector_norm(parts, order, dim=0) if order != 0 else parts.sum(0)
     return whole.to(_widest(tensors))
