@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.checked_device import DEVICE
+from tests.checked_device import DEVICE, Counts, counted
+from tests.checked_device.counts import counts_of_thread
 from tests.transport.nccl_ranks import CPU, run_over_nccl
 from tests.transport.played_nccl import Call, PlayedNccl
 from tests.transport.shared_ranks import assert_all_returned
@@ -112,6 +113,44 @@ CASES = [(name, n) for n in (2, 4, 8) for name, text in STRATEGIES.items() if is
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_training_never_stalls_and_equals_the_host(name, num_ranks):
     assert_trains(name, num_ranks)
+
+
+@pytest.mark.parametrize(("name", "num_overlaps"), [("data", 1), ("zero 2", 1), ("zero 3", 6)])
+def test_exchanges_of_a_step_overlap_with_its_products(name, num_overlaps, monkeypatch):
+    wait, start = Call.wait, PlayedNccl.call
+    started, overlaps = {}, ([], [])
+
+    def num_products():
+        return sum(
+            number for kind, number in (counts_of_thread() or [Counts()])[0].launches.items() if kind.endswith("mm")
+        )
+
+    def started_call(self, *args):
+        call = start(self, *args)
+        started[call] = num_products()
+        return call
+
+    def wait_for(call):
+        overlaps[call.rank].append(num_products() - started[call])
+        wait(call)
+
+    monkeypatch.setattr(PlayedNccl, "call", started_call)
+    monkeypatch.setattr(Call, "wait", wait_for)
+    built = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+
+    def program(rank):
+        with counted():
+            model = wb.parallelize(copy.deepcopy(built), STRATEGIES[name])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                overlaps[rank].clear()
+                optimizer.zero_grad()
+                model(torch.ones(4, 300)).square().mean().backward()
+                optimizer.step()
+
+    assert_all_returned(run_over_nccl(program, device=DEVICE))
+    for own in overlaps:
+        assert sum(overlap > 0 for overlap in own) >= num_overlaps, overlaps
 
 
 def _skips_wait(*kinds):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -24,11 +25,18 @@ _ALONE_FROM_BYTES = 2**17
 def start_exchange(
     world: World, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
 ) -> Callable[[], tuple[list[torch.Tensor], Release]]:
-    """Send now; the returned function receives. (NCCL does both at once; its stream waits.)"""
-    transport = world.transport
+    """Send now; the returned function receives. NCCL starts both now, and the returned function waits on the stream."""
+    transport: Any = world.transport
     if transport.name == "nccl":
-        done = transport.exchange_in_place(sends, wanted, dtype, tag, header)
-        return lambda: done
+        pieces = [torch.empty(tuple(shape), dtype=dtype, device=world.device) for _, shape in wanted]
+        receives = [(source, piece) for (source, _), piece in zip(wanted, pieces, strict=True)]
+        wait = transport.start_exchange(sends, receives, tag, header)
+
+        def receive() -> tuple[list[torch.Tensor], Release]:
+            wait()
+            return pieces, lambda: None
+
+        return receive
     if sends:
         transport.exchange_in_place(sends, [], dtype, tag, header)
     return lambda: transport.exchange_in_place([], wanted, dtype, tag, header) if wanted else ([], lambda: None)
