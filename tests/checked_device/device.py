@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ class _Module:
     def memory_reserved(self, device: Any = None) -> int:
         return 20 * 10**9
 
-    def get_device_name(self, device: Any = None) -> str:
-        return "NVIDIA H100 80GB HBM3"
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77")
 
     def utilization(self, device: Any = None) -> int:
         return 90

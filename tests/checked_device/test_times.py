@@ -117,7 +117,7 @@ SPANS = (
     [("F", 11, 2), ("B", 14, 1), ("F", 11, 2), ("B", 20, 1), ("O", 1, 0)],
 )
 LAYERS = [[2, 0, 0, 0], [6, 0, 0, 0]], [[0, 2, 4, 2], [0, 8, 4, 8]]
-DEVICES = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_per_s": 67e12}
+DEVICES = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_per_s": 67e12, "gpu": 2156016205.0}
 
 
 def test_the_timeline_and_a_loop_of_ones_own_have_the_devices_times(monkeypatch):

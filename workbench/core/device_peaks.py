@@ -23,13 +23,15 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops_per_s(name: str, precision: str) -> float | None:
-    """The peak of a GPU with this name for "fp32", "bf16" or "fp16"; None for one that is not in the table.
+    """The peak of a GPU with this name for "fp32", "bf16" or "fp16"; None for a slice, or one that no row names.
 
     >>> peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0
+    >>> peak_flops_per_s("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16") is None
+    True
     """
     for part, in_16_bits, in_32_bits in _PEAKS:
-        if part in name:
+        if part in name and "MIG" not in name:
             return _TERA * (in_32_bits if precision == "fp32" else in_16_bits)
     return None
 

@@ -15,9 +15,9 @@ from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
-DEVICE_KINDS = ("busy", "used", "total", "pool", "peak_flops_per_s")
+DEVICE_KINDS = ("busy", "used", "total", "pool", "peak_flops_per_s", "gpu")
 """What a rank reports of its GPU: the share of time with work (0 to 1), bytes in use by all processes and in total,
-bytes that this process has reserved, and the datasheet's operations per second."""
+bytes that this process has reserved, the datasheet's operations per second, and a number that is the GPU's own."""
 TOLERANCE = TOLERANCES["fp32"].loss
 """Largest ``difference`` to one device that counts as equal without a question in 32 bits, see ``core.verdict``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from zlib import crc32
 
 import torch
 
@@ -20,26 +21,27 @@ class DeviceMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._has_nvml = device, device.type != "cpu"
-        self._of_device = torch.get_device_module(device)
+        self._device, self._has_nvml = device, True
+        self._of_device = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
     def read(self, precision: str) -> dict[str, float]:
         """Entries of ``core.metrics.DEVICE_KINDS`` that are known here; none on a CPU."""
-        if self._device.type == "cpu":
-            return {}
         found: dict[str, float] = {}
+        if self._of_device is None:
+            return found
         with suppress(AttributeError):  # a device of torch other than CUDA may lack them
             free, total = self._of_device.mem_get_info(self._device)
-            found |= {"used": total - free, "total": total}
-            found["pool"] = self._of_device.memory_reserved(self._device)
-            name = self._of_device.get_device_name(self._device)
-            found["peak_flops_per_s"] = peak_flops_per_s(name, precision) or 0.0
+            found |= {"used": total - free, "total": total, "pool": self._of_device.memory_reserved(self._device)}
+            properties = self._of_device.get_device_properties(self._device)
+            found["gpu"] = float(crc32(str(properties.uuid).encode()))
+            peak = peak_flops_per_s(properties.name, precision)
+            found |= {} if peak is None else {"peak_flops_per_s": peak}
         if self._has_nvml:
             try:
                 found["busy"] = self._of_device.utilization(self._device) / 100
             except Exception:  # noqa: BLE001 - NVML's errors are of a package that may be missing; slices (MIG) have none
                 self._has_nvml = False
-        return {kind: value for kind, value in found.items() if value}
+        return found
 
 
 __all__ = ["DeviceMeter"]
