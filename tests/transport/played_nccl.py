@@ -5,6 +5,7 @@
 * A rank's first call on a communicator returns when the others have made theirs; so does its first with a peer.
 * Work is done as late as possible. A sender's memory is read, and a receiver's written, when the receiver waits; until
   then that holds garbage. The results of a collective come at each rank's own wait.
+* A handle holds the results of its call.
 * Two ranks on one device are refused. After an abort, waits of the rank end without data, and it can make no call.
 """
 
@@ -54,6 +55,7 @@ class Call:
 
     def __init__(self, nccl: PlayedNccl, rank: int, communicator: Any, parts: list[Part]) -> None:
         self.nccl, self.rank, self.communicator, self.parts = nccl, rank, communicator, parts
+        self.results: list[torch.Tensor] = []
 
     def __repr__(self) -> str:
         parts = [f"{part.kind} of {part.size} with {list(part.others)}" for part in self.parts]
@@ -79,6 +81,7 @@ class Call:
             for part in self.parts:
                 for out, value in zip(part.write, part.arrived, strict=True):
                     out.copy_(value)
+                self.results += part.write
                 part.write, part.arrived = [], []
 
 

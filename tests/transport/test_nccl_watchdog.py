@@ -4,17 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.transport import played_nccl
 from tests.transport.nccl_ranks import rendezvous_of, run_played
-from tests.transport.played_nccl import PlayedNccl
-from tests.transport.shared_ranks import assert_all_returned
 from workbench.errors import CollectiveAborted
 from workbench.transport import selection
 from workbench.transport.network import nccl_watchdog
@@ -211,108 +207,6 @@ def test_a_hang_says_what_nccl_has_not_ended(watches, monkeypatch):
         assert one.find_hang().split("has left the world")[1].startswith(found)
 
 
-def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):
-    waited, calls = [], []
-    wait, start = played_nccl.Call.wait, PlayedNccl.call
-    monkeypatch.setattr(played_nccl.Call, "wait", lambda self: (waited.append(self), wait(self)))
-    monkeypatch.setattr(PlayedNccl, "call", lambda self, *args: calls.append(start(self, *args)) or calls[-1])
-    one_way = {0: ([2, 1], []), 1: ([2], [0]), 2: ([], [1, 0])}
-
-    def program(transport, rank):
-        for peers, sources in (one_way[rank], ({0, 1, 2} - {rank},) * 2):
-            transport.exchange([(p, torch.ones(2)) for p in peers], [(p, torch.empty(2)) for p in sources], 0, "boxing")
-        transport.all_gather(torch.zeros(1), "barrier")
-
-    results, nccl = run_played(program, 3)
-    assert_all_returned(results)
-    assert nccl.open_calls() == []
-    calls = [call for call in calls if call.parts[0].kind != "all-gather"]
-    assert [call for call in calls if call not in waited] == [c for c in calls if [p.kind for p in c.parts] == ["send"]]
-    for rank, order in enumerate([[(0, 1), (0, 2)], [(0, 1), (1, 2)], [(0, 2), (1, 2)]]):
-        *single, batch = [call for call in calls if call.rank == rank]
-        assert [call.communicator[-2:] for call in single] == order
-        assert batch.communicator is None and len(batch.parts) == 4
-
-
-def test_a_sender_may_write_at_once():
-    def program(transport, rank):
-        x, out = torch.zeros(3), torch.empty(3)
-
-        def exchange():
-            transport.exchange(*([(1, x)], []) if rank == 0 else ([], [(0, out)]), 0, "an activation")
-
-        exchange()  # the first one waits for the peer
-        x.fill_(1)
-        if rank == 0:
-            exchange()
-            x.fill_(2)
-        transport.all_gather(torch.zeros(1), "barrier")
-        if rank == 1:
-            exchange()
-        return out.tolist()
-
-    results, _ = run_played(program, 2)
-    assert assert_all_returned(results)[1] == [1, 1, 1]
-
-
-def test_sent_bytes_are_counted_and_threads_end():
-    def program(transport, rank):
-        out = torch.empty(3)
-        for number in range(20):
-            transport.exchange([(1 - rank, torch.full((3,), 10.0 * rank + number))], [(1 - rank, out)], 0, "boxing")
-            transport.all_gather(torch.zeros(1), "barrier")
-            assert out.eq(10.0 * (1 - rank) + number).all()
-        return transport.sent_bytes
-
-    results, nccl = run_played(program, 2)
-    assert assert_all_returned(results) == [240, 240] and not nccl.aborted
-    assert not [thread for thread in threading.enumerate() if thread.name == "workbench-calls" and thread.is_alive()]
-
-
-def test_dtypes_and_flags_that_nccl_lacks_are_sent():
-    complex_ones = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 4]])
-    tensors = [
-        torch.arange(6, dtype=torch.int16).view(2, 3),
-        torch.tensor(7, dtype=torch.int16),
-        torch.tensor([True, False]),
-        complex_ones,
-        complex_ones.conj(),
-        complex_ones.conj().imag,
-        torch._neg_view(torch.arange(4.0)),
-        torch.arange(6.0).view(2, 3).t(),
-    ]
-
-    def program(transport, rank):
-        for tensor in tensors:
-            out = torch.empty(tensor.shape, dtype=tensor.dtype)
-            transport.exchange([(1 - rank, tensor)], [(1 - rank, out)], 0, "boxing")
-            transport.all_gather(torch.zeros(1), "barrier")
-            assert out.equal(tensor), tensor
-        found = []
-        for reduction in ("sum", "max", "min"):
-            for dtype in (torch.int16, torch.bfloat16):
-                terms = [torch.tensor([1 + rank, 5 - rank], dtype=dtype), torch.tensor([[-3 * rank]], dtype=dtype)]
-                finish = transport.start_all_reduce(terms, [0, 1], reduction, 0, "a sum")
-                transport.all_gather(torch.zeros(1), "barrier")
-                assert finish().dtype == dtype
-                found.append(finish().tolist())
-        return found
-
-    results, _ = run_played(program, 2)
-    expected = [[3, 9, -3]] * 2 + [[2, 5, 0]] * 2 + [[1, 4, -3]] * 2
-    assert assert_all_returned(results) == [expected, expected]
-
-
-def test_a_receive_never_fills_a_copy():
-    def program(transport, rank):
-        out = torch.empty(3, 2).t()
-        with pytest.raises(RuntimeError, match="view size is not compatible"):
-            transport.exchange([(1 - rank, torch.ones(2, 3))], [(1 - rank, out)], 0, "boxing")
-
-    results, _ = run_played(program, 2)
-    assert_all_returned(results)
-
-
 def test_ranks_that_diverged_end_with_both_calls():
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")
@@ -368,19 +262,6 @@ def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, c
     assert limits_s == {"gloo": 30.0, "nccl": 300.0}
     assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert "TORCH_NCCL_ENABLE_MONITORING=1: a call over NCCL that hangs may end this process" in caplog.text
-
-
-def test_groups_have_our_timeout(monkeypatch):
-    limits_s, new_group = [], PlayedNccl.new_group
-    monkeypatch.setattr(PlayedNccl, "new_group", lambda self, ranks, timeout, **options: (
-        limits_s.append(timeout.total_seconds()), new_group(self, ranks, timeout, **options))[1])  # fmt: skip
-
-    def program(transport, rank):
-        if rank != 1:
-            transport.all_reduce(torch.ones(1), [0, 2], "sum", 0, "sum")
-
-    assert_all_returned(run_played(program, 3, timeout_s=30.0)[0])
-    assert limits_s == [300.0] * 5
 
 
 def test_torch_knows_the_settings():

@@ -29,7 +29,7 @@ from workbench.errors import CollectiveAborted
 from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
-from workbench.transport.network.nccl_watchdog import NcclWatchdog, torch_timeout
+from workbench.transport.network.nccl_watchdog import NcclWatchdog, Pending, StreamPosition, torch_timeout
 from workbench.transport.rendezvous import Rendezvous
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -83,27 +83,23 @@ class DistributedTransport(AsyncTransport):
             received = self._start_batch([call for call in calls if call.peer in both_ways], header)
             for call in one_way:  # the first call on a communicator waits for the peer's: one order for all
                 group = None if call.source < call.destination else self._downward
-                work = call.function(call.memory, call.peer, group=group)
-                self._record_calls(header, [call], work)
+                pending = self._record_calls(header, [call], call.function(call.memory, call.peer, group=group))
                 if call.destination == self.rank:
-                    received.append(work)
+                    received.append(pending)
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
 
         return partial(self._wait, received, header)
 
-    def _start_batch(self, calls: list[_Call], header: str) -> list[Any]:
-        """Start calls of one exchange together; returns the works to wait for. ``init`` has met all ranks before, which
-        torch requires.
-        """
+    def _start_batch(self, calls: list[_Call], header: str) -> list[Pending]:
+        """Start calls of one exchange together. ``init`` has met all ranks before, which torch requires."""
         if not calls:
             return []
         [work] = dist.batch_isend_irecv([dist.P2POp(call.function, call.memory, call.peer) for call in calls])
-        self._record_calls(header, calls, work)
-        return [work]
+        return [self._record_calls(header, calls, work)]
 
-    def _record_calls(self, header: str, calls: list[_Call], work: Any) -> None:
+    def _record_calls(self, header: str, calls: list[_Call], work: Any) -> Pending:
         channels = dict.fromkeys(nccl_watchdog.send_channel(call.source, call.destination) for call in calls)
-        self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
+        return self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -112,12 +108,12 @@ class DistributedTransport(AsyncTransport):
         total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
         with self._calling(header):
             work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
-        self._watchdog.record(
+        pending = self._watchdog.record(
             f"{header}, {reduction} of {total.numel()}", [nccl_watchdog.group_channel(group)], group, [work]
         )
 
         def finish() -> torch.Tensor:
-            self._wait([work], header)
+            self._wait([pending], header)
             return total.to(dtype)
 
         return finish
@@ -127,7 +123,7 @@ class DistributedTransport(AsyncTransport):
         with self._calling(header):
             work = dist.all_gather(parts, tensor, async_op=True)
         all_ranks = range(self.world_size)
-        self._watchdog.record(
+        pending = self._watchdog.record(
             f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(all_ranks)], all_ranks, [work]
         )
         started, count = time.perf_counter(), 0
@@ -140,7 +136,7 @@ class DistributedTransport(AsyncTransport):
             self._raise_if_aborted(header)
             if time.perf_counter() - started > self.timeout_s:
                 self.abort(f"all ranks in {header}: nothing came for {self.timeout_s:g} s")
-        self._wait([work], header)
+        self._wait([pending], header)
         return parts
 
     def flush(self) -> None:
@@ -166,10 +162,16 @@ class DistributedTransport(AsyncTransport):
             self._groups[key] = dist.new_group(list(key), timeout=self._torch_timeout, use_local_synchronization=True)
         return self._groups[key]
 
-    def _wait(self, works: Sequence[Any], header: str) -> None:
-        """Order the current stream after the works, without blocking this thread. An abort ends works without data."""
-        for work in works:
-            work.wait()
+    def _wait(self, calls: Sequence[Pending], header: str) -> None:
+        """Order the current stream after the calls, without blocking this thread. An abort ends calls without data.
+
+        Afterwards nothing of them is held but a position of the stream: the host may be far ahead of the device, and
+        torch's handles would keep all results until then.
+        """
+        for call in calls:
+            for work in call.works:
+                work.wait()
+            call.works = () if self.device.type == "cpu" else (StreamPosition(self.device),)
         self._raise_if_aborted(header)
 
     @contextmanager

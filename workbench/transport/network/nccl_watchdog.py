@@ -21,7 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.unfinished_calls import unfinished_calls
@@ -47,16 +50,42 @@ class Work(Protocol):
     """The handle that torch.distributed returns for a call."""
 
     def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
 
 
-class _Pending(NamedTuple):
-    """A call that has not ended."""
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A call that has not ended.
+
+    Attributes:
+        works: torch's handles. They hold the results: set others as soon as they have been waited for.
+    """
 
     started_s: float
     header: str
     numbers: tuple[tuple[str, int], ...]
     ranks: frozenset[int]
     works: tuple[Work, ...]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it has been done."""
+        return all(work.is_completed() for work in self.works)
+
+
+class StreamPosition:
+    """The end of what the current stream of a device has been asked for, as a handle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.get_device_module(device).Event()
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Whether the device has come to it."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Nothing: the stream is there already."""
 
 
 def disarm_torch() -> None:
@@ -106,14 +135,16 @@ class NcclWatchdog:
         }
         self._processes = PeerProcesses(near)
         self._calls: dict[str, tuple[int, deque[str]]] = {}
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Pending] = deque()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._how = ""
 
-    def record(self, header: str, channels: Sequence[str], ranks: Sequence[int], works: Sequence[Work]) -> None:
+    def record(self, header: str, channels: Sequence[str], ranks: Sequence[int], works: Sequence[Work]) -> Pending:
         """Record a call of this rank on these channels, together with ``ranks``."""
+        with suppress(RuntimeError):  # the thread reports it
+            self._drop_ended()
         numbers = []
         with self._lock:
             for channel in channels:
@@ -122,21 +153,20 @@ class NcclWatchdog:
                 self._calls[channel] = (number + 1, headers)
                 numbers.append((channel, number + 1))
             others = frozenset(ranks) - {self.rank}
-            self._pending.append(_Pending(time.monotonic(), header, tuple(numbers), others, tuple(works)))
+            pending = Pending(time.monotonic(), header, tuple(numbers), others, tuple(works))
+            self._pending.append(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="workbench-calls", daemon=True)
             self._thread.start()
+        return pending
 
     def find_hang(self) -> str | None:
         """Why the oldest call in flight cannot end; None if there is no call, or if it may still end."""
-        with self._lock:
-            try:
-                while self._pending and all(work.is_completed() for work in self._pending[0].works):
-                    self._pending.popleft()
-            except RuntimeError as error:
-                header = self._pending[0].header
-                return f"rank {self.rank} stopped waiting in {header}: NCCL reports {str(error).splitlines()[0]}"
-            oldest = self._pending[0] if self._pending else None
+        try:
+            oldest = self._drop_ended()
+        except RuntimeError as error:
+            header = self._pending[0].header
+            return f"rank {self.rank} stopped waiting in {header}: NCCL reports {str(error).splitlines()[0]}"
         if oldest is None or time.monotonic() - oldest.started_s < SUSPECT_S:
             return None
         try:
@@ -166,6 +196,13 @@ class NcclWatchdog:
             self._thread.join(2 * LOOK_S)
         self._processes.close()
 
+    def _drop_ended(self) -> Pending | None:
+        """Forget the calls that have ended; returns the oldest of the others."""
+        with self._lock:
+            while self._pending and self._pending[0].has_ended:
+                self._pending.popleft()
+            return self._pending[0] if self._pending else None
+
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
             reason = self.find_hang()
@@ -173,7 +210,7 @@ class NcclWatchdog:
                 self._end(reason)
                 return
 
-    def _hang_reason(self, call: _Pending) -> str | None:
+    def _hang_reason(self, call: Pending) -> str | None:
         for peer in sorted(call.ranks):
             if self._processes.has_ended(peer):
                 return f"process {self._processes.pids[peer]} of rank {peer} has ended"
@@ -217,7 +254,7 @@ def _header_of(status: dict[str, Any], channel: str, number: int) -> str | None:
     return headers[index] if 0 <= index < len(headers) else None
 
 
-def _different_call(call: _Pending, status: dict[str, Any]) -> tuple[str, int, str] | None:
+def _different_call(call: Pending, status: dict[str, Any]) -> tuple[str, int, str] | None:
     for channel, number in call.numbers:
         header = _header_of(status, channel, number)
         if header is not None and header != call.header:
@@ -225,11 +262,11 @@ def _different_call(call: _Pending, status: dict[str, Any]) -> tuple[str, int, s
     return None
 
 
-def _has_made(call: _Pending, status: dict[str, Any]) -> bool:
+def _has_made(call: Pending, status: dict[str, Any]) -> bool:
     return any(status["calls"].get(channel, (0,))[0] >= number for channel, number in call.numbers)
 
 
-def _last_of(call: _Pending, status: dict[str, Any] | None) -> str:
+def _last_of(call: Pending, status: dict[str, Any] | None) -> str:
     """The last call of a rank on the channels of ``call``, for error texts."""
     for channel, _ in call.numbers:
         number, headers = (status or {"calls": {}})["calls"].get(channel, (0, []))
