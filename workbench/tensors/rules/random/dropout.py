@@ -64,7 +64,7 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
     out = (layout, x._spec.shape, x.dtype)
 
     def apply(own: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        kept = own * (keep * gain).to(own.dtype)
+        kept = own * keep * gain
         return kept + (shift * p - shift * ~keep).to(own.dtype) if shift else kept
 
     result = local_call(apply, [x, mask], [layout, mask._spec.layout], out, "dropout")
