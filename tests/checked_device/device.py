@@ -13,6 +13,7 @@ from tests.checked_device import clock, kernels, late_copies
 from tests.checked_device.counts import count_wait
 from tests.checked_device.kernels import DEVICE_TYPE
 from workbench.core import placement
+from workbench.kernels import blocks, cross_entropy_terms, embedding_rows, launch, random_slice
 
 
 class _Module:
@@ -91,6 +92,13 @@ _other = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 _other.fallback(torch.library.fallthrough_kernel)
 _all = torch.library.Library("_", "IMPL", "PrivateUse1")
 _all.fallback(kernels.run)
+_workbench = torch.library.Library("workbench", "IMPL", "PrivateUse1")
+for _module in (blocks, cross_entropy_terms, embedding_rows, random_slice):
+    for _operator in vars(_module).values():
+        _op = getattr(_operator, "_opoverload", _operator)
+        if isinstance(_op, torch._ops.OpOverload):  # one launch each, as on a GPU
+            _workbench.impl(_op.name(), partial(kernels.run, _op))
+launch.OWN_KERNELS.add(DEVICE_TYPE)
 
 placement.DEVICE_TYPES = (*placement.DEVICE_TYPES, DEVICE_TYPE)
 DEVICE = torch.device(DEVICE_TYPE, 0)

@@ -48,7 +48,8 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
 def copy_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy pinned memory, which the host may not write before it has waited."""
     target.copy_(source)
-    _copies().from_host.append((source, source.clone()))
+    # Its memory, not the tensor, which on a GPU may end before the copy: a captured step must not leave one.
+    _copies().from_host.append((source.view(source.shape), source.clone()))
 
 
 def use(tensors: Iterable[torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.positions = nn.Embedding(11, 8), nn.Embedding(6, 8)
-        self.attention, self.norm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LayerNorm(8)
+        self.attention, self.norm = nn.MultiheadAttention(8, 2, 0.2, batch_first=True), nn.LayerNorm(8)
         self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 11)
         self.register_buffer("scale", torch.tensor(0.5))
 

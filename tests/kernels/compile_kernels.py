@@ -22,6 +22,8 @@ from workbench.kernels.cross_entropy_terms import cross_entropy_terms  # noqa: E
 from workbench.kernels.embedding_rows import embedding_rows  # noqa: E402
 from workbench.kernels.random_slice import dropout_slice, fill_random  # noqa: E402
 
+label = None
+"""What the kernels that are measured are compiled for."""
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -59,8 +61,19 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     ptx = compiled.asm["ptx"]
     fused = sum(" fma." in line for line in ptx.splitlines())
     wide = max((k for k in (1, 2, 4) if k == 1 or f".v{k}.b" in ptx), default=1)
-    sys.stdout.write(f"{self.fn.__name__} {grid} fused={fused} vector={wide}\n")
+    name = f"{self.fn.__module__.rpartition('.')[2].removesuffix('_triton')}:{self.fn.__name__}"
+    cost = "" if label is None else instructions_per_element(compiled, dict(zip(self.arg_names, args, strict=True)))
+    sys.stdout.write(f"{name}{label or ''} fused={fused} vector={wide} sass={cost}\n")
     return compiled
+
+
+def instructions_per_element(compiled, given):
+    """Instructions in the kernel for each element of a lane's part of a block, as if all branches were taken."""
+    lines = [line.split("\t")[1] for line in compiled.asm["sass"].splitlines() if "\t" in line]
+    elements = given.get("rows_per_program", 1) * given.get("columns_per_program", 1)
+    elements *= given.get("columns", 1) * 4 * given["counters"] if "counters" in given else given.get("columns", 1)
+    lanes = 32 * compiled.metadata.num_warps
+    return sum(not line.startswith("NOP") for line in lines) * lanes / max(elements, lanes)
 
 
 def blocks(dtype):
@@ -97,6 +110,29 @@ def randoms(dtype):
             fill_random(out, kind, key, first, strides, 1.0, 2.0)
         if dtype.is_floating_point:
             dropout_slice(out, key, first, strides, 0.5)
+    fill_random(torch.zeros(3, 4, 5, 8).to(dtype), kind, 1, 0, [1920, 320, 40, 1], 0.0, 1.0)
+    if dtype == torch.uint8:  # memory that is not written takes no room
+        fill_random(torch.empty(2**30, 1, dtype=dtype), kind, 1, 0, [4, 1], 0.0, 1.0)
+
+
+def of_training():
+    """What a step of training in 16 bits launches, at usual sizes."""
+    global label
+    label = ""
+    big = torch.zeros(64, 4096, dtype=torch.bfloat16)
+    move_blocks([torch.empty_like(big)], [big], [1], "none")
+    logits = torch.zeros(2, 32000, dtype=big.dtype, requires_grad=True)
+    cross_entropy_terms(logits, torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
+    weight = torch.zeros(4, 4096, dtype=big.dtype, requires_grad=True)
+    embedding_rows(weight, torch.zeros(4, dtype=torch.int64), 1).sum().backward()
+    for name, width, first in (("", 4096, 0), (" columns", 2048, 2048), (" odd columns", 2047, 1)):
+        label = name
+        dropout_slice(big[:, :width].contiguous(), 1, first, [4096, 1], 0.5)
+    for kind in ("uniform", "bernoulli"):
+        label = f" {kind}"
+        fill_random(big, kind, 1, 0, [4096, 1], 0.0, 1.0)
+    label = " sum of 2"
+    move_blocks([torch.empty_like(big)], [big, big], [2], "sum")
 
 
 if __name__ == "__main__":
@@ -111,8 +147,4 @@ if __name__ == "__main__":
             blocks(dtype)
             randoms(dtype)
     else:
-        move_blocks([torch.empty(64, 64)], [torch.zeros(64, 64)], [1], "none")
-        logits = torch.zeros(2, 3, requires_grad=True)
-        cross_entropy_terms(logits, torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
-        embedding_rows(torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64), 1).sum().backward()
-        dropout_slice(torch.zeros(2, 3), 1, 0, [3, 1], 0.5)
+        of_training()

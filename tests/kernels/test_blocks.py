@@ -94,3 +94,16 @@ def test_a_maximum_propagates_nan_as_torch_does(device):
 def test_identity_elements():
     assert identity_element(torch.float32, "max") == -torch.inf and identity_element(torch.int8, "min") == 127
     assert identity_element(torch.bool, "min") is True and identity_element(torch.int64, "sum") == 0
+
+
+def test_a_move_between_the_same_addresses_finds_its_table(device):
+    from workbench.kernels import blocks_triton
+
+    source, target = torch.randn(6, 4, device=device), torch.empty(4, 6, device=device)
+    blocks_triton._launches.cache_clear()
+    for moved in (source.t(), source.t(), source.view(4, 6)):
+        source += 1
+        move_blocks([target], [moved], [1], "none")
+        assert torch.equal(target, moved)
+    found = blocks_triton._launches.cache_info()
+    assert (found.hits, found.misses) == (1, 2)

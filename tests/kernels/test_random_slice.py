@@ -11,6 +11,7 @@ from workbench.kernels.random_slice import (
     fill_random,
     fill_random_reference,
 )
+from workbench.tensors.random import place_of
 
 SHAPE = (3, 5, 4, 7)
 STRIDES = [140, 28, 7, 1]
@@ -49,19 +50,32 @@ def test_integers_have_the_bits_of_the_reference(key, dtype, device):
     assert torch.equal(filled("integers", dtype, key, region, device), wanted)
 
 
-@pytest.mark.parametrize(
-    "region",
-    [
-        ((0, 3), (0, 5), (0, 4), (0, 7)),
-        ((1, 2), (2, 4), (1, 3), (3, 4)),
-        ((0, 3), (4, 5), (0, 4), (0, 7)),
-        ((0, 0), (0, 5), (0, 4), (0, 7)),
-    ],
-    ids=str,
-)
-def test_a_slice_equals_that_of_the_full_tensor(region, device):
-    whole = filled("uniform", torch.float32, 9, [(0, size) for size in SHAPE], device)
-    assert torch.equal(filled("uniform", torch.float32, 9, region, device), whole[tuple(slice(*b) for b in region)])
+SLICES = {
+    "whole": ((3, 5, 4, 7), ((0, 3), (0, 5), (0, 4), (0, 7))),
+    "middle": ((3, 5, 4, 7), ((1, 2), (2, 4), (1, 3), (3, 4))),
+    "rows": ((6, 16), ((2, 5), (0, 16))),
+    "columns between counters": ((6, 16), ((1, 5), (4, 12))),
+    "columns within counters": ((6, 16), ((1, 5), (3, 9))),
+    "a column": ((6, 16), ((0, 6), (5, 6))),
+    "four dims between counters": ((3, 5, 4, 16), ((0, 3), (1, 4), (1, 3), (4, 12))),
+    "many programs": ((4, 3000), ((0, 4), (1, 2998))),
+    "five dims": ((2, 3, 4, 3, 2), ((0, 2), (1, 3), (1, 3), (1, 3), (0, 1))),
+    "none": ((6, 16), ((0, 0), (0, 16))),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_equals_that_of_the_full_tensor(name, device):
+    shape, region = SLICES[name]
+    first, strides = place_of(shape, region)
+    whole = torch.empty(shape)
+    fill_random_reference(whole, "uniform", 9, 0, strides, 0.0, 1.0)
+    wanted = whole[tuple(slice(*bounds) for bounds in region)]
+    found = torch.empty(wanted.shape, device=device)
+    fill_random(found, "uniform", 9, first, strides, 0.0, 1.0)
+    assert torch.equal(found.cpu(), wanted)
+    dropped = dropout_slice(torch.ones_like(found), 9, first, strides, 0.25)
+    assert torch.equal(dropped.cpu() != 0, wanted < 0.75)
 
 
 def test_positions_beyond_32_bits_are_other_numbers(device):

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 
 from workbench.kernels.launch import accumulator, can_launch, identity_element
+from workbench.kernels.operators import writes_first
 
 
-@torch.library.custom_op("workbench::move_blocks", mutates_args={"targets"})
+@writes_first
 def move_blocks(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
 ) -> None:
@@ -44,11 +45,6 @@ def move_blocks(
         if launch(targets, sources, counts, reduction):
             return
     move_blocks_reference(targets, sources, counts, reduction)
-
-
-@move_blocks.register_fake
-def _(*_: object) -> None:
-    return None
 
 
 def move_blocks_reference(

@@ -8,8 +8,10 @@ move 16 bytes at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +27,8 @@ _ELEMENTS = 2048
 _MAX_BLOCKS = 65_535
 """Largest number of programs along y."""
 _VECTOR_BYTES = 16
+_MAX_CACHED = 1024
+"""Moves whose tables are kept."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REDUCTION_CODES = {"none": 0, "sum": 0, "max": 1, "min": 2}
 
@@ -50,29 +54,31 @@ def _move(
     rows_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
     vector: tl.constexpr,
+    index: tl.constexpr,
 ) -> None:
     """One program moves ``rows_per_program`` x ``columns_per_program`` elements of one block.
 
     A row of ``blocks``: target address, number of sources, four sizes, four strides of the target, index of the first
     source, column programs. A row of ``sources``: address, four strides. ``vector``: a number of elements that divides
-    all strides but the last, all columns and all addresses; 0 where the columns are not contiguous.
+    all strides but the last, all columns and all addresses; 0 where the columns are not contiguous. ``index``: a type
+    for the number of any element.
     """
     block = blocks + tl.program_id(1).to(tl.int64) * 12
     target = tl.load(block).to(tl.pointer_type(element))
     count = tl.load(block + 1)
-    size0, size1 = tl.load(block + 2), tl.load(block + 3)
-    size2, size3 = tl.load(block + 4), tl.load(block + 5)
-    first, num_column_programs = tl.load(block + 10), tl.load(block + 11)
-    program = tl.program_id(0).to(tl.int64)
+    size0, size1 = tl.load(block + 2).to(index), tl.load(block + 3).to(index)
+    size2, size3 = tl.load(block + 4).to(index), tl.load(block + 5).to(index)
+    first, num_column_programs = tl.load(block + 10), tl.load(block + 11).to(index)
+    program = tl.program_id(0).to(index)
     row = (program // num_column_programs) * rows_per_program + tl.arange(0, rows_per_program)
     column = (program % num_column_programs) * columns_per_program + tl.arange(0, columns_per_program)
     if vector > 1:
         size3 = tl.multiple_of(size3, vector)
         target = tl.multiple_of(target, 16)
     inside = (row < size0 * size1 * size2)[:, None] & (column < size3)[None, :]
-    i2 = row % size2
-    i1 = (row // size2) % size1
-    i0 = row // (size2 * size1)
+    i2 = (row % size2).to(tl.int64)
+    i1 = ((row // size2) % size1).to(tl.int64)
+    i0 = (row // (size2 * size1)).to(tl.int64)
     place = i0 * tl.load(block + 6) + i1 * tl.load(block + 7) + i2 * tl.load(block + 8)
     if vector > 1:
         place = tl.multiple_of(place, vector)
@@ -97,66 +103,77 @@ def _move(
     tl.store(target + to, value.to(element), mask=inside)
 
 
-@dataclass(slots=True)
-class _Table:
-    """The arguments of the kernel: a row per block, and a row per source."""
-
-    blocks: list[list[int]] = field(default_factory=list)
-    addresses: list[list[int]] = field(default_factory=list)
-
-    def shapes(self) -> Iterator[tuple[int, int]]:
-        """Rows and columns of each block."""
-        for block in self.blocks:
-            yield block[2] * block[3] * block[4], block[5]
-
-    def vector(self, itemsize: int) -> int:
-        """See ``_move``."""
-        lasts = [block[9] for block in self.blocks] + [source[4] for source in self.addresses]
-        if any(stride != 1 for stride in lasts):
-            return 0
-        wide = _VECTOR_BYTES // itemsize
-        counted = [number for block in self.blocks for number in (block[5], *block[6:9])]
-        counted += [stride for source in self.addresses for stride in source[1:4]]
-        starts = [block[0] for block in self.blocks] + [source[0] for source in self.addresses]
-        is_aligned = all(n % wide == 0 for n in counted) and all(start % _VECTOR_BYTES == 0 for start in starts)
-        return wide if is_aligned else 1
+_Tensor = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, sizes and strides."""
 
 
 def launch(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
 ) -> bool:
     """Fill the targets; False for unsupported cases (more than four dims that do not merge, complex sums)."""
+    device = targets[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    tensors = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in (*targets, *sources)]
+    launches = _launches(tuple(tensors), tuple(counts), reduction, targets[0].dtype, device, stream)
+    if launches is None:
+        return False
+    for grid, arguments in launches:
+        launch_kernel(_move, grid, targets[0], *arguments)
+    return True
+
+
+@functools.lru_cache(_MAX_CACHED)
+def _launches(
+    tensors: tuple[_Tensor, ...],
+    counts: tuple[int, ...],
+    reduction: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    stream: int,
+) -> list[tuple[tuple[int, int], tuple[Any, ...]]] | None:
+    """Grids and arguments of the kernel. The allocator gives the tensors of a step the addresses of the last step's, so
+    most steps find their tables on the device.
+
+    ``stream`` is in the key because a table may be read once the stream that it was copied on has reached it.
+    """
     is_copy = all(count == 1 for count in counts)
-    dtype = targets[0].dtype
     if dtype == torch.bool and reduction == "sum":
         reduction = "max"
     fill = identity_element(dtype, reduction)
-    if (is_copy and dtype.itemsize in _INTEGERS) or dtype == torch.bool:
-        dtype = _INTEGERS[dtype.itemsize]
-        targets, sources = [t.view(dtype) for t in targets], [s.view(dtype) for s in sources]
-    if dtype not in TYPES:
-        return False
-    table = _table(targets, sources, counts)
-    if table is None:
-        return False
-    if not table.blocks:
-        return True
-    columns = _columns(list(table.shapes()))
-    rows = _ELEMENTS // columns
-    for block in table.blocks:
+    if is_copy or dtype == torch.bool:
+        dtype = _INTEGERS.get(dtype.itemsize, dtype)
+    rows = _rows(tensors[: len(counts)], tensors[len(counts) :], counts) if dtype in TYPES else None
+    if rows is None:
+        return None
+    blocks, addresses = rows
+    columns = _columns([(math.prod(block[2:5]), block[5]) for block in blocks])
+    rows_per_program = _ELEMENTS // columns
+    for block in blocks:
         block.append(ceil_div(block[5], columns))
     total = dtype if is_copy else accumulator(dtype)
-    vector = table.vector(dtype.itemsize)
-    for start in range(0, len(table.blocks), _MAX_BLOCKS):
-        part = table.blocks[start : start + _MAX_BLOCKS]
-        programs = max(ceil_div(block[2] * block[3] * block[4], rows) * block[11] for block in part)
-        launch_kernel(
-            _move, (programs, len(part)), targets[0],
-            *_on_device(part, table.addresses, targets[0].device), TYPES[dtype], TYPES[total],
-            _REDUCTION_CODES[reduction], float(fill) if dtype.is_floating_point else int(fill), is_copy, rows, columns,
-            vector,
-        )  # fmt: skip
-    return True
+    constants = (
+        TYPES[dtype], TYPES[total], _REDUCTION_CODES[reduction],
+        float(fill) if dtype.is_floating_point else int(fill), is_copy, rows_per_program, columns,
+        _vector(blocks, addresses, dtype.itemsize),
+    )  # fmt: skip
+    launches = []
+    for start in range(0, len(blocks), _MAX_BLOCKS):
+        part = blocks[start : start + _MAX_BLOCKS]
+        programs = max(ceil_div(math.prod(block[2:5]), rows_per_program) * block[11] for block in part)
+        index = tl.int32 if programs * _ELEMENTS < 2**31 else tl.int64
+        launches.append(((programs, len(part)), (*_on_device(part, addresses, device), *constants, index)))
+    return launches
+
+
+def _vector(blocks: list[list[int]], addresses: list[list[int]], itemsize: int) -> int:
+    """See ``_move``."""
+    if any(stride != 1 for stride in (*(block[9] for block in blocks), *(source[4] for source in addresses))):
+        return 0
+    wide = _VECTOR_BYTES // itemsize
+    counted = [number for block in blocks for number in block[5:9]] + [n for source in addresses for n in source[1:4]]
+    starts = [row[0] for row in (*blocks, *addresses)]
+    is_aligned = all(n % wide == 0 for n in counted) and all(start % _VECTOR_BYTES == 0 for start in starts)
+    return wide if is_aligned else 1
 
 
 def _on_device(
@@ -164,7 +181,7 @@ def _on_device(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both tables on the device, after one copy."""
     numbers = [number for row in (*blocks, *addresses) for number in row]
-    tables = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    tables = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return tables[: len(blocks) * len(blocks[0])], tables[len(blocks) * len(blocks[0]) :]
 
 
@@ -174,21 +191,25 @@ def _columns(shapes: list[tuple[int, int]]) -> int:
     return min(choices, key=lambda c: sum(ceil_div(n, c) * ceil_div(m, _ELEMENTS // c) for m, n in shapes))
 
 
-def _table(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int]) -> _Table | None:
-    table = _Table()
+def _rows(
+    targets: Sequence[_Tensor], sources: Sequence[_Tensor], counts: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]] | None:
+    """The rows of ``blocks`` without the last number, and of ``sources``; None for unsupported sizes."""
+    blocks: list[list[int]] = []
+    addresses: list[list[int]] = []
     start = 0
-    for target, count in zip(targets, counts, strict=True):
+    for (address, shape, strides), count in zip(targets, counts, strict=True):
         terms = sources[start : start + count]
         start += count
-        if not target.numel():
+        if 0 in shape:
             continue
-        merged = _merge(target.shape, [target.stride(), *(term.stride() for term in terms)])
+        merged = _merge(shape, [strides, *(term[2] for term in terms)])
         if merged is None:
             return None
-        sizes, strides = merged
-        table.blocks.append([target.data_ptr(), count, *sizes, *strides[0], len(table.addresses)])
-        table.addresses += [[term.data_ptr(), *stride] for term, stride in zip(terms, strides[1:], strict=True)]
-    return table
+        sizes, (own, *others) = merged
+        blocks.append([address, count, *sizes, *own, len(addresses)])
+        addresses += [[term[0], *other] for term, other in zip(terms, others, strict=True)]
+    return blocks, addresses
 
 
 def _merge(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]] | None:

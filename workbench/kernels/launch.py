@@ -31,6 +31,8 @@ _interpreter = threading.RLock()
 """A lock: Triton's interpreter keeps its state in globals, and simulated ranks are threads."""
 requested = _requested_by_environment()
 """The setting of this process, one of ``CHOICES``."""
+OWN_KERNELS: set[str] = set()
+"""Types of other devices for which somebody has registered kernels of the ``workbench::`` operators."""
 
 
 @functools.cache
@@ -53,6 +55,8 @@ def runs_on(device: torch.device) -> bool:
     """Whether Triton kernels run on tensors of a device."""
     if device.type == "cuda":
         return requested != "torch" and has_triton() and not is_interpreted()
+    if device.type in OWN_KERNELS:
+        return requested != "torch"
     return requested == "triton" and device.type == "cpu" and has_triton() and is_interpreted()
 
 

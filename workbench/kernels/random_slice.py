@@ -7,19 +7,23 @@ normal numbers agree to about 5e-7, because logarithms and cosines of devices di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from workbench.kernels import philox
 from workbench.kernels.launch import can_launch
+from workbench.kernels.operators import writes_first
 
 KINDS = ("uniform", "normal", "bernoulli", "integers")
+_BLOCK = 1 << 16
+"""Positions of which numbers are drawn at a time: temporaries then stay in the processor's cache."""
 _MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
-@torch.library.custom_op("workbench::fill_random", mutates_args={"out"})
+@writes_first
 def fill_random(
     out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float
 ) -> None:
@@ -47,11 +51,6 @@ def fill_random(
         if fill(out, KINDS.index(kind), key, first, strides, low, high):
             return
     fill_random_reference(out, kind, key, first, strides, low, high)
-
-
-@fill_random.register_fake
-def _(*_: object) -> None:
-    return None
 
 
 @torch.library.custom_op("workbench::dropout_slice", mutates_args=())
@@ -86,33 +85,41 @@ def _differentiate(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor | None
 dropout_slice.register_autograd(_differentiate, setup_context=_save)
 
 
-def positions(sizes: Sequence[int], first: int, strides: Sequence[int]) -> np.ndarray:
-    """Positions in the logical tensor of a shard's elements, in the shard's shape."""
-    found = np.full(tuple(sizes), first, dtype=np.int64)
-    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-        found += (np.arange(size, dtype=np.int64) * stride).reshape([-1 if d == dim else 1 for d in range(len(sizes))])
-    return found
+def position_blocks(sizes: Sequence[int], first: int, strides: Sequence[int]) -> Iterator[np.ndarray]:
+    """Positions in the logical tensor of a shard's elements, flat, block by block."""
+    count, run = math.prod(sizes), 1
+    dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    for size, stride in reversed(dims):
+        run = run * size if stride == run else 0
+    if run == count:
+        for low in range(first, first + count, _BLOCK):
+            yield np.arange(low, min(low + _BLOCK, first + count), dtype=np.int64)
+        return
+    at = np.full(tuple(size for size, _ in dims), first, dtype=np.int64)
+    for dim, (size, stride) in enumerate(dims):
+        at += (np.arange(size, dtype=np.int64) * stride).reshape([-1 if d == dim else 1 for d in range(len(dims))])
+    yield from np.split(at.reshape(-1), range(_BLOCK, count, _BLOCK))
 
 
 def fill_random_reference(
     out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float
 ) -> None:
     """``fill_random`` in numpy."""
-    at = positions(out.shape, first, strides)
-    if kind == "uniform":
-        unit = (
-            philox.uniform64(key, at)
-            if out.dtype == torch.float64
-            else philox.uniform(key, at, _MANTISSA_BITS.get(out.dtype, 24))
-        )
-        numbers = unit * unit.dtype.type(high - low) + unit.dtype.type(low)
-    elif kind == "normal":
-        numbers = low + high * philox.normal(key, at)
-    elif kind == "bernoulli":
-        numbers = philox.uniform(key, at) < np.float32(low)
-    else:
-        numbers = philox.integers(key, at, int(low), int(high))
-    out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
+
+    def draw(at: np.ndarray) -> np.ndarray:
+        if kind == "uniform":
+            wide = out.dtype == torch.float64
+            unit = philox.uniform64(key, at) if wide else philox.uniform(key, at, _MANTISSA_BITS.get(out.dtype, 24))
+            return unit * unit.dtype.type(high - low) + unit.dtype.type(low)
+        if kind == "normal":
+            return low + high * philox.normal(key, at)
+        if kind == "bernoulli":
+            return philox.uniform(key, at) < np.float32(low)
+        return philox.integers(key, at, int(low), int(high))
+
+    blocks = [draw(at) for at in position_blocks(out.shape, first, strides)]
+    if blocks:
+        out.copy_(torch.from_numpy(np.concatenate(blocks)).view(out.shape))
 
 
 def dropout_slice_reference(
@@ -121,5 +128,6 @@ def dropout_slice_reference(
     """``dropout_slice`` in numpy and torch."""
     if probability >= 1.0:
         return torch.zeros_like(x)
-    keep = torch.from_numpy(philox.uniform(key, positions(x.shape, first, strides)) < np.float32(1 - probability))
+    keep = torch.empty(x.shape, dtype=torch.bool)
+    fill_random_reference(keep, "bernoulli", key, first, strides, 1 - probability, 0.0)
     return torch.where(keep.to(x.device), x * (1.0 / (1.0 - probability)), torch.zeros((), dtype=x.dtype))

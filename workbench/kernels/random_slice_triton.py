@@ -1,9 +1,17 @@
-"""The Triton kernels of ``random_slice``: each lane computes one element at its position in the logical tensor."""
+"""The Triton kernels of ``random_slice``: each lane computes the numbers of one counter, which are four in a row.
+
+A row is the innermost dim of the shard after merging, whose positions are consecutive in the logical tensor. A lane
+takes the part of a row that one counter of Philox covers; where a row begins or ends between two counters, some of its
+four numbers are not stored.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -11,44 +19,75 @@ import triton.language as tl
 from workbench.kernels.launch import ceil_div, float64_bits, launch
 from workbench.kernels.triton_types import FLOATS, TYPES, wide_type
 
-_NUM_DIMS = 4
-_UNIFORM, _INTEGERS = 0, 3
-_ELEMENTS = 1024
-_SCALARS = ["key", "first", "size1", "size2", "size3", "stride0", "stride1", "stride2", "stride3", "a", "b"]
+_NUM_OUTER = 3
+_UNIFORM, _BERNOULLI, _INTEGERS = 0, 2, 3
+_COUNTERS = 512
+"""Counters per program."""
+_PLACE = ["first", "size", "row_counters", "num_counters", "size0", "size1", "stride0", "stride1", "stride2"]
+_SCALARS = ["key", *_PLACE, "a", "b"]
 """Arguments that change between calls: Triton must not compile again because one of them is 1 or even."""
 
 
 @triton.jit
-def _position(
-    lane: tl.tensor,
+def _place(
     first: tl.tensor,
+    size: tl.tensor,
+    row_counters: tl.tensor,
+    num_counters: tl.tensor,
+    size0: tl.tensor,
     size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
     stride0: tl.tensor,
     stride1: tl.tensor,
     stride2: tl.tensor,
-    stride3: tl.tensor,
+    num_outer: tl.constexpr,
+    is_aligned: tl.constexpr,
+    index: tl.constexpr,
+    counters: tl.constexpr,
 ) -> tl.tensor:
-    """The position in the logical tensor of local row-major index ``lane``."""
-    rest = lane // size3
-    at = first + (lane % size3) * stride3 + (rest % size2) * stride2
-    rest = rest // size2
-    return at + (rest % size1) * stride1 + (rest // size1) * stride0
+    """The counters of this program, and of the four numbers of each: their elements in the shard, and which to store.
+
+    ``first`` to ``index`` describe the shard, see ``_Place``.
+    """
+    lane = tl.program_id(0).to(index) * counters + tl.arange(0, counters).to(index)
+    row, in_row = lane * 0, lane
+    if num_outer > 0:
+        row = lane // row_counters.to(index)
+        in_row = lane - row * row_counters.to(index)
+    position = first + tl.zeros((counters,), tl.int64)
+    if num_outer == 1:
+        position += row.to(tl.int64) * stride0
+    if num_outer > 1:
+        rest = row // size0.to(index)
+        position += (row - rest * size0.to(index)).to(tl.int64) * stride0
+        if num_outer == 2:
+            position += rest.to(tl.int64) * stride1
+        else:
+            last = rest // size1.to(index)
+            position += (rest - last * size1.to(index)).to(tl.int64) * stride1 + last.to(tl.int64) * stride2
+    four = tl.arange(0, 4)[None, :]
+    inside = (lane < num_counters.to(index))[:, None] & (four < 4)
+    start, column = row.to(tl.int64) * size, (in_row * 4).to(tl.int64)
+    if is_aligned:
+        start = tl.multiple_of(start, 4)
+    else:
+        column -= position & 3
+        inside = inside & (column[:, None] + four >= 0) & (column[:, None] + four < size)
+    return (position >> 2) + in_row.to(tl.int64), (start + column)[:, None] + four, inside
 
 
 @triton.jit
-def _words(key: tl.tensor, position: tl.tensor, stream: tl.constexpr) -> tl.tensor:
-    """The word of a position in its counter, and the other word of its pair."""
-    counter = position // 4
+def _words(key: tl.tensor, counter: tl.tensor, stream: tl.constexpr) -> tl.tensor:
+    """The four words of each counter."""
     # Counters of 64 bits would silently select Philox4x64, so pass the low and high 32 bits separately.
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     zero = low * 0
-    a, b, c, d = tl.philox(key, low, high, zero + stream, zero)
-    word = (position % 4).to(tl.int32)
-    own = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
-    other = tl.where(word < 2, tl.where(word == 0, b, a), tl.where(word == 2, d, c))
-    return own, other
+    return tl.philox(key, low, high, zero + stream, zero)
+
+
+@triton.jit
+def _in_order(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+    """Four tensors of shape (n,) as one of shape (n, 4)."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4))
 
 
 @triton.jit
@@ -63,83 +102,108 @@ def _unit(word: tl.tensor, bits: tl.constexpr) -> tl.tensor:
     return (word >> (32 - bits)).to(tl.int32).to(tl.float32) * (1.0 / (1 << bits))
 
 
+@triton.jit
+def _is_below(word: tl.tensor, bound: tl.tensor) -> tl.tensor:
+    """Whether ``_unit(word, 24)`` is below a probability, given as a number of steps of 2**-24, rounded up."""
+    return (word >> 8).to(tl.int32) < bound
+
+
+@triton.jit
+def _joined(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """64 bits from two words."""
+    return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+
+
+@triton.jit
+def _normal_pair(radius: tl.tensor, angle: tl.tensor, wide: tl.constexpr) -> tl.tensor:
+    """Two normal numbers from two words."""
+    length = tl.sqrt(-2.0 * tl.log((radius.to(tl.int64).to(wide) + 1.0) * (1.0 / (1 << 32))))
+    turn = angle.to(tl.int64).to(wide) * (6.283185307179586 / (1 << 32))
+    return length * tl.cos(turn), length * tl.sin(turn)
+
+
 @triton.jit(do_not_specialize=_SCALARS)
 def _fill(
     out: tl.tensor,
-    count: tl.tensor,
     key: tl.tensor,
     first: tl.tensor,
+    size: tl.tensor,
+    row_counters: tl.tensor,
+    num_counters: tl.tensor,
+    size0: tl.tensor,
     size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
     stride0: tl.tensor,
     stride1: tl.tensor,
     stride2: tl.tensor,
-    stride3: tl.tensor,
+    num_outer: tl.constexpr,
+    is_aligned: tl.constexpr,
+    index: tl.constexpr,
     a: tl.tensor,
     b: tl.tensor,
     kind: tl.constexpr,
     bits: tl.constexpr,
     wide: tl.constexpr,
     element: tl.constexpr,
-    elements: tl.constexpr,
+    counters: tl.constexpr,
 ) -> None:
     """``a`` and ``b``: lower bound and span of uniform numbers (doubles, as bits) or integers, mean and standard
-    deviation, or a probability; ``wide``: the type of the computation.
+    deviation, or a probability (see ``_is_below``); ``wide``: the type of the computation.
     """
-    lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
-    position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
-    own, other = _words(key, position, 0)
+    counter, at, inside = _place(
+        first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
+        counters,
+    )  # fmt: skip
+    w, x, y, z = _words(key, counter, 0)
     if kind == 3:
-        joined = (own.to(tl.uint64) << 32) | other.to(tl.uint64)
+        joined = _in_order(_joined(w, x), _joined(x, w), _joined(y, z), _joined(z, y))
         value = (joined % b.to(tl.uint64)).to(tl.int64) + a
     elif kind == 2:
-        value = tl.where(_unit(own, 24) < _double(a).to(tl.float32), 1.0, 0.0)
+        value = tl.where(_is_below(_in_order(w, x, y, z), a), 1.0, 0.0)
     elif kind == 1:
-        is_first = position % 2 == 0
-        radius_word = tl.where(is_first, own, other).to(tl.int64).to(wide)
-        angle_word = tl.where(is_first, other, own).to(tl.int64).to(wide)
-        radius = tl.sqrt(-2.0 * tl.log((radius_word + 1.0) * (1.0 / (1 << 32))))
-        angle = angle_word * (6.283185307179586 / (1 << 32))
-        turned = tl.where(is_first, tl.cos(angle), tl.sin(angle))
-        value = _double(a).to(wide) + _double(b).to(wide) * radius * turned
+        p, q = _normal_pair(w, x, wide)
+        r, s = _normal_pair(y, z, wide)
+        value = _double(a).to(wide) + _double(b).to(wide) * _in_order(p, q, r, s)
     elif bits == 53:
-        more, _ = _words(key, position, 1)
-        joined = (own.to(tl.uint64) << 32) | more.to(tl.uint64)
+        w2, x2, y2, z2 = _words(key, counter, 1)
+        joined = _in_order(_joined(w, w2), _joined(x, x2), _joined(y, y2), _joined(z, z2))
         value = (joined >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53)) * _double(b) + _double(a)
     else:
-        value = _unit(own, bits) * _double(b).to(wide) + _double(a).to(wide)
-    tl.store(out + lane, value.to(element), mask=lane < count)
+        value = _unit(_in_order(w, x, y, z), bits) * _double(b).to(wide) + _double(a).to(wide)
+    tl.store(out + at, value.to(element), mask=inside)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def _dropout(
-    x: tl.tensor,
+    given: tl.tensor,
     out: tl.tensor,
-    count: tl.tensor,
     key: tl.tensor,
     first: tl.tensor,
+    size: tl.tensor,
+    row_counters: tl.tensor,
+    num_counters: tl.tensor,
+    size0: tl.tensor,
     size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
     stride0: tl.tensor,
     stride1: tl.tensor,
     stride2: tl.tensor,
-    stride3: tl.tensor,
+    num_outer: tl.constexpr,
+    is_aligned: tl.constexpr,
+    index: tl.constexpr,
     a: tl.tensor,
     b: tl.tensor,
     wide: tl.constexpr,
     element: tl.constexpr,
-    elements: tl.constexpr,
+    counters: tl.constexpr,
 ) -> None:
-    """``a``: the probability to keep an element; ``b``: the scale of kept elements (doubles, as bits)."""
-    lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
-    inside = lane < count
-    position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
-    own, _ = _words(key, position, 0)
-    value = tl.load(x + lane, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
-    is_kept = _unit(own, 24) < _double(a).to(tl.float32)
-    tl.store(out + lane, tl.where(is_kept, value, 0.0).to(element), mask=inside)
+    """``a``: the probability to keep an element, see ``_is_below``; ``b``: the scale of kept ones."""
+    counter, at, inside = _place(
+        first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
+        counters,
+    )  # fmt: skip
+    value = tl.load(given + at, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
+    w, x, y, z = _words(key, counter, 0)
+    is_kept = _is_below(_in_order(w, x, y, z), a)
+    tl.store(out + at, tl.where(is_kept, value, 0.0).to(element), mask=inside)
 
 
 _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
@@ -147,24 +211,30 @@ _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[int], low: float, high: float) -> bool:
     """See ``fill_random``; ``kind`` is an index of ``KINDS``. False for unsupported cases."""
-    place = _merge(out.shape, strides)
+    place = _describe(out.shape, first, strides)
     if kind == _INTEGERS and not _fits(out.dtype, int(low), int(high)):
         return False
     if out.dtype == torch.bool:
         out = out.view(torch.uint8)
     if place is None or out.dtype not in TYPES or not out.is_contiguous():
         return False
-    wide = wide_type(out.dtype)
     if kind == _INTEGERS:
         a, b = int(low), int(high) - int(low)
+    elif kind == _BERNOULLI:
+        a, b = _steps(low), 0
     else:
         a, b = float64_bits(low), float64_bits(high - low if kind == _UNIFORM else high)
     launch(
-        _fill, (ceil_div(out.numel(), _ELEMENTS),), out,
-        out, out.numel(), key, first, *place, a, b, kind, _BITS.get(out.dtype, 24), wide, TYPES[out.dtype],
-        _ELEMENTS,
+        _fill, place.grid, out,
+        out, key, *place.arguments, a, b, kind, _BITS.get(out.dtype, 24), wide_type(out.dtype), TYPES[out.dtype],
+        _COUNTERS,
     )  # fmt: skip
     return True
+
+
+def _steps(probability: float) -> int:
+    """See ``_is_below``; the references compare with the probability in float32."""
+    return math.ceil(float(np.float32(probability)) * 2**24)
 
 
 def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
@@ -174,21 +244,34 @@ def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
 
 def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor | None:
     """See ``dropout_slice``; None for unsupported cases."""
-    place = _merge(x.shape, strides)
+    place = _describe(x.shape, first, strides)
     if place is None or x.dtype not in FLOATS or probability >= 1.0:
         return None
     out = torch.empty_like(x)
-    wide = wide_type(x.dtype)
     launch(
-        _dropout, (ceil_div(x.numel(), _ELEMENTS),), x,
-        x, out, x.numel(), key, first, *place, float64_bits(1 - probability), float64_bits(1 / (1 - probability)), wide,
-        FLOATS[x.dtype], _ELEMENTS,
+        _dropout, place.grid, x,
+        x, out, key, *place.arguments, _steps(1 - probability), float64_bits(1 / (1 - probability)),
+        wide_type(x.dtype), FLOATS[x.dtype], _COUNTERS,
     )  # fmt: skip
     return out
 
 
-def _merge(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Three sizes and four strides of the slice, after merging contiguous dims; None if more dims remain."""
+class _Place(NamedTuple):
+    """Where a shard lies in the logical tensor, as arguments of the kernels.
+
+    Attributes:
+        grid: the programs.
+        arguments: position of the first element; elements of a row; counters of a row, and of all rows; sizes of two
+            outer dims and strides of three, the last dim first; number of outer dims; whether every row begins and
+            ends between two counters; type of lanes.
+    """
+
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+
+
+def _describe(shape: Sequence[int], first: int, strides: Sequence[int]) -> _Place | None:
+    """None where more than three outer dims remain after merging contiguous ones."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
@@ -197,10 +280,19 @@ def _merge(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
             merged[-1] = (merged[-1][0] * size, stride)
         else:
             merged.append((size, stride))
-    if len(merged) > _NUM_DIMS:
+    *outer, (size, _) = merged if merged and merged[-1][1] == 1 else [*merged, (1, 1)]
+    num_outer = len(outer)
+    if num_outer > _NUM_OUTER:
         return None
-    merged = [(1, 0)] * (_NUM_DIMS - len(merged)) + merged
-    return [*(max(1, size) for size, _ in merged[1:]), *(stride for _, stride in merged)]
+    outer = [*reversed(outer), *[(1, 0)] * (_NUM_OUTER - num_outer)]
+    sizes, steps = zip(*outer, strict=True)
+    skipped = 3 if any(step % 4 for step in steps) else first % 4  # at most, of the first counter of a row
+    row_counters = ceil_div(size + skipped, 4)
+    num_counters = row_counters * math.prod(sizes)
+    index = tl.uint32 if 4 * (num_counters + _COUNTERS) < 2**32 else tl.uint64
+    is_aligned = skipped == 0 and size % 4 == 0
+    arguments = (first, size, row_counters, num_counters, *sizes[:2], *steps, num_outer, is_aligned, index)
+    return _Place((ceil_div(num_counters, _COUNTERS),), arguments)
 
 
 __all__ = ["dropout", "fill"]

@@ -6,7 +6,7 @@ A call draws one key, equal on all ranks, and every rank makes the slices it hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.kernels.launch import runs_on
-from workbench.kernels.random_slice import fill_random
+from workbench.kernels.random_slice import fill_random, position_blocks
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
@@ -36,10 +36,6 @@ class Sampler:
 
     def __call__(self, key: int, positions: np.ndarray, dtype: torch.dtype) -> np.ndarray:
         return self.draw(key, positions, dtype)
-
-
-_BLOCK = 1 << 16
-"""Positions sampled at a time: temporaries then stay in the processor's cache."""
 
 
 def manual_seed(seed: int) -> None:
@@ -97,7 +93,7 @@ def sample_shard(
 
 def _blockwise(sampler: Sampler, key: int, shape: Shape, region: Region, dtype: torch.dtype) -> torch.Tensor:
     sizes = [stop - start for start, stop in region]
-    blocks = [_sample(sampler, key, positions, dtype) for positions in _position_blocks(shape, region)]
+    blocks = [_sample(sampler, key, positions, dtype) for positions in position_blocks(sizes, *place_of(shape, region))]
     joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
     return joined.view(sizes)
 
@@ -113,38 +109,6 @@ def _sample(sampler: Sampler, key: int, positions: np.ndarray, dtype: torch.dtyp
         parts = [torch.from_numpy(sampler(key, positions * 2 + part, dtype)) for part in (0, 1)]
         return torch.complex(*(part.double() for part in parts)).to(dtype)
     return torch.from_numpy(np.ascontiguousarray(sampler(key, positions, dtype))).to(dtype)
-
-
-def _position_blocks(shape: Shape, region: Region) -> Iterator[np.ndarray]:
-    """Row-major positions in the logical tensor of a region's elements, flat, block by block."""
-    count = math.prod(stop - start for start, stop in region)
-    start = _start_of_run(shape, region)
-    if start is not None:
-        for low in range(start, start + count, _BLOCK):
-            yield np.arange(low, min(low + _BLOCK, start + count), dtype=np.int64)
-    elif count:
-        positions = positions_of(shape, region).reshape(-1)
-        yield from np.split(positions, range(_BLOCK, count, _BLOCK))
-
-
-def _start_of_run(shape: Shape, region: Region) -> int | None:
-    """Position of the region's first element, if its elements are consecutive; else None."""
-    first = 0
-    for dim, (start, stop) in enumerate(region):
-        row = math.prod(shape[dim + 1 :])
-        first += start * row
-        if stop - start != 1:  # one interval of this dim, whole dims after it
-            return first if all(region[d] == (0, shape[d]) for d in range(dim + 1, len(shape))) else None
-    return first
-
-
-def positions_of(shape: Shape, region: Region) -> np.ndarray:
-    """Row-major positions in the logical tensor of a region's elements, in the region's shape."""
-    positions = np.zeros([stop - start for start, stop in region], dtype=np.int64)
-    for dim, (start, stop) in enumerate(region):
-        along = np.arange(start, stop, dtype=np.int64) * math.prod(shape[dim + 1 :])
-        positions += along.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-    return positions
 
 
 _MANTISSA_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
