@@ -16,7 +16,7 @@ from tests.checked_device.counts import counts_of_thread
 from tests.transport.nccl_ranks import CPU, run_over_nccl
 from tests.transport.played_nccl import Call, PlayedNccl
 from tests.transport.shared_ranks import assert_all_returned
-from workbench.errors import CollectiveAborted
+from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.world import current
 
 _DATA = torch.Generator().manual_seed(5)
@@ -228,6 +228,36 @@ def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is
 
     for losses in assert_all_returned(run_over_nccl(again, num_ranks, device=device_of(num_ranks), worlds=worlds)):
         assert losses == pytest.approx(plain_losses(8), rel=1e-4)
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(8, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.head(self.inner(self.embedding(words)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_tied_weights_need_one_stage_per_rank(schedule):
+    built = Tied()
+
+    def program(rank):
+        model = wb.parallelize(copy.deepcopy(built), f"pipeline | mb=4 {schedule}")
+        return wb.forward_backward(model, F.cross_entropy, Y, Y).item()
+
+    expected = F.cross_entropy(built(Y), Y).item()
+    found = run_over_nccl(program)
+    if schedule == "1f1b":
+        assert found == pytest.approx([expected, expected])
+    else:
+        assert isinstance(found[0], StrategyError), found
+        assert "a tensor goes between stages 0 and 3, past 2 others" in str(found[0])
 
 
 def test_two_ranks_on_one_device_are_refused():

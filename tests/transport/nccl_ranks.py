@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from tests.transport.played_nccl import PlayedNccl
 from tests.transport.shared_ranks import run_on_threads
+from workbench import testing
 from workbench.tensors import world as worlds_module
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, run_backward_in_calling_thread
@@ -81,7 +82,7 @@ def run_over_nccl(program, num_ranks=2, *, device=CPU, worlds: Sequence[World] |
             for forget in worlds_module._at_rebuild:
                 forget()
         run_backward_in_calling_thread(device)
-        world.context.generator = torch.Generator().manual_seed(5)
+        world.context.generator = torch.Generator().manual_seed(testing._SEED)
         with Simulated(world):
             try:
                 return program(rank)

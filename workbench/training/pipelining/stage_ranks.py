@@ -46,6 +46,7 @@ class Numbering:
     def __init__(self, resolved: ResolvedStrategy, device_type: str) -> None:
         members = [resolved.stage_ranks(stage) for stage in range(resolved.num_stages)]
         self.rank_of = [rank for ranks in members for rank in ranks]
+        self.stage_of = [stage for stage, ranks in enumerate(members) for _ in ranks]
         self.first = [sum(map(len, members[:stage])) for stage in range(len(members))]
         self._members, self._device_type = members, device_type
 
@@ -65,8 +66,9 @@ class Numbering:
 class StageTransport:
     """The transport of a stage rank, over that of its rank."""
 
-    def __init__(self, rank_world: World, own: int, rank_of: Sequence[int], queues: MessageQueues) -> None:
-        self.rank_world, self.own, self.rank_of, self.queues = rank_world, own, rank_of, queues
+    def __init__(self, rank_world: World, own: int, numbering: Numbering, queues: MessageQueues) -> None:
+        self.rank_world, self.own, self.queues = rank_world, own, queues
+        self.rank_of, self._stage_of = numbering.rank_of, numbering.stage_of
         self.name, self.cost = self.base.name, self.base.cost
 
     @property
@@ -87,6 +89,7 @@ class StageTransport:
     ) -> tuple[list[torch.Tensor], Release]:
         self._check_peers([other for other, _ in sends], header)
         self._check_peers([other for other, _ in wanted], header)
+        self._check_distance([other for other, _ in (*sends, *wanted)], header)
         for destination, tensor in sends:
             if self._is_here(destination):
                 kept = tensor.clone(memory_format=torch.contiguous_format)
@@ -121,6 +124,17 @@ class StageTransport:
                 f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. Inside a step with "
                 f"several stages per rank a tensor goes from one to one other: read it after the step, or use 1f1b."
             )
+
+    def _check_distance(self, others: Sequence[int], header: str) -> None:
+        """NCCL matches messages by their order, and ranks of stages that are no neighbours call in unlike orders."""
+        for other in others:
+            first, last = sorted((self._stage_of[self.own], self._stage_of[other]))
+            if self.name == "nccl" and last - first > 1 and not self._is_here(other):
+                raise StrategyError(
+                    f"{header}: a tensor goes between stages {first} and {last}, past {last - first - 1} others. Over "
+                    "NCCL, with several stages per rank, only neighbours exchange tensors. Use 1f1b, which has 1 stage "
+                    "per rank, or WORKBENCH_TRANSPORT=gloo."
+                )
 
     def all_reduce(
         self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
@@ -168,7 +182,7 @@ class StageRank:
     ) -> None:
         resolved, numbering = state.resolved, Numbering(state.resolved, rank_world.device.type)
         own = numbering.of(stage, rank_world.rank)
-        transport = StageTransport(rank_world, own, numbering.rank_of, queues)
+        transport = StageTransport(rank_world, own, numbering, queues)
         self.rank_world, self._numbering = rank_world, numbering
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
