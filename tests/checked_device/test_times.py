@@ -163,3 +163,40 @@ def test_what_a_machine_does_not_tell_of_its_device_is_left_out(monkeypatch):
     known = {**DEVICES, "peak_flops_per_s": 989e12}
     known.pop("busy")
     assert [meter.read("bf16"), meter.read("bf16")] == [known, known] and len(asked) == 1
+
+
+def test_a_captured_step_has_its_exchanges(monkeypatch):
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 1e9)
+    built = mlp()
+
+    def last_step(capture):
+        messages = []
+
+        def program():
+            model = wb.parallelize(copy.deepcopy(built), "*: model")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x, y):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            step, x, y = capture(step), X.to(DEVICE), Y.to(DEVICE)
+            for _ in range(5):
+                wb.log(loss=step(x, y), samples=16)
+            wb.barrier()
+            user_loops.report_remaining_steps()
+
+        user_loops.listen(messages.append)
+        try:
+            run_ranks(program, device=DEVICE)
+        finally:
+            user_loops.listen(None)
+        return {m.rank: launches_of(m.boxing_s[-1]) for m in messages if isinstance(m, LastSteps)}
+
+    captured, plain = last_step(wb.capture), last_step(lambda step: step)
+    assert sorted(captured) == sorted(plain) == [0, 1]
+    for rank in captured:  # what stands around the transport's calls is recorded as a step's other work
+        assert 0 < captured[rank] <= plain[rank]

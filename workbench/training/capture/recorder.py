@@ -8,9 +8,9 @@ knows each tensor by identity. A call of the transport is one entry, and so is a
 from __future__ import annotations
 
 import gc
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class Recorder(TorchDispatchMode):
         with self.paused():
             made = function(*args, **kwargs)
         result, handed_out = self._taken(name, made)
-        self.trace.calls.append(Call(operator.call, (slot, *given), options, result, has_side_effect=True, name=name))
+        ends = partial(_timed, self.world)
+        self.trace.calls.append(Call(ends, (slot, *given), options, result, has_side_effect=True, name=name))
         return handed_out
 
     def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
@@ -291,7 +292,7 @@ class RecordedTransport:
         def run(*args: Any, **kwargs: Any) -> Any:
             """Call the world's present transport: a rebuilt world has another one."""
             transport: Any = world.transport
-            return getattr(transport, name)(*args, **kwargs)
+            return _timed(world, getattr(transport, name), *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             world.transport = self._transport
@@ -301,6 +302,16 @@ class RecordedTransport:
                 world.transport = self
 
         return call
+
+
+def _timed(world: World, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a transport. In a replay its time counts as time in exchanges; else its caller counts it."""
+    if world.context.recorder is not None:
+        return function(*args, **kwargs)
+    started = world.traffic.now()
+    made = function(*args, **kwargs)
+    world.traffic.end_exchange(started)
+    return made
 
 
 def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
