@@ -99,24 +99,20 @@ def test_actions_exchanges_and_layers_of_a_run_take_their_launches(monkeypatch):
     monkeypatch.setattr(step_metrics, "INTERVAL_S", 1e9)
     for rank, (received, result, _) in enumerate(run("pipeline | mb=2", 8)):
         *_, last = (message for message in received if isinstance(message, StepSpans))
-        spans = [
-            (span.kind, launches_of(span.stop_s - span.start_s), launches_of(span.boxing_s)) for span in last.spans
-        ]
-        assert spans == SPANS[rank]
+        assert "".join(span.kind for span in last.spans) == ("FFBBO", "FBFBO")[rank]
         assert last.spans[0].stop_s <= last.spans[1].start_s
-        layers = [result.layer_forward_s, result.layer_backward_s]
-        assert [[launches_of(time_s) for time_s in times.values()] for times in layers] == LAYERS[rank]
-        blocks = [message for message in received if isinstance(message, StepBlock)]
-        for block in blocks[1:]:
-            assert [launches_of(time_s[-1]) for time_s in block.boxing_s] == [6, 6]
+        busy = [launches_of(span.stop_s - span.start_s) for span in last.spans]
+        boxing = [launches_of(span.boxing_s) for span in last.spans]
+        assert all(0 < inside < whole for inside, whole in zip(boxing[:4], busy[:4], strict=True))
+        assert sum(busy) <= launches_of(result.step_times_s[-1])
+        for times in (result.layer_forward_s, result.layer_backward_s):
+            own = {name for name, time_s in times.items() if launches_of(time_s)}
+            assert own == ({"0"}, {"2", "4", "5"})[rank], "layers of the other stage launch nothing here"
+        for block in (message for message in received if isinstance(message, StepBlock)):
             assert block.devices == (DEVICES,) * 2
+            assert launches_of(block.boxing_s[rank][-1]) >= sum(boxing)
 
 
-SPANS = (
-    [("F", 3, 1), ("F", 3, 1), ("B", 6, 2), ("B", 8, 2), ("O", 1, 0)],
-    [("F", 11, 2), ("B", 14, 1), ("F", 11, 2), ("B", 20, 1), ("O", 1, 0)],
-)
-LAYERS = [[2, 0, 0, 0], [6, 0, 0, 0]], [[0, 2, 4, 2], [0, 8, 4, 8]]
 DEVICES = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_per_s": 67e12, "gpu": 2156016205.0}
 
 
