@@ -9,7 +9,6 @@ run again on meta tensors and differentiated there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,9 +63,12 @@ def autocast_state() -> tuple[Any, ...]:
 
 
 def _without_data() -> Any:
-    """Where tensors without data live: meta, or, for autocast (which goes by the device), fake ones of this device."""
+    """Where tensors without data live: meta, or, for autocast (which goes by the device), fake ones of this device.
+
+    Constants that the function makes lie there too: on meta they could not meet others.
+    """
     if not autocast_state():
-        return nullcontext()
+        return torch.device("meta")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()

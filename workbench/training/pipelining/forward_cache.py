@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ _KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 
 @dataclass(frozen=True, slots=True)
 class InputBoxing:
-    """A boxing of the ``index``-th tensor of a call, ``offset`` exchanges after its start."""
+    """A boxing ``offset`` exchanges after a call's start, of an input or of the result of an earlier one.
+
+    ``index`` counts the inputs first, then the results of boxings, in order.
+    """
 
     index: int
     layout: Layout
@@ -74,22 +78,40 @@ class CallObserver:
     tags: dict[int, int] = field(default_factory=dict)
     can_skip: bool = True
     recomputes: bool = False
+    _sources: list[GlobalTensor] = field(default_factory=list)
 
     def add(self, tensor: GlobalTensor, target: Spec, function: str, tag: int, edge: int) -> None:
         """Record a boxing."""
-        index = next((i for i, known in enumerate(self.inputs) if known is tensor), None)
+        index = self._number_of(tensor)
         if index is None:
             self.can_skip = self.can_skip and self.may_skip(tensor, target, function)
             return
         self.tags[tag] = len(self.boxings)
         self.boxings.append(InputBoxing(index, target.layout, function, edge - self.start))
+        self._sources.append(tensor)
 
     def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str, edge: int) -> None:
         """Record that the call uses a boxing of an input that was made before it, and through which gradients go."""
         with local_torch():
             made_by = getattr(boxed.grad_fn, "boxing", None)
-        if made_by is not None and made_by[2] not in self.tags and any(known is tensor for known in self.inputs):
+        if made_by is not None and made_by[2] not in self.tags and self._number_of(tensor) is not None:
             self.add(tensor, boxed._spec, function, made_by[2], edge)
+
+    def _number_of(self, tensor: GlobalTensor) -> int | None:
+        """Which input it is, or which result of a boxing that its source keeps for later calls; None if neither."""
+        known: Iterator[Any] = chain(self.inputs, map(_kept_result, self._sources, self.boxings))
+        return next((number for number, other in enumerate(known) if other is tensor), None)
+
+
+def _kept_result(source: GlobalTensor, boxing: InputBoxing) -> GlobalTensor | None:
+    kept = source._boxings or {}
+    return next((boxed for (layout, _), boxed in kept.items() if layout == boxing.layout), None)
+
+
+def _kept_layouts(tensor: GlobalTensor) -> tuple[Any, ...]:
+    """The layouts in which a tensor is there already, each with those in which the result is."""
+    kept = tensor._boxings
+    return tuple([(layout, _kept_layouts(boxed)) for (layout, _), boxed in kept.items()]) if kept else ()
 
 
 @dataclass
@@ -182,13 +204,13 @@ class ForwardCache(ABC):
 
     def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
         """Box inputs as the block does, and count its exchanges; the results, in the order of ``boxings``."""
-        context, boxed = self.world.context, []
+        context, known = self.world.context, list(inputs)
         start = context.position
         for boxing in boxings:
             context.position = start + boxing.offset
-            boxed.append(box_implicitly(inputs[boxing.index], boxing.layout, boxing.function))
+            known.append(box_implicitly(known[boxing.index], boxing.layout, boxing.function))
         context.position = start + num_tags
-        return boxed
+        return known[len(inputs) :]
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
         """The key of a call: everything that its result depends on. None where a value cannot be compared."""
@@ -201,10 +223,11 @@ class ForwardCache(ABC):
                 known = self._known_settings
                 self._settings = known.setdefault(self._settings_now(), len(known))
             parts.append(self._settings)
+            numbers: dict[int, int] = {}
             for leaf in leaves:
                 if isinstance(leaf, GlobalTensor):
-                    there = tuple([layout for layout, _ in leaf._boxings]) if leaf._boxings else ()
-                    parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, there)
+                    parts.append(numbers.setdefault(id(leaf), len(numbers)))  # one tensor twice is boxed once
+                    parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, _kept_layouts(leaf))
                 elif isinstance(leaf, VALUES):
                     parts += (type(leaf), leaf)
                 elif self.takes_plain and type(leaf) is torch.Tensor and not leaf.requires_grad:
@@ -284,6 +307,11 @@ def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
     if kwargs or not all(isinstance(arg, (torch.Tensor, *VALUES)) for arg in args):
         return tree_flatten((args, kwargs))
     return args, len(args)
+
+
+def distinct_tensors(leaves: Sequence[Any]) -> list[Any]:
+    """The tensors among the leaves of a result, each once, in order."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def same(before: list[Any], after: list[Any]) -> bool:

@@ -32,6 +32,7 @@ from workbench.training.pipelining.forward_cache import (
     ForwardCache,
     InputBoxing,
     blocks,
+    distinct_tensors,
     runs_once,
 )
 from workbench.training.pipelining.placeholder_forward import placeholder_forwards
@@ -47,7 +48,7 @@ class LocalRecord:
 
     Attributes:
         boxing_of_input: for every input from another stage, the number of the boxing that brings it here.
-        layouts: the layouts of the result's tensors, in order.
+        layouts: the layouts of the result's tensors, in order; one that is returned twice counts once.
     """
 
     boxings: list[InputBoxing]
@@ -125,7 +126,7 @@ class LocalForward(ForwardCache):
         results here.
         """
         leaves = tree_leaves(result)
-        tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors: list[Any] = distinct_tensors(leaves)
         boxing_of_input = self._boxing_of_input(inputs, call.observer)
         held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
         held |= {id(tensor) for tensor in inputs}

@@ -18,15 +18,26 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
-from workbench.tensors.dispatch.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
+from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.dispatch.weight_gradients import has_hooks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
-from workbench.training.pipelining.forward_cache import CallObserver, CallRecord, ForwardCache, InputBoxing, blocks
+from workbench.training.pipelining.forward_cache import (
+    CallObserver,
+    CallRecord,
+    ForwardCache,
+    InputBoxing,
+    blocks,
+    distinct_tensors,
+)
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.strategies.layout_hooks import PrepareInput
+
+
+class ResultNumber(int):
+    """Stands for a tensor among the leaves of a result."""
 
 
 class ResultGroup(NamedTuple):
@@ -44,6 +55,7 @@ class PlaceholderRecord:
 
     Attributes:
         groups: results that are linked alike; None if a parameter has hooks or is the only link.
+        leaves: of the call's result, each tensor as its number among the results: a tensor may be returned twice.
     """
 
     boxings: list[InputBoxing]
@@ -54,7 +66,7 @@ class PlaceholderRecord:
     groups: list[ResultGroup] | None
     specs: list[Spec]
     structure: Any
-    leaves: list[Any]
+    leaves: list[Any | ResultNumber]
 
 
 class PlaceholderForward(ForwardCache):
@@ -84,8 +96,9 @@ class PlaceholderForward(ForwardCache):
             placeholders = self._in_groups(record.groups, operands, len(record.specs))
         if record.structure.is_leaf() and len(placeholders) == 1:
             return wrap(placeholders[0], record.specs[0])
-        made = iter(wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True))
-        return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
+        made = [wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True)]
+        leaves = [made[leaf] if type(leaf) is ResultNumber else leaf for leaf in record.leaves]
+        return tree_unflatten(leaves, record.structure)
 
     def _in_groups(self, groups: list[ResultGroup], operands: list[GlobalTensor], count: int) -> list[Any]:
         """Results whose backward marks the parameters that they are linked to, and no others."""
@@ -100,16 +113,17 @@ class PlaceholderForward(ForwardCache):
     def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> PlaceholderRecord | None:
         """The record of a call; None if a result is not a new placeholder, or has links to other tensors."""
         leaves, structure = tree_flatten(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = distinct_tensors(leaves)
         if not all(_is_fresh_placeholder(tensor, inputs) for tensor in tensors):
             return None
         links = _HistoryLinks(inputs, call.observer)
         with local_torch():
-            infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]  # type: ignore[attr-defined]
+            infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]
         if not links.are_known:
             return None
-        specs = [tensor._spec for tensor in tensors]  # type: ignore[attr-defined]
+        specs = [tensor._spec for tensor in tensors]
         num_operands = len(inputs) + len(call.observer.boxings)
+        number_of = {id(tensor): ResultNumber(number) for number, tensor in enumerate(tensors)}
         return PlaceholderRecord(
             call.observer.boxings,
             links.parameters,
@@ -119,7 +133,7 @@ class PlaceholderForward(ForwardCache):
             _groups(infos, specs, num_operands, links.parameters),
             specs,
             structure,
-            [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+            [number_of.get(id(leaf), leaf) for leaf in leaves],
         )
 
 
