@@ -9,22 +9,32 @@ from typing import Any
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.world import World
+
+_FIRST_BYTES = 512
+"""Bytes that are gathered at once. Longer values take a second exchange, of the size that the first one tells."""
+_LENGTH_BYTES = 8
 
 
 def all_gather_object(value: Any, world: World, what: str) -> list[Any]:
     """The values of all ranks, by rank. All ranks call it; it moves pickled bytes over the world's own transport."""
     if world.world_size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = world.transport.all_gather(torch.tensor([len(data)], device=world.device), f"{what}: lengths")
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = data
-    parts = world.transport.all_gather(padded.to(world.device), what)
-    return [
-        pickle.loads(part[: int(length)].cpu().numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)
-    ]
+    pickled = pickle.dumps(value)
+    data = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled
+    parts = _gather_bytes(data[:_FIRST_BYTES], _FIRST_BYTES, world, what)
+    ends = [_LENGTH_BYTES + int.from_bytes(part[:_LENGTH_BYTES], "little") for part in parts]
+    if max(ends) > _FIRST_BYTES:
+        parts = _gather_bytes(data, max(ends), world, f"{what}: all of it")
+    return [pickle.loads(part[_LENGTH_BYTES:end]) for part, end in zip(parts, ends, strict=True)]
+
+
+def _gather_bytes(data: bytes, size: int, world: World, what: str) -> list[bytes]:
+    """The bytes of all ranks, by rank, each filled up to ``size``."""
+    padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    parts = world.transport.all_gather(copy_to_device(padded, world.device), what)
+    return [part.numpy().tobytes() for part in torch.stack(parts).cpu()]
 
 
 def run_on_all_ranks(act: Callable[[], Any], world: World, what: str) -> Any:
