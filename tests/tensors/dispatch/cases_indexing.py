@@ -71,6 +71,7 @@ CASES = [
     _case("index number and list", lambda x: x[2, [0, 3, 3]], (5, 4)),
     Case("mask", lambda x, m: x[m], (), _masked),
     Case("mask of rows", lambda x, m: x[m[:, 0], 1:], (), _masked),
+    Case("repeats by row", lambda x, m: x.repeat_interleave(m.sum(1), 0) * 2, (), _masked),
     Case("index_select", lambda x, i: x.index_select(0, i[:, 0] % 7), (), _rows),
     Case("gather", lambda x, i: x.gather(0, i), (), _places),
     Case("take_along_dim", lambda x, i: torch.take_along_dim(x, i[:, :1], 0), (), _places),

@@ -10,6 +10,7 @@ import torch
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
@@ -89,11 +90,11 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 
 @composite("repeat_interleave")
 def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **options: Any) -> Any:
-    """By counts that every rank knows: one for all rows, or a plain tensor."""
-    if isinstance(repeats, GlobalTensor) and not repeats.dim():
-        repeats = int(repeats)
-    if not isinstance(input, GlobalTensor) or isinstance(repeats, GlobalTensor):
+    """By counts that every rank knows, as the result's shape depends on them: a global tensor's are read."""
+    if not isinstance(input, GlobalTensor) or repeats is None:
         return NotImplemented
+    if isinstance(repeats, GlobalTensor):
+        repeats = value_on_all_ranks(repeats) if repeats.dim() else int(repeats)
     if dim is None:
         return repeat_interleave(input.reshape(-1), repeats, 0, **options)
     dim = dim % input.dim()
