@@ -79,7 +79,7 @@ WAITS = {
     ("*: model", clipped_step): {},
     ("*: data | zero=3", clipped_step): {},
     ("pipeline | mb=4 1f1b", clipped_step): {},
-    ("*: data | fp16", scaled_step): {"_local_scalar_dense": 2},
+    ("*: data | fp16", scaled_step): {"_local_scalar_dense": 1},
     ("*: data", masked_step): {},
     ("*: model", masked_step): {},
     ("*: data", dropout_step): {},

@@ -249,17 +249,20 @@ def test_a_missing_rank_is_named_with_its_last_call():
 
 
 def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, caplog):
-    limits_s, environment = {}, {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    limits_s, options, environment = {}, set(), {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(
         selection.dist,
         "init_process_group",
-        lambda backend, *, timeout, **others: limits_s.update({backend: timeout.total_seconds()}),
+        lambda backend, *, timeout, **others: (
+            limits_s.update({backend: timeout.total_seconds()}),
+            options.update(others),
+        ),
     )
     selection.open_group("gloo", rendezvous_of(2), 0, 2, 30.0)
     assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     selection.open_group("nccl", rendezvous_of(2), 0, 2, 30.0)
-    assert limits_s == {"gloo": 30.0, "nccl": 300.0}
+    assert limits_s == {"gloo": 30.0, "nccl": 300.0} and options == {"store", "rank", "world_size"}
     assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert "TORCH_NCCL_ENABLE_MONITORING=1: a call over NCCL that hangs may end this process" in caplog.text
 

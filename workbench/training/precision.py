@@ -84,11 +84,12 @@ def unscale_gradients(
             torch._amp_foreach_non_finite_check_and_unscale_([t for t in sums if t.dtype == dtype], found, inverse)
 
     change_gradients(present, lambda terms: torch._foreach_mul_(terms, inverse) if terms else None, check_and_unscale)
-    own = torch.stack([found, torch.full_like(found, any(p.grad is not None for p in present))])
+    has_gradient = any(p.grad is not None for p in present)
+    own = torch.stack([found, torch.full_like(found, has_gradient)])
     ranks = tuple(range(world.world_size))
     tag, header = world.context.next_sum_tag(ranks), "overflow of gradients"
     overflow, checked = world.transport.all_reduce(own, ranks, "max", tag, header)
-    return {world.device: overflow} if checked else {}  # none, of which torch's step tells
+    return {world.device: overflow} if has_gradient or checked else {}  # none, of which torch's step tells
 
 
 def _refuse_half(parameters: list[GlobalTensor]) -> None:

@@ -160,7 +160,9 @@ def select_backend(device: torch.device, members: tuple[Member, ...]) -> str:
 
 
 def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make torch.distributed's default group."""
+    """Make torch.distributed's default group. With a ``device_id`` torch would run all of NCCL's single sends on one
+    communicator, where pipelines stall.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     if backend == "nccl":
         disarm_torch()
