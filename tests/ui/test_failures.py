@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,21 @@ def test_a_run_that_cannot_begin(panel: Panel, trainer: FakeTrainer, monkeypatch
         broken.setattr(trainer, "start", fail)
         panel._editor.controls.run.click()
     assert_over_and_can_run(panel, "what failed")
+
+
+def test_a_run_is_over_when_its_end_is_shown(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    shown, shows = [], runs(panel)._rest_shown
+
+    def show_slowly() -> None:
+        time.sleep(0.3)
+        shown.append(panel.running)
+
+    monkeypatch.setattr(runs(panel), "_rest_shown", [*shows, show_slowly])
+    panel.run()
+    runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
+    while panel.running:
+        time.sleep(0.01)
+    assert panel.wait(WAIT_TIMEOUT_S) and shown == [False]
 
 
 @pytest.mark.parametrize("target", [(FakeRun, "poll"), (FakeRun, "done"), (RunView, "add"), (RunView, "draw")])

@@ -199,7 +199,10 @@ class RunsSection:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no run holds the engines; False when ``timeout_s`` passed before."""
         poller = self._poller
-        return poller is None or poller.join(timeout_s)
+        if poller is not None:
+            return poller.join(timeout_s)
+        with self._lock:  # the thread of the last run may still show its end
+            return True
 
     @property
     def changing(self) -> bool:
