@@ -2,7 +2,7 @@
 
 The flash kernels of torch draw their mask by the indices of the shard, so that a split batch or split heads would drop
 other weights than one device. Here a weight's logical position decides. Scores of one block exist at a time, and
-backward computes them again.
+backward computes them again; on a CPU, the mask stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.core.layout import Region, Shape
@@ -19,9 +20,6 @@ from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import dropout_slice, fill_random
 from workbench.tensors import random
 from workbench.tensors.global_tensor import local_torch
-
-_BLOCK_BYTES = 64 << 20
-"""Scores of one block. Attention with fewer scores keeps them for backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,23 @@ def scaled_dot_product_attention(
         seed: decides which weights are dropped.
         part: shape of the logical scores, and the slice of them that these are; default: all of them.
     """
-    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     num_rows, num_keys = query.shape[-2], key.shape[-2]
     sizes = (*batch, num_rows, num_keys)
     shape, region = part or (sizes, tuple((0, size) for size in sizes))
     first, strides = random.place_of(shape, region)
     query = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
 
-    def attend(start: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
+    def draw(start: int, num: int) -> torch.Tensor | None:
+        if runs_on(query.device):
+            return None  # drawn where it is used, also in backward
+        keep = torch.empty((*batch, num, num_keys), dtype=torch.bool, device=query.device)
+        fill_random(keep, "bernoulli", seed.key, first + start * strides[-2], strides, 1.0 - dropout_p, 0.0)
+        return keep
+
+    def attend(
+        start: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, keep: torch.Tensor | None
+    ) -> torch.Tensor:
         scores = query @ key.transpose(-2, -1)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(region[-2][0] + start)
@@ -64,12 +71,16 @@ def scaled_dot_product_attention(
             is_added = mask.dtype != torch.bool
             scores = scores + mask if is_added else scores.masked_fill(mask.logical_not(), -math.inf)
         weights = scores.softmax(-1)
-        return _dropped(weights, dropout_p, seed.key, first + start * strides[-2], strides) @ value
+        if keep is None:
+            weights = dropout_slice(weights, seed.key, first + start * strides[-2], strides, dropout_p)
+        else:
+            weights = weights * keep * (0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p))
+        return weights @ value
 
-    block = max(1, _BLOCK_BYTES // max(1, math.prod(batch) * num_keys * query.element_size()))
+    block = max(1, _block_bytes(query.device) // max(1, math.prod(batch) * num_keys * query.element_size()))
     if block >= num_rows:
-        return attend(0, query, key, value, attn_mask)
-    result: torch.Tensor = _InBlocks.apply(attend, block, query, key, value, attn_mask)
+        return attend(0, query, key, value, attn_mask, draw(0, num_rows))
+    result: torch.Tensor = _InBlocks.apply(attend, draw, block, query, key, value, attn_mask)
     return result
 
 
@@ -77,40 +88,38 @@ class _InBlocks(torch.autograd.Function):
     """``attend`` on ``block`` rows of the query and of the mask at a time."""
 
     @staticmethod
-    def forward(ctx: Any, attend: Any, block: int, *operands: Any) -> torch.Tensor:
-        ctx.attend, ctx.block = attend, block
-        ctx.save_for_backward(*operands)
-        return torch.cat([attend(*rows) for rows in _blocks(block, *operands)], -2)
+    def forward(ctx: Any, attend: Any, draw: Any, block: int, *operands: Any) -> torch.Tensor:
+        ctx.attend, ctx.block, num_rows = attend, block, operands[0].shape[-2]
+        kept = [draw(start, min(block, num_rows - start)) for start in range(0, num_rows, block)]
+        ctx.save_for_backward(*operands, *kept)
+        return torch.cat([attend(*rows) for rows in _blocks(block, *operands, *kept)], -2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Its own gradient exists where autograd asks for it."""
-        again = torch.is_grad_enabled()
+        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
         with local_torch(), torch.enable_grad():
-            operands = [
-                x if again or x is None else x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors
-            ]
-            wanted = [x for x, is_needed in zip(operands, ctx.needs_input_grad[2:], strict=True) if is_needed]
+            saved = [x if again or x is None else x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+            wanted = [x for x, is_needed in zip(saved, needed, strict=False) if is_needed]
             totals: list[torch.Tensor] = []
-            for start, *rows in _blocks(ctx.block, *operands):
+            for start, *rows in _blocks(ctx.block, *saved):
                 part = grad[..., start : start + ctx.block, :]
                 terms = torch.autograd.grad(ctx.attend(start, *rows), wanted, part, create_graph=again)
                 totals = [total + term for total, term in zip(totals, terms, strict=True)] if totals else list(terms)
         found = iter(totals)
-        return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:])
+        return None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
-def _blocks(block: int, query: Any, key: Any, value: Any, mask: Any) -> Iterator[tuple[Any, ...]]:
+def _blocks(block: int, query: Any, key: Any, value: Any, mask: Any, *kept: Any) -> Iterator[tuple[Any, ...]]:
+    """The arguments of ``attend`` for each block."""
     has_rows = mask is not None and mask.shape[-2] > 1
-    for start in range(0, query.shape[-2], block):
+    for start, keep in zip(range(0, query.shape[-2], block), kept, strict=True):
         rows = slice(start, start + block)
-        yield start, query[..., rows, :], key, value, mask[..., rows, :] if has_rows else mask
+        yield start, query[..., rows, :], key, value, mask[..., rows, :] if has_rows else mask, keep
 
 
-def _dropped(weights: torch.Tensor, p: float, key: int, first: int, strides: list[int]) -> torch.Tensor:
-    if runs_on(weights.device):
-        dropped: torch.Tensor = dropout_slice(weights, key, first, strides, p)
-        return dropped
-    keep = torch.empty(weights.shape, dtype=torch.bool, device=weights.device)  # a CPU draws slowly: once
-    fill_random(keep, "bernoulli", key, first, strides, 1.0 - p, 0.0)
-    return weights * keep * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
+def _block_bytes(device: torch.device) -> int:
+    """Scores of one block. Attention with fewer scores keeps them for backward: on a CPU, which has more memory and
+    computes more slowly, most does.
+    """
+    return 64 << 20 if runs_on(device) else 1 << 30
