@@ -78,7 +78,8 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     losses = _listed(options.get("self", options.get("tensors")))
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
-    context = next((loss._spec.world.context for loss in losses if isinstance(loss, GlobalTensor)), ExecutionContext())
+    known = next((loss._spec.world.context for loss in losses if isinstance(loss, GlobalTensor)), None)
+    context = ExecutionContext() if known is None else known
     running = context.running
     if running is not None and running.defers_backward(losses, is_plain=given == [None] * len(losses) and not inputs):
         return

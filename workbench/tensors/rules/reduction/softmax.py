@@ -98,7 +98,7 @@ def log_softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dty
 
 
 def _dtype_in(rest: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
-    return next((arg for arg in rest if isinstance(arg, torch.dtype)), dtype)
+    return dtype if not rest else next((arg for arg in rest if isinstance(arg, torch.dtype)), dtype)
 
 
 @composite("softmin")
