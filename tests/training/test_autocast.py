@@ -57,3 +57,50 @@ def test_dtypes_and_numbers(sbps):
             torch.testing.assert_close(
                 found, want.detach().float(), rtol=3e-2, atol=0.1, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+class Halved(torch.autograd.Function):
+    """Does not run on tensors without data."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() / 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+@wb.register_rule("b D -> b", meta=lambda x: x.new_empty(x.shape[:1]))
+def place_of_largest(x):
+    return torch.tensor([row.index(max(row)) for row in x.tolist()], dtype=x.dtype).reshape(len(x))
+
+
+@wb.register_rule("b D -> b D")
+def negated_in_numpy(x):
+    return torch.from_numpy(-x.numpy())
+
+
+NEED_DATA = {
+    "one_hot": lambda x: F.one_hot(x.long()),
+    "where": lambda x: torch.cat(torch.where(x > 0)),
+    "tensor_split": lambda x: torch.cat(torch.tensor_split(x, x[0].long())),
+    "place_of_largest": place_of_largest,
+    "negated_in_numpy": negated_in_numpy,
+    "Halved": Halved.apply,
+}
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.{FallbackWarning.__name__}")
+def test_functions_that_cannot_run_without_data(is_cast):
+    whole = torch.tensor([[0.0, 2, 1], [3, 1, 0], [0, 0, 2], [1, 1, 4]])
+
+    def program():
+        x = wb.to_global(whole, wb.placement("cpu", ranks=[0, 1]), "B").to_global(sbp="S(0)")
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            results = [function(x) for function in NEED_DATA.values()]
+        return [x.to_global(placement=wb.placement.all("cpu"), sbp="B").to_local().tolist() for x in results]
+
+    expected = [function(whole).tolist() for function in NEED_DATA.values()]
+    assert run_ranks(program, 3) == [expected] * 3

@@ -25,7 +25,7 @@ from workbench.errors import LayoutError
 from workbench.tensors import default_generator
 from workbench.tensors.dispatch.dispatcher import dispatch
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
-from workbench.tensors.dispatch.placeholder_calls import autocast_state, saving_as_ever
+from workbench.tensors.dispatch.placeholder_calls import autocast_state, has_data, saving_as_ever
 from workbench.tensors.dispatch.plan_keys import key_of
 from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, Call, Resolution
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
@@ -79,14 +79,9 @@ class PlainApply:
     def __call__(self, *args: Any) -> Any:
         copied = {argument for _, argument in self.behavior.writes}
         given = tuple(_copy(a) if i in copied else a for i, a in enumerate(tree_map(_plain, args)))
-        has_data = not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(given))
-        with torch._C._EnableTorchFunction(), self._generator(has_data):
-            try:
-                result = apply_plain(self.cls, *given)
-            except Exception as error:
-                if not has_data:
-                    raise NotImplementedError(f"{self.__name__} on tensors without data") from error
-                raise
+        draws = self.behavior.is_random and all(has_data(x) for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+        with torch._C._EnableTorchFunction(), _generator() if draws else nullcontext():
+            result = apply_plain(self.cls, *given)
         if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves(result)):
             _refuse_captured(self.cls)
         if not self.behavior.is_known and _writes(result, given):
@@ -97,17 +92,16 @@ class PlainApply:
             )
         return result
 
-    @contextmanager
-    def _generator(self, has_data: bool) -> Iterator[None]:
-        if not (self.behavior.is_random and has_data):
-            yield
-            return
-        with default_generator.restored(), default_generator.seeded(_drawn.key):
-            yield
-
 
 _drawn = threading.local()
 """``key``: the seed of the random function that is running, equal on all ranks."""
+
+
+@contextmanager
+def _generator() -> Iterator[None]:
+    """torch's random numbers are those of the key."""
+    with default_generator.restored(), default_generator.seeded(_drawn.key):
+        yield
 
 
 def name_of(cls: type[Function]) -> str:

@@ -17,6 +17,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.dispatch.custom_function import name_of
 from workbench.tensors.dispatch.dispatcher import forget_function
 from workbench.tensors.dispatch.local_map import local_map
+from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import (
     RULES,
     USER_FUNCTION_NAMES,
@@ -134,7 +135,7 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if torch._C._is_torch_function_enabled() and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
             return later.dispatch(dispatching, args, kwargs)
-        if meta is not None and any(tensor.is_meta for tensor in tensors):
+        if meta is not None and not all(map(has_data, tensors)):
             return meta(*args, **kwargs)
         return _on_plain(function, args, kwargs)
 

@@ -214,12 +214,13 @@ class _Mapping:
         try:
             metas, meta_kwargs = tree_map(to_meta, (args, kwargs))
             return infer_outputs(self.meta, metas, meta_kwargs, with_grad=True)
-        except Exception as error:
+        except Exception as raised:
+            error = raised.__cause__ or raised
             raise LayoutError(
                 f"{self.name}: cannot tell its results' shapes, because it raises {type(error).__name__} on tensors "
                 f"without data ({error}). Give meta=, a function of the same arguments that returns empty tensors, or "
                 "out_shape=, the logical shapes."
-            ) from error
+            ) from raised
 
     def _given_results(self, operands: list[GlobalTensor], known: Spec) -> Any:
         is_single = all(isinstance(size, int) for size in self.out_shape)

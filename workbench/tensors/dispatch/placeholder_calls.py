@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
+from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
@@ -28,6 +30,13 @@ Recipe = Callable[[dict[int, torch.Tensor]], Sequence[torch.Tensor]]
 """Computes a function's results on meta tensors, given those that stand for its operands, by id."""
 
 
+class NeedsDataError(Exception):
+    """A function cannot run on tensors without data: it reads values, or nobody has written it for metadata.
+
+    Its cause is the error that the function raises.
+    """
+
+
 def infer_outputs(
     func: Callable[..., Any], args: Any, kwargs: Any, with_grad: bool = False
 ) -> tuple[list[OutputInfo], Any, list[Any]]:
@@ -35,6 +44,9 @@ def infer_outputs(
 
     Returns:
         info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
+
+    Raises:
+        NeedsDataError: the function cannot run on meta tensors. Mistakes in its arguments are its own errors.
     """
     memo: dict[int, torch.Tensor] = {}
     grad_mode = torch.set_grad_enabled(with_grad and torch.is_grad_enabled())
@@ -85,7 +97,24 @@ def _run_without_data(func: Any, args: Any, kwargs: Any, memo: dict[int, torch.T
     if meta_kwargs.get("device") is not None:
         meta_kwargs = {**meta_kwargs, "device": _device_without_data(meta_kwargs["device"])}
     with local_torch():
-        return func(*meta_args, **meta_kwargs)
+        try:
+            return func(*meta_args, **meta_kwargs)
+        except Exception as error:
+            if func in USER_FUNCTION_NAMES or _lacks_data(error):
+                raise NeedsDataError(f"{type(error).__name__}: {error}") from error
+            raise
+
+
+def _lacks_data(error: Exception) -> bool:
+    """Whether torch raises this because a tensor has no data: fake tensors have own errors, others name meta."""
+    is_of_fake_tensors = type(error).__module__ == FakeTensor.__module__
+    words = str(error)
+    return isinstance(error, NotImplementedError) or is_of_fake_tensors or "meta" in words or "not allocated" in words
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has numbers; those in which ``infer_outputs`` runs functions have none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _device_without_data(device: Any) -> Any:

@@ -17,7 +17,7 @@ from workbench.core.rules import Equation, Operand, Signature, choose, signature
 from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.tensors.dispatch.keywords import Order
-from workbench.tensors.dispatch.placeholder_calls import autocast_state, infer_outputs
+from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
 from workbench.tensors.dispatch.plan_keys import dtype_of
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.dispatch.weight_gradients import split_backward
@@ -109,10 +109,8 @@ def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
         return _inferred[key]
     try:
         found = infer_outputs(func, args, kwargs)
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
-            return None
-        raise
+    except NeedsDataError:
+        return None
     if key is not None and _is_of_torch(func):
         if len(_inferred) >= _MAX_INFERRED:
             _inferred.clear()

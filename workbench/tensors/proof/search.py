@@ -14,7 +14,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split, broadcast, dual, partial_sum
-from workbench.tensors.dispatch.placeholder_calls import infer_outputs
+from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, infer_outputs
 from workbench.tensors.dispatch.planning import Plan, candidates_of, make_plan
 from workbench.tensors.dispatch.registry import COMPOSITES, RULES, Call
 from workbench.tensors.global_tensor import local_torch, spec_of, wrap
@@ -83,7 +83,7 @@ def _why_infeasible(example: Example) -> str | None:
     operands = example.operands
     try:
         infer_outputs(example.func, example.args, example.kwargs)
-    except NotImplementedError:
+    except NeedsDataError:
         return "the shape of its result depends on data"
     first, second = (example.run([operand.clone() for operand in operands]) for _ in range(2))
     if not first:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 
@@ -30,7 +31,7 @@ def product_by_expert(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.
         offsets: for each of all experts, the row after its last one.
         first: number of the first expert here. Rows of other experts give zeros.
     """
-    if rows.is_meta or hasattr(rows, "fake_mode"):  # metadata has no offsets to read
+    if not has_data(rows):  # metadata has no offsets to read
         return rows[:, :1] * weights[0, :1]
     ends = [0, *offsets.tolist()]
     result = rows.new_zeros(len(rows), weights.shape[-1])
