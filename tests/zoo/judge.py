@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import workbench as wb
-from tests.models.training import whole
 from tests.zoo.model import Model
 from workbench.tensors.dispatch import fallback
 from workbench.testing import run_ranks
@@ -155,10 +154,20 @@ def _train(module: nn.Module, step: Any) -> Trained:
         optimizer.zero_grad()
         losses.append(float(step()))
         if i == 0:
-            grads = {name: whole(p.grad) for name, p in module.named_parameters()}
+            grads = _whole({name: p.grad for name, p in module.named_parameters()})
             optimizer.param_groups[0]["lr"] = LARGEST_CHANGE / (_largest(grads) or 1.0)
         optimizer.step()
-    return Trained(losses, grads, {name: whole(p) for name, p in module.named_parameters()})
+    return Trained(losses, grads, _whole(dict(module.named_parameters())))
+
+
+def _whole(tensors: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """Plain logical tensors, on every rank of the world."""
+    tensors = {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}
+    are_global = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, wb.GlobalTensor)}
+    if are_global:
+        moved = wb.to_global(list(are_global.values()), placement=wb.placement.all("cpu"), sbp="B")
+        tensors |= {name: tensor.full_tensor() for name, tensor in zip(are_global, moved, strict=True)}
+    return {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
 
 
 def _difference(run: Trained, truth: Trained) -> tuple[float, str]:

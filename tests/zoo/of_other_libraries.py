@@ -26,12 +26,12 @@ TIMM: dict[str, dict[str, Any]] = {
     "test_nfnet": {},
     "test_resnet": {},
     "test_vit": {},
-    "test_vit_relpos": {"pixels": 160},
+    "test_vit_relpos": {"img_size": 64},
     "test_vit2": {},
-    "test_vit3": {"pixels": 160},
+    "test_vit3": {"img_size": 64},
     "convnext_atto": {},
-    "coat_lite_tiny": {"pixels": 224},
-    "convit_tiny": {"pixels": 224},
+    "coat_lite_tiny": {"img_size": 64},
+    "convit_tiny": {"img_size": 64},
     "crossvit_9_240": {"pixels": 240},
     "cs3darknet_focus_s": {},
     "dla46_c": {},
@@ -40,9 +40,9 @@ TIMM: dict[str, dict[str, Any]] = {
     "resnet10t": {},
     "edgenext_xx_small": {},
     "efficientformer_l1": {"pixels": 224},
-    "efficientformerv2_s0": {"pixels": 224},
+    "efficientformerv2_s0": {"img_size": 64},
     "efficientvit_b0": {},
-    "efficientvit_m0": {"pixels": 224},
+    "efficientvit_m0": {"img_size": 64},
     "fasternet_t0": {},
     "fastvit_t8": {},
     "lcnet_050": {},
@@ -52,12 +52,12 @@ TIMM: dict[str, dict[str, Any]] = {
     "mnasnet_small": {},
     "tinynet_e": {},
     "ghostnet_050": {"drop_rate": 0.0},
-    "gmlp_ti16_224": {"pixels": 224},
+    "gmlp_ti16_224": {"img_size": 64},
     "hardcorenas_a": {},
     "hgnetv2_b0": {},
     "inception_next_atto": {},
     "legacy_seresnet18": {"drop_rate": 0.0},
-    "levit_128s": {"pixels": 224},
+    "levit_128s": {"img_size": 64},
     "mobilevit_xxs": {},
     "mobilevitv2_050": {},
     "pit_ti_224": {"img_size": 64},
@@ -74,7 +74,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "starnet_s1": {},
     "swiftformer_xs": {},
     "tiny_vit_5m_224": {"pixels": 224},
-    "visformer_tiny": {"pixels": 224},
+    "visformer_tiny": {"img_size": 64},
     "csatv2": {},
     "vit_tiny_patch16_224": {"img_size": 64, "depth": 2},
     "deit_tiny_patch16_224": {"img_size": 64, "depth": 2},
@@ -145,7 +145,22 @@ _kept: list[Any] = []
 def _classifier(make: Callable[[], nn.Module], pixels: int) -> tuple[nn.Module, Any]:
     draw = torch.Generator().manual_seed(3)
     images = torch.randn(SAMPLES, 3, pixels, pixels, generator=draw)
-    return make(), (images, torch.randint(0, CLASSES, (SAMPLES,), generator=draw))
+    return without_repeats(make()), (images, torch.randint(0, CLASSES, (SAMPLES,), generator=draw))
+
+
+def without_repeats(model: nn.Module) -> nn.Module:
+    """Chains of three and more blocks are shortened: a block that is built as the one before it holds nothing new."""
+
+    def built_as(block: nn.Module) -> tuple[Any, ...]:
+        return *map(type, block.modules()), *(parameter.shape for parameter in block.parameters())
+
+    for chain in model.modules():
+        if type(chain).forward is nn.Sequential.forward:
+            blocks = list(chain)
+            for i in range(len(blocks) - 1, 1, -1):
+                if built_as(blocks[i]) == built_as(blocks[i - 1]) and any(True for _ in blocks[i].parameters()):
+                    del chain[i]
+    return model
 
 
 def _of_classes(output: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -132,7 +132,10 @@ def test_with_ranks_outside(case):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if "expert" in case.name else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(case, marks=() if "expert" in case.name or "std" in case.name else pytest.mark.slow)
+        for case in CASES
+    ],
     ids=lambda case: case.name,
 )
 def test_with_more_ranks_than_rows(case):

@@ -158,7 +158,8 @@ def _handler_by_name(func: Any) -> Callable[..., Any] | None:
             def call_composite(_: Any, args: Any, kwargs: Any) -> Any:
                 if kwargs:
                     args, kwargs = in_order(func, args, kwargs)
-                return written(*args, **kwargs)
+                result = written(*args, **kwargs)
+                return call_by_plan(func, args, kwargs) if result is NotImplemented else result
 
             return call_composite
     if name.folded not in RULES:

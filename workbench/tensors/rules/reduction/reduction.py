@@ -81,16 +81,22 @@ def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 @rule(
     "amax", "amin", "logsumexp", "prod", "all", "any", "argmax", "argmin", "median", "nanmedian",
 )  # fmt: skip
-@rule("var", "std", "var_mean", "std_mean")
 def _needs_whole_dims(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
 
 
-def _several(call: Call, text: str) -> Resolution:
+@rule("var", "std", "var_mean", "std_mean")
+def _variance(call: Call) -> Resolution:
+    """Of an empty shard torch warns that it has too few degrees of freedom."""
+    ndim, dims = len(call.shapes[0]), _reduced_dims(call)
+    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True), term(ndim, dropped=dims))
+
+
+def _several(call: Call, text: str, filled: str = "") -> Resolution:
     """An equation with as many equal results as the call has."""
     left, _, right = text.partition("->")
-    return Resolution(f"{left}->{','.join([right] * len(call.outputs))}")
+    return Resolution(f"{left}->{','.join([right] * len(call.outputs))}", filled=filled)
 
 
 @composite("_is_all_true")
