@@ -1,4 +1,4 @@
-"""Kernels: moving blocks against a plain copy of as many bytes, the loss and dropout against torch's own.
+"""Kernels: moving blocks against a plain copy of as many bytes, the loss, dropout and attention against torch's own.
 
 Bandwidth counts bytes read and written. The loss is forward and backward of a cross entropy over 32,000 classes. Times
 are the GPU's own, of its work alone: it is given other work first, which pushes what was there out of its caches and
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from benchmarks.reporting import Comparison, Target, side_by_side
 from workbench.kernels.blocks import move_blocks, pack, unpack
 from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.random_slice import dropout_slice
+from workbench.tensors.rules.attention import with_dropout
 from workbench.transport.device_clock import DeviceClock, seconds
 from workbench.units import format_bytes, format_seconds
 
@@ -28,6 +30,8 @@ DROPPED_BYTES, DROPPED = 256 * 2**20, 0.1
 ROUNDS = 50
 BANDWIDTH_TARGET, LOSS_TARGET = Target(0.85, at_least=True), Target(1.5, at_least=True)
 DROPOUT_TARGET, MEMORY_TARGET = Target(1.1), Target(1.0)
+ATTENTION, ATTENTION_TARGET = (4, 16, 2048, 128), Target(2.0, at_least=True)
+"""Batch, heads, rows and width."""
 OTHER_WORK_BYTES, OTHER_WORK_TIMES = 2**30, 8
 """Written before every timed action: 2 ms at 4 TB/s."""
 Action = Callable[[], object]
@@ -89,6 +93,32 @@ def dropouts(num_bytes: int, device: str) -> dict[str, Action]:
     }
 
 
+def attentions(batch: int, heads: int, rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Action]:
+    """Forward and backward of causal attention: with dropout by our kernel, in blocks and by torch, and without any."""
+    shape = batch, heads, rows, width
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    grad = torch.randn_like(q)
+
+    def ours() -> tuple[torch.Tensor, ...]:
+        out = with_dropout.scaled_dot_product_attention(q, k, v, None, DROPPED, True, None, with_dropout.Seed(7))
+        return (out, *torch.autograd.grad(out, (q, k, v), grad))
+
+    def in_blocks() -> tuple[torch.Tensor, ...]:
+        with patch.object(with_dropout, "fits_kernel", return_value=False):
+            return ours()
+
+    def torchs(probability: float) -> tuple[torch.Tensor, ...]:
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=probability, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    return {
+        "ours": ours,
+        "in blocks": in_blocks,
+        "torch": partial(torchs, DROPPED),
+        "torch without dropout": partial(torchs, 0.0),
+    }
+
+
 def peak_bytes(action: Action) -> int:
     """Most memory that an action allocates above what is there."""
     torch.cuda.synchronize()
@@ -128,3 +158,21 @@ def dropout(place: Place) -> Iterator[Found]:
     """Dropout by position against torch's, which draws in the order of its calls."""
     time_s = median_s(dropouts(DROPPED_BYTES if place.is_gpu else 2**14, place.device), place)
     yield side_by_side("dropout", time_s["dropout_slice"], "torch", time_s["torch"], DROPOUT_TARGET)
+
+
+def attention(place: Place) -> Iterator[Found]:
+    """Attention that drops by position, in a flash kernel, against the same in blocks.
+
+    Raises:
+        AssertionError: the two differ by more than rounding.
+    """
+    for dtype, most in ((torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.float32, 1e-5)):
+        actions = attentions(*ATTENTION if place.is_gpu else (1, 2, 8, 16), dtype, place.device)
+        time_s = median_s(actions, place)
+        name = str(dtype).removeprefix("torch.")
+        pairs = zip(actions["ours"](), actions["in blocks"](), strict=True)  # type: ignore[call-overload]
+        apart = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+        seen = ", ".join(f"{way} {format_seconds(time)}" for way, time in time_s.items())
+        yield Finding(f"attention in {name}", f"{seen}; ours and in blocks differ by {apart:.1e}")
+        yield side_by_side(f"attention in {name}", time_s["ours"], "in blocks", time_s["in blocks"], ATTENTION_TARGET)
+        assert apart <= most, f"attention in {name}: the results differ by {apart:.1e}"

@@ -27,8 +27,8 @@ class Part(NamedTuple):
 PARTS = (
     Part("versions", 30, tests_on_gpu.versions),
     Part("kernel-tests", 180, tests_on_gpu.kernel_tests, needs_gpu=True),
-    Part("script", 60, engines.script),
-    Part("1-engine", 90, engines.compared_on_1),
+    Part("script", 45, engines.script),
+    Part("1-engine", 75, engines.compared_on_1),
     Part("2-engines", 90, engines.compared_on_2),
     Part("4-engines", 90, engines.compared_on_4),
     Part("interrupt-and-kill", 60, engines.interrupt_and_kill),
@@ -37,10 +37,11 @@ PARTS = (
     Part("bandwidth", 45, kernels.bandwidth),
     Part("loss", 30, kernels.loss),
     Part("dropout", 30, kernels.dropout),
+    Part("attention", 60, kernels.attention),
     Part("step", 90, steps.times),
-    Part("waits", 45, steps.waits, needs_gpu=True),
+    Part("waits", 30, steps.waits, needs_gpu=True),
     Part("trace", 45, steps.trace),
     Part("exchanges", 75, exchanges.between_processes),
-    Part("sanitizer", 90, tests_on_gpu.sanitizer, needs_gpu=True),
+    Part("sanitizer", 75, tests_on_gpu.sanitizer, needs_gpu=True),
 )
 """With their limits, all of them end within 20 minutes."""

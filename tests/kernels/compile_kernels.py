@@ -4,6 +4,7 @@ The interpreter runs kernels as Python and numpy; the compiler types them. This 
 Prints one line per compiled variant; started by ``test_compiling`` in a process without the interpreter.
 """
 
+import re
 import sys
 import warnings
 
@@ -17,6 +18,7 @@ from workbench.kernels import launch
 
 launch.can_launch = lambda tensor: True  # before the kernels' modules take it from there
 
+from workbench.kernels.attention_dropout import attention_dropout  # noqa: E402
 from workbench.kernels.blocks import move_blocks, pack  # noqa: E402
 from workbench.kernels.cross_entropy_terms import cross_entropy_terms  # noqa: E402
 from workbench.kernels.embedding_rows import embedding_rows  # noqa: E402
@@ -62,18 +64,26 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     fused = sum(" fma." in line for line in ptx.splitlines())
     wide = max((k for k in (1, 2, 4) if k == 1 or f".v{k}.b" in ptx), default=1)
     name = f"{self.fn.__module__.rpartition('.')[2].removesuffix('_triton')}:{self.fn.__name__}"
-    cost = "" if label is None else instructions_per_element(compiled, dict(zip(self.arg_names, args, strict=True)))
-    sys.stdout.write(f"{name}{label or ''} fused={fused} vector={wide} sass={cost}\n")
+    code = [] if label is None and "attention" not in name else instructions(compiled)
+    cost = instructions_per_element(compiled, code, dict(zip(self.arg_names, args, strict=True)))
+    spilled = sum(bool(re.match(r"(@!?U?P\d+ )?STL\b", line)) for line in code)
+    shared = compiled.metadata.shared
+    found = f"fused={fused} vector={wide} shared={shared} spilled={spilled} sass={cost}"
+    sys.stdout.write(f"{name}{label or ''} {found}\n")
     return compiled
 
 
-def instructions_per_element(compiled, given):
+def instructions(compiled):
+    return [line.split("\t")[1] for line in compiled.asm["sass"].splitlines() if "\t" in line]
+
+
+def instructions_per_element(compiled, code, given):
     """Instructions in the kernel for each element of a lane's part of a block, as if all branches were taken."""
-    lines = [line.split("\t")[1] for line in compiled.asm["sass"].splitlines() if "\t" in line]
     elements = given.get("rows_per_program", 1) * given.get("columns_per_program", 1)
+    elements *= given["rows"] if "value_width" in given else 1
     elements *= given.get("columns", 1) * 4 * given["counters"] if "counters" in given else given.get("columns", 1)
     lanes = 32 * compiled.metadata.num_warps
-    return sum(not line.startswith("NOP") for line in lines) * lanes / max(elements, lanes)
+    return sum(not line.startswith("NOP") for line in code) * lanes / max(elements, lanes)
 
 
 def blocks(dtype):
@@ -115,6 +125,22 @@ def randoms(dtype):
         fill_random(torch.empty(2**30, 1, dtype=dtype), kind, 1, 0, [4, 1], 0.0, 1.0)
 
 
+def attentions(dtype):
+    """Causal, with a choice of keys, and with addends on a slice that begins within a counter."""
+    choice = torch.ones(2, 1, 1, 160, dtype=torch.bool).expand(2, 2, 70, 160)
+    addends = torch.zeros(70, 161, dtype=dtype).expand(2, 2, 70, 161)
+    for width in {torch.float64: (), torch.float16: (8, 80)}.get(dtype, (64, 128)):
+        for num_keys, mask, causal_from, first in (
+            (160, None, 0, 0),
+            (160, choice, None, 2**40),
+            (161, addends, None, 1),
+        ):
+            query, key = (torch.zeros(2, n, 2, width, dtype=dtype).transpose(1, 2) for n in (70, num_keys))
+            strides = [140 * num_keys, 70 * num_keys, num_keys, 1]
+            leaf = query.requires_grad_()
+            attention_dropout(leaf, key, key, mask, 0.1, causal_from, 0.1, 7, first, strides)[0].sum().backward()
+
+
 def of_training():
     """What a step of training in 16 bits launches, at usual sizes."""
     global label
@@ -133,6 +159,9 @@ def of_training():
         fill_random(big, kind, 1, 0, [4096, 1], 0.0, 1.0)
     label = " sum of 2"
     move_blocks([torch.empty_like(big)], [big, big], [2], "sum")
+    label = ""
+    x = torch.zeros(1, 1, 1024, 128, dtype=big.dtype, requires_grad=True)
+    attention_dropout(x, x, x, None, 0.1, 0, 0.1, 7, 0, [2**20, 2**20, 1024, 1])[0].sum().backward()
 
 
 if __name__ == "__main__":
@@ -141,7 +170,7 @@ if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     if sys.argv[2:] == ["all"]:
         for dtype in FLOATS:
-            for kernels in (blocks, losses, embeddings, randoms):
+            for kernels in (blocks, losses, embeddings, randoms, attentions):
                 kernels(dtype)
         for dtype in (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool):
             blocks(dtype)

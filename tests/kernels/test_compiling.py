@@ -1,6 +1,7 @@
 """Every kernel compiles for a GPU with the arguments of its launcher; this needs no GPU."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,26 +29,40 @@ def compiled(cache, *arguments):
 
 
 LIMITS = {
+    "attention_dropout:_forward": 147,
+    "attention_dropout:_backward_queries": 162,
+    "attention_dropout:_backward_keys": 183,
     "blocks:_move": 24,
     "blocks:_move sum of 2": 19,
     "cross_entropy_terms:_forward": 26,
     "cross_entropy_terms:_backward": 21,
     "embedding_rows:_forward": 13,
     "embedding_rows:_backward": 40,
-    "random_slice:_dropout": 28,
-    "random_slice:_dropout columns": 34,
-    "random_slice:_dropout odd columns": 74,
-    "random_slice:_fill uniform": 25,
-    "random_slice:_fill bernoulli": 23,
+    "random_slice:_dropout": 24,
+    "random_slice:_dropout columns": 30,
+    "random_slice:_dropout odd columns": 67,
+    "random_slice:_fill uniform": 21,
+    "random_slice:_fill bernoulli": 20,
 }
-"""Instructions per element of 16 bits, in the machine code. An H100 runs about 34 in the time in which its memory reads
-and writes one: up to there, a kernel that does both waits for the memory.
+"""Instructions per element of 16 bits (of attention: per score), in the machine code. An H100 runs about 34 in the time
+in which its memory reads and writes one: up to there, a kernel that does both waits for the memory.
 """
+SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 * 1024}
+"""What a program may have. sm_80 has more, but its successors sm_86 and sm_89 run the same code."""
 
 
-def assert_compiled_well(lines):
+MOST_SPILLED = 48
+"""Registers that rare variants write to memory: attention with addends, from a position within a counter."""
+
+
+def largest(what, lines):
+    return max(int(re.search(rf" {what}=(\d+)", line)[1]) for line in lines)
+
+
+def assert_compiled_well(lines, capability):
     """Products are not fused with sums (random bits would differ), and aligned copies move 16 bytes at a time."""
     assert not [line for line in lines if " fused=0 " not in line]
+    assert largest("shared", lines) <= SHARED_BYTES[capability]
     assert any(line.startswith("blocks:_move") and " vector=4 " in line for line in lines)
 
 
@@ -55,7 +70,8 @@ def assert_compiled_well(lines):
 @pytest.mark.parametrize("capability", ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
 def test_kernels_of_training_are_short(capability, tmp_path):
     lines = compiled(tmp_path, capability)
-    assert_compiled_well(lines)
+    assert_compiled_well(lines, capability)
+    assert largest("spilled", lines) == 0
     costs = {}
     for line in lines:
         name, _, rest = line.partition(" fused=")
@@ -68,4 +84,6 @@ def test_kernels_of_training_are_short(capability, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_for_every_dtype(capability, tmp_path):
-    assert_compiled_well(compiled(tmp_path, capability, "all"))
+    lines = compiled(tmp_path, capability, "all")
+    assert_compiled_well(lines, capability)
+    assert largest("spilled", lines) <= MOST_SPILLED

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from workbench.kernels.attention_dropout import attention_dropout, attention_dropout_backward
 from workbench.kernels.blocks import move_blocks
 from workbench.kernels.cross_entropy_terms import (
     cross_entropy_terms,
@@ -16,8 +17,15 @@ from workbench.kernels.random_slice import dropout_slice, fill_random
 LOGITS, TARGET = torch.randn(3, 5), torch.tensor([4, 7, 2])
 INDICES = torch.tensor([3, 9, 4, 3])
 ROWS = [torch.randn(3) for _ in range(4)]
+QUERY, KEY, VALUE = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 6)
+DROPPED = 0.5, 1, 0.3, 7, 5, [30, 15, 5, 1]
 
 CALLS = {
+    "attention_dropout": (attention_dropout, (QUERY.clone().requires_grad_(), KEY, VALUE, None, *DROPPED)),
+    "attention_dropout_backward": (
+        attention_dropout_backward,
+        (torch.randn(1, 2, 3, 6), QUERY, KEY, VALUE, None, torch.randn(1, 2, 3, 6), torch.randn(1, 2, 3), *DROPPED),
+    ),
     "move_blocks": (move_blocks, ([torch.empty(2, 3)], [torch.ones(3, 2).t()] * 2, [2], "sum")),
     "cross_entropy_terms": (cross_entropy_terms, (LOGITS.clone().requires_grad_(), TARGET, 3)),
     "cross_entropy_terms_backward": (cross_entropy_terms_backward, (LOGITS, TARGET, 3, *ROWS)),

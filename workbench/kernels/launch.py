@@ -60,7 +60,9 @@ def runs_on(device: torch.device) -> bool:
     return requested == "triton" and device.type == "cpu" and has_triton() and is_interpreted()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num_warps: int = 4) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num_warps: int = 4, num_stages: int = 3
+) -> None:
     """Launch a kernel on the device of ``on``, also if it is not the current one; an empty grid does nothing.
 
     Products are rounded before they are added, as in the references, so that random numbers have the same bits.
@@ -68,11 +70,12 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num
     Args:
         grid: programs along x (up to 2**31 - 1), y and z (up to 65,535 each).
         num_warps: groups of 32 threads that share the work of a program.
+        num_stages: passes of a loop whose memory is in flight at the same time.
     """
     if 0 in grid:
         return
     with torch.cuda.device_of(on) if on.is_cuda else _interpreter:
-        kernel[grid](*args, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
 
 
 def float64_bits(number: float) -> int:

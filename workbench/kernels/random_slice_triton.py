@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from workbench.kernels.launch import ceil_div, float64_bits, launch
+from workbench.kernels.philox_triton import bound_of, in_order, is_below, words
 from workbench.kernels.triton_types import FLOATS, TYPES, wide_type
 
 _NUM_OUTER = 3
@@ -76,21 +76,6 @@ def _place(
 
 
 @triton.jit
-def _words(key: tl.tensor, counter: tl.tensor, stream: tl.constexpr) -> tl.tensor:
-    """The four words of each counter."""
-    # Counters of 64 bits would silently select Philox4x64, so pass the low and high 32 bits separately.
-    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-    zero = low * 0
-    return tl.philox(key, low, high, zero + stream, zero)
-
-
-@triton.jit
-def _in_order(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
-    """Four tensors of shape (n,) as one of shape (n, 4)."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4))
-
-
-@triton.jit
 def _double(bits: tl.tensor) -> tl.tensor:
     """The double with these 64 bits; a float argument would have 32 bits."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
@@ -100,12 +85,6 @@ def _double(bits: tl.tensor) -> tl.tensor:
 def _unit(word: tl.tensor, bits: tl.constexpr) -> tl.tensor:
     """float32 in [0, 1) from the top ``bits`` of a word."""
     return (word >> (32 - bits)).to(tl.int32).to(tl.float32) * (1.0 / (1 << bits))
-
-
-@triton.jit
-def _is_below(word: tl.tensor, bound: tl.tensor) -> tl.tensor:
-    """Whether ``_unit(word, 24)`` is below a probability, given as a number of steps of 2**-24, rounded up."""
-    return (word >> 8).to(tl.int32) < bound
 
 
 @triton.jit
@@ -147,28 +126,28 @@ def _fill(
     counters: tl.constexpr,
 ) -> None:
     """``a`` and ``b``: lower bound and span of uniform numbers (doubles, as bits) or integers, mean and standard
-    deviation, or a probability (see ``_is_below``); ``wide``: the type of the computation.
+    deviation, or a probability (see ``is_below``); ``wide``: the type of the computation.
     """
     counter, at, inside = _place(
         first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
         counters,
     )  # fmt: skip
-    w, x, y, z = _words(key, counter, 0)
+    w, x, y, z = words(key, counter, 0)
     if kind == 3:
-        joined = _in_order(_joined(w, x), _joined(x, w), _joined(y, z), _joined(z, y))
+        joined = in_order(_joined(w, x), _joined(x, w), _joined(y, z), _joined(z, y), counters, 4)
         value = (joined % b.to(tl.uint64)).to(tl.int64) + a
     elif kind == 2:
-        value = tl.where(_is_below(_in_order(w, x, y, z), a), 1.0, 0.0)
+        value = tl.where(is_below(in_order(w, x, y, z, counters, 4), a), 1.0, 0.0)
     elif kind == 1:
         p, q = _normal_pair(w, x, wide)
         r, s = _normal_pair(y, z, wide)
-        value = _double(a).to(wide) + _double(b).to(wide) * _in_order(p, q, r, s)
+        value = _double(a).to(wide) + _double(b).to(wide) * in_order(p, q, r, s, counters, 4)
     elif bits == 53:
-        w2, x2, y2, z2 = _words(key, counter, 1)
-        joined = _in_order(_joined(w, w2), _joined(x, x2), _joined(y, y2), _joined(z, z2))
+        w2, x2, y2, z2 = words(key, counter, 1)
+        joined = in_order(_joined(w, w2), _joined(x, x2), _joined(y, y2), _joined(z, z2), counters, 4)
         value = (joined >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53)) * _double(b) + _double(a)
     else:
-        value = _unit(_in_order(w, x, y, z), bits) * _double(b).to(wide) + _double(a).to(wide)
+        value = _unit(in_order(w, x, y, z, counters, 4), bits) * _double(b).to(wide) + _double(a).to(wide)
     tl.store(out + at, value.to(element), mask=inside)
 
 
@@ -195,14 +174,14 @@ def _dropout(
     element: tl.constexpr,
     counters: tl.constexpr,
 ) -> None:
-    """``a``: the probability to keep an element, see ``_is_below``; ``b``: the scale of kept ones."""
+    """``a``: the probability to keep an element, see ``is_below``; ``b``: the scale of kept ones."""
     counter, at, inside = _place(
         first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
         counters,
     )  # fmt: skip
     value = tl.load(given + at, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
-    w, x, y, z = _words(key, counter, 0)
-    is_kept = _is_below(_in_order(w, x, y, z), a)
+    w, x, y, z = words(key, counter, 0)
+    is_kept = is_below(in_order(w, x, y, z, counters, 4), a)
     tl.store(out + at, tl.where(is_kept, value, 0.0).to(element), mask=inside)
 
 
@@ -221,7 +200,7 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
     if kind == _INTEGERS:
         a, b = int(low), int(high) - int(low)
     elif kind == _BERNOULLI:
-        a, b = _steps(low), 0
+        a, b = bound_of(low), 0
     else:
         a, b = float64_bits(low), float64_bits(high - low if kind == _UNIFORM else high)
     launch(
@@ -230,11 +209,6 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
         _COUNTERS,
     )  # fmt: skip
     return True
-
-
-def _steps(probability: float) -> int:
-    """See ``_is_below``; the references compare with the probability in float32."""
-    return math.ceil(float(np.float32(probability)) * 2**24)
 
 
 def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
@@ -250,7 +224,7 @@ def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], proba
     out = torch.empty_like(x)
     launch(
         _dropout, place.grid, x,
-        x, out, key, *place.arguments, _steps(1 - probability), float64_bits(1 / (1 - probability)),
+        x, out, key, *place.arguments, bound_of(1 - probability), float64_bits(1 / (1 - probability)),
         wide_type(x.dtype), FLOATS[x.dtype], _COUNTERS,
     )  # fmt: skip
     return out

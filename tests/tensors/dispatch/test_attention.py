@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import workbench as wb
+from workbench.kernels import attention_dropout, launch
 from workbench.kernels.random_slice import fill_random
 from workbench.tensors import random
 from workbench.tensors.rules.attention import attention, with_dropout
@@ -23,6 +24,7 @@ CALLS = {
     "added": {"attn_mask": MASK, "scale": 0.7},
     "chosen": {"attn_mask": MASK > -1, "dropout_p": 0.6},
     "all dropped": {"dropout_p": 1.0},
+    "a row that sees no key": {"attn_mask": MASK[0].abs() > torch.tensor([[9.0], [0], [0], [9], [0], [0]])},
 }
 LAYOUTS = ("B", "S(0)", "S(1)", "S(2)")
 
@@ -41,7 +43,9 @@ def written_out(q, k, v, attn_mask=None, dropout_p=P, is_causal=False, scale=Non
         scores = scores + addend
     keep = torch.empty(scores.shape, dtype=torch.bool)
     fill_random(keep, "bernoulli", KEY, 0, list(keep.stride()), 1 - dropout_p, 0.0)
-    return (scores.softmax(-1) * keep * (0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ v
+    sees_none = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(sees_none, 0).softmax(-1).masked_fill(sees_none, 0)
+    return (weights * keep * (0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ v
 
 
 def distributed(operands, layouts):
@@ -73,6 +77,38 @@ def test_dropout_in_blocks_is_that_of_one_device(rows, monkeypatch):
 
     monkeypatch.setattr(with_dropout, "_block_bytes", lambda device: rows * 4 * 6 * 8)  # of 2 x 2 batches and heads
     run_ranks(program, 2)
+
+
+def test_the_flash_kernel_drops_what_one_device_drops(monkeypatch):
+    if not launch.has_triton() or not launch.is_interpreted():
+        pytest.skip("needs Triton's interpreter")
+    operands = [x.float() for x in (Q[:2], K[:2, :1], V[:2])]  # the same keys for all heads
+    layouts = {"causal": ["S(2)", "B", "B"], "a row that sees no key": ["S(1)", "B", "S(1)"], "added": ["S(0)"] * 3}
+    calls, kernel = [], with_dropout.attention_dropout
+    monkeypatch.setattr(
+        with_dropout, "attention_dropout", lambda *given: calls.append(given[0].dtype) or kernel(*given)
+    )
+    monkeypatch.setattr(with_dropout, "runs_on", lambda device: device.type == "cpu")
+    monkeypatch.setattr(attention_dropout, "can_launch", lambda tensor: True)
+    monkeypatch.setattr(random, "_draw", lambda world, generator: KEY)
+
+    def attend(name, function):
+        mask = CALLS[name].get("attn_mask")
+        mask = {"attn_mask": mask.float()} if mask is not None and mask.is_floating_point() else {}
+        return partial(function, **{"dropout_p": P, **CALLS[name], **mask})
+
+    def program():
+        for name, sbps in layouts.items():
+            given = distributed(operands, sbps)
+            found = with_gradients(attend(name, F.scaled_dot_product_attention), *given)
+            for one, other in zip(found, expected[name], strict=True):
+                torch.testing.assert_close(one, other, msg=partial("{}: {}".format, name))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.scaled_dot_product_attention(*given, dropout_p=P).dtype == torch.bfloat16
+
+    expected = {name: with_gradients(attend(name, written_out), *operands) for name in layouts}
+    run_ranks(program, 2)
+    assert calls.count(torch.float32) == 6 and torch.bfloat16 in calls
 
 
 def test_scores_of_one_block_exist_at_a_time(monkeypatch):

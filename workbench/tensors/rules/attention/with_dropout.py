@@ -1,8 +1,8 @@
-"""Attention with dropout on shards, in blocks of query rows.
+"""Attention with dropout on shards, by a flash kernel, or in blocks of query rows.
 
 The flash kernels of torch draw their mask by the indices of the shard, so that a split batch or split heads would drop
-other weights than one device. Here a weight's logical position decides. Scores of one block exist at a time, and
-backward computes them again; on a CPU, the mask stays.
+other weights than one device. Here a weight's logical position decides. Where no kernel of ours runs, scores of one
+block exist at a time, and backward computes them again; on a CPU, the mask stays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from workbench.core.layout import Region, Shape
+from workbench.kernels.attention_dropout import DTYPES, MAX_WIDTH, attention_dropout
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import dropout_slice, fill_random
 from workbench.tensors import random
@@ -47,12 +48,16 @@ def scaled_dot_product_attention(
         seed: decides which weights are dropped.
         part: shape of the logical scores, and the slice of them that these are; default: all of them.
     """
-    batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch: Shape = np.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     num_rows, num_keys = query.shape[-2], key.shape[-2]
     sizes = (*batch, num_rows, num_keys)
     shape, region = part or (sizes, tuple((0, size) for size in sizes))
     first, strides = random.place_of(shape, region)
-    query = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if fits_kernel(batch, query, key, value, attn_mask):
+        settings = scale, region[-2][0] if is_causal else None, dropout_p, seed.key, first, strides
+        return _by_kernel(batch, query, key, value, attn_mask, *settings)
+    query = query * scale
 
     def draw(start: int, num: int) -> torch.Tensor | None:
         if runs_on(query.device):
@@ -70,7 +75,8 @@ def scaled_dot_product_attention(
         if mask is not None:
             is_added = mask.dtype != torch.bool
             scores = scores + mask if is_added else scores.masked_fill(mask.logical_not(), -math.inf)
-        weights = scores.softmax(-1)
+        sees_any = is_causal or mask is None  # other rows have zeros
+        weights = scores.softmax(-1) if sees_any else torch._safe_softmax(scores, -1)
         if keep is None:
             weights = dropout_slice(weights, seed.key, first + start * strides[-2], strides, dropout_p)
         else:
@@ -82,6 +88,33 @@ def scaled_dot_product_attention(
         return attend(0, query, key, value, attn_mask, draw(0, num_rows))
     result: torch.Tensor = _InBlocks.apply(attend, draw, block, query, key, value, attn_mask)
     return result
+
+
+def fits_kernel(batch: Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> bool:
+    """Whether the flash kernel computes this. It has no gradient of a mask."""
+    return (
+        runs_on(query.device)
+        and len(batch) <= 2
+        and np.broadcast_shapes(batch, value.shape[:-2]) == batch
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in DTYPES
+        and max(query.shape[-1], value.shape[-1]) <= MAX_WIDTH
+        and not (mask is not None and mask.requires_grad)
+    )
+
+
+def _by_kernel(
+    batch: Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *settings: Any
+) -> torch.Tensor:
+    """The flash kernel takes a batch of two dims, and casts nothing."""
+    *first, strides = settings
+    kind, missing = query.device.type, (None,) * (2 - len(batch))
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    operands = [x.expand(*batch, *x.shape[-2:])[missing] for x in (query, key, value)]
+    mask = None if mask is None else mask.expand(*batch, query.shape[-2], key.shape[-2])[missing]
+    out: torch.Tensor = attention_dropout(*operands, mask, *first, [0] * len(missing) + strides)[0]
+    return out.view(*batch, *out.shape[-2:])
 
 
 class _InBlocks(torch.autograd.Function):

@@ -1,0 +1,91 @@
+"""Flash attention with dropout against the formula in 64 bits; slices against the whole."""
+
+import pytest
+import torch
+
+from workbench.kernels.attention_dropout import attention_dropout, attention_dropout_reference
+
+SEED, P = 2**62 + 12345, 0.3
+BATCH, HEADS = 1, 2
+CASES = {
+    # rows, keys, widths of keys and of values, mask, number of the first causal row, position of the first score
+    "whole blocks": (64, 64, 16, 16, None, None, 0),
+    "causal": (70, 72, 24, 8, None, 0, 8),
+    "rows of a causal slice": (36, 72, 16, 16, None, 34, 0),
+    "more rows than keys": (72, 20, 16, 16, None, 0, 0),
+    "choice": (40, 66, 16, 16, "choice", None, 1),
+    "causal addends": (33, 40, 100, 128, "addends", 3, 2**35),
+    "unaligned": (33, 35, 16, 80, None, 0, 2**35 + 3),
+    "one": (1, 1, 1, 1, None, None, 0),
+    "no rows": (0, 5, 16, 16, None, None, 0),
+    "no keys": (5, 0, 16, 16, None, None, 0),
+}
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+"""Of values near 1; the interpreter rounds to bfloat16 towards zero."""
+
+
+def operands_of(case, dtype, device):
+    rows, keys, width, value_width, kind, causal_from, first = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+
+    def of_heads(num, width):
+        return torch.randn(BATCH, num, HEADS, width, generator=generator).to(dtype).to(device).transpose(1, 2)
+
+    mask = None
+    if kind == "choice":
+        mask = torch.rand(BATCH, 1, rows, keys, generator=generator).to(device) > 0.3
+        mask[..., 2, :] = False  # sees no key
+    if kind == "addends":
+        mask = torch.randn(1, HEADS, 1, keys, generator=generator).to(dtype).to(device)
+    mask = None if mask is None else mask.expand(BATCH, HEADS, rows, keys)
+    strides = [HEADS * rows * keys, rows * keys, keys, 1]
+    settings = 0.3, causal_from, P, SEED, first, strides
+    return [of_heads(rows, width), of_heads(keys, width), of_heads(keys, value_width)], mask, settings
+
+
+def with_gradients(function, operands, *rest):
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    out, lse = function(*leaves, *rest)
+    grad = torch.cos(torch.arange(out.numel(), device=out.device)).view(out.shape).to(out.dtype)
+    return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_the_formula(case, dtype, device):
+    operands, mask, settings = operands_of(case, dtype, device)
+    found = with_gradients(attention_dropout, operands, mask, *settings)
+    wide = [operand.double().cpu() for operand in operands]
+    mask = mask if mask is None else mask.cpu()
+    wanted = with_gradients(attention_dropout_reference, wide, mask, *settings)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype in (dtype, torch.float32)
+        tolerance = TOLERANCES[dtype] * max(1.0, float(theirs.abs().amax()) if theirs.numel() else 0.0)
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=0, atol=tolerance)
+
+
+def test_the_tolerance_tells_another_mask(device):
+    operands, mask, settings = operands_of("causal", torch.float32, device)
+    found = with_gradients(attention_dropout, operands, mask, *settings)
+    *start, seed, first, strides = settings
+    other = with_gradients(attention_dropout_reference, operands, mask, *start, seed, first + 4, strides)
+    for index in (0, 2, 3, 4):
+        assert float((found[index] - other[index]).abs().amax()) > 0.1
+
+
+def test_slices_drop_what_the_whole_drops(device):
+    (query, key, value), _, settings = operands_of("causal", torch.float32, device)
+    scale, _, *random, first, strides = settings
+    whole, _ = attention_dropout(query, key, value, None, *settings)
+    for head, begin, end in ((0, 0, 70), (1, 3, 50)):
+        position = first + head * strides[1] + begin * strides[2]
+        part = query[:, head : head + 1, begin:end], key[:, head : head + 1], value[:, head : head + 1]
+        found, _ = attention_dropout(*part, None, scale, begin, *random, position, strides)
+        torch.testing.assert_close(found[:, 0], whole[:, head, begin:end])
+
+
+def test_everything_may_be_dropped(device):
+    operands, mask, (scale, causal_from, _, *rest) = operands_of("whole blocks", torch.float32, device)
+    found = with_gradients(attention_dropout, operands, mask, scale, causal_from, 1.0, *rest)
+    assert not any(result.any() for result in (found[0], *found[2:]))
