@@ -9,6 +9,7 @@ The engine runs with torch functions enabled: what it calls of the user's (hooks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,7 @@ from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local, to_local
-from workbench.tensors.dispatch.keywords import by_name
-from workbench.tensors.dispatch.registry import EXACT, handler
+from workbench.tensors.dispatch.registry import EXACT
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
 
@@ -36,7 +36,7 @@ def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
     if gradient is None:
         if not loss.requires_grad:
             return None
-        if loss.numel() != 1:
+        if math.prod(spec.shape) != 1:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs, but this one has shape {tuple(spec.shape)}"
             )
@@ -71,13 +71,16 @@ def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
     return gradient
 
 
-@handler("backward")
-def backward(func: Any, args: Any, kwargs: Any) -> None:
-    """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
-    options = by_name(func, args, kwargs)
-    losses = _listed(options.get("self", options.get("tensors")))
-    given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
-    inputs = _listed(options.get("inputs"))
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
+    losses, inputs = _listed(tensors), _listed(inputs)
+    given = _listed(grad_tensors) or [None] * len(losses)
     known = next((loss._spec.world.context for loss in losses if isinstance(loss, GlobalTensor)), None)
     context = ExecutionContext() if known is None else known
     running = context.running
@@ -85,21 +88,26 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         return
     _record_differentiation(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
-    create = bool(options.get("create_graph"))
-    retain = options.get("retain_graph")
     context.begin_action("B")
     try:
         _engine_run_backward(
             tuple(losses),
             tuple(seeds),
-            create if retain is None else bool(retain),
-            create,
+            create_graph if retain_graph is None else retain_graph,
+            create_graph,
             tuple(inputs),
             allow_unreachable=True,
             accumulate_grad=True,
         )
     finally:
         context.end_action("B")
+
+
+def _backward_of_one(
+    self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """``loss.backward()``."""
+    backward(self, gradient, retain_graph, create_graph, inputs)
 
 
 def _record_differentiation(results: list[Any]) -> None:
@@ -110,29 +118,34 @@ def _record_differentiation(results: list[Any]) -> None:
             world.context.differentiates_within_steps = True
 
 
-@handler("grad")
-def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
     """``torch.autograd.grad``; the gradients have the dual layouts."""
-    options = by_name(func, args, kwargs)
-    if options.get("is_grads_batched"):
+    if is_grads_batched:
         raise LayoutError(
             "torch.autograd.grad(is_grads_batched=True) of a global tensor: vmap over shards has no layout for the "
             "batch of gradients. Call grad once per gradient."
         )
-    outputs, inputs = _listed(options["outputs"]), _listed(options["inputs"])
-    given = _listed(options.get("grad_outputs")) or [None] * len(outputs)
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    given = _listed(grad_outputs) or [None] * len(outputs)
     seeds = [seed_of(output, seed) for output, seed in zip(outputs, given, strict=True)]
-    create, retain = bool(options.get("create_graph")), options.get("retain_graph")
-    materialize = bool(options.get("materialize_grads"))
-    allow_unused = materialize if options.get("allow_unused") is None else bool(options["allow_unused"])
     reached = _ReachedInputs(inputs)
     _record_differentiation(outputs)
     try:
         found = _engine_run_backward(
             tuple(outputs),
             tuple(seeds),
-            create if retain is None else bool(retain),
-            create,
+            create_graph if retain_graph is None else retain_graph,
+            create_graph,
             tuple(inputs),
             True,  # unreachable inputs give None; the code below then decides alike on all ranks
             accumulate_grad=False,
@@ -140,12 +153,12 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     finally:
         reached.remove()
     results = [reached.gradient_of(number, value) for number, value in enumerate(found)]
-    if not allow_unused and any(result is None for result in results):
+    if not (materialize_grads if allow_unused is None else allow_unused) and any(result is None for result in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
             "this is the desired behavior."
         )
-    if materialize:
+    if materialize_grads:
         results = [torch.zeros_like(t) if r is None else r for t, r in zip(inputs, results, strict=True)]
     return tuple(results)
 
@@ -202,3 +215,6 @@ def _detach_in_place(self: GlobalTensor) -> GlobalTensor:
 
 
 EXACT[torch.Tensor.detach_] = EXACT[torch.detach_] = _detach_in_place
+EXACT[torch.Tensor.backward] = _backward_of_one
+EXACT[torch.autograd.backward] = backward
+EXACT[torch.autograd.grad] = grad
