@@ -31,9 +31,9 @@ def test_any_two_gpus_of_a_dgx1_have_one_link() -> None:
 
 
 def test_all_reduce_is_a_reduce_scatter_and_a_gather() -> None:
-    parts = [received_parts(*change, 4) for change in (("P", "S0"), ("S0", "B"), ("P", "B"))]
+    parts = [received_parts(*change, 4) for change in (("P", "samples"), ("samples", "B"), ("P", "B"))]
     assert parts[0] + parts[1] == parts[2]
-    assert received_parts("B", "S0", 4) == received_parts("S0", "P", 4) == received_parts("P", "B", 1) == 0
+    assert received_parts("B", "samples", 4) == received_parts("samples", "P", 4) == received_parts("P", "B", 1) == 0
 
 
 def test_hops_and_latency_come_before_the_bytes() -> None:
@@ -48,5 +48,5 @@ def test_kinds_that_were_measured_among_all_ranks_have_their_own_rate_there() ->
         "measured", 1e10, 1e12, {"fp32": 1e13}, 0, 0, (Link(2, 0.0, 10.0), Link(4, 0.0, 10.0)),
         exchanges={"all-gather": (1.0, 20.0)},
     )  # fmt: skip
-    assert change_s(machine, "S0", "B", 20, 4) == 2.0
-    assert change_s(machine, "S0", "B", 20, 2) == 2.0 == change_s(machine, "P", "S0", 20, 4)
+    assert change_s(machine, "samples", "B", 20, 4) == 2.0
+    assert change_s(machine, "samples", "B", 20, 2) == 2.0 == change_s(machine, "P", "samples", 20, 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from tests.ui.odd_activations import (
     Words,
     batches,
 )
+from workbench.core.layer_plan import LayerEdge, LayerPlan
 from workbench.core.model_costs import Extent
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
@@ -81,24 +80,26 @@ def test_a_run_has_the_numbers_of_one_device(model: type[Words], strategy: str):
         assert result.losses == pytest.approx(losses, abs=2e-6)
 
 
-def edge(model: type[Words], strategy: str, layer: str) -> Any:
+def planned(model: type[Words], strategy: str, layer: str) -> tuple[LayerPlan, LayerEdge]:
+    """The plan of a layer, and the boxings before it."""
     panel = panel_of(model, strategy)
     index = [each.name for each in panel.state.layers].index(layer)
-    return boxings_of(panel.state, panel._editor._facts_now()).layer_edges[index]
+    boxings = boxings_of(panel.state, panel._editor._facts_now())
+    return boxings.layers[index], boxings.layer_edges[index]
 
 
 def test_positions_lie_on_all_ranks_and_join_the_way_of_the_samples():
-    pos, norm = edge(Positions, "*: data | 1x2x1", "pos"), edge(Positions, "*: data | 1x2x1", "block.ln")
-    assert str(pos.input_layout.sbp) == str(pos.output_layout.sbp) == "(B, B)"
-    assert norm.shape == (BATCH, LENGTH, WIDTH) and str(norm.input_layout.sbp) == "(S(0), B)" and not norm.plans
-    split = edge(Positions, "*: model", "block.ln")
+    (pos, _), (norm, edge) = (planned(Positions, "*: data | 1x2x1", name) for name in ("pos", "block.ln"))
+    assert str(pos.input_layout.sbp) == str(pos.output_layout.sbp) == "(B,)"
+    assert norm.input_shape == (BATCH, LENGTH, WIDTH) and str(norm.input_layout.sbp) == "(S(0),)" and not edge.plans
+    _, split = planned(Positions, "*: model", "block.ln")
     assert [(plan.kind, tuple(plan.shape)) for plan in split.plans] == [("all-gather", (LENGTH, WIDTH))]
 
 
 def test_samples_in_the_second_dim_are_split_there():
-    rnn, head = (edge(Recurrent, "*: data | 1x2x1", name) for name in ("rnn", "head"))
-    assert rnn.shape == (LENGTH, BATCH, WIDTH) and str(rnn.input_layout.sbp) == "(S(1), B)"
-    assert head.shape == (BATCH, LENGTH, WIDTH) and not head.plans
+    (rnn, _), (head, edge) = (planned(Recurrent, "*: data | 1x2x1", name) for name in ("rnn", "head"))
+    assert rnn.input_shape == (LENGTH, BATCH, WIDTH) and str(rnn.input_layout.sbp) == "(S(1),)"
+    assert head.input_shape == (BATCH, LENGTH, WIDTH) and not edge.plans
 
 
 def extents(model: type[Words]) -> dict[str, tuple[Extent | None, Extent | None]]:

@@ -12,14 +12,18 @@ from torch.nn.functional import cross_entropy
 from tests.ui.models import GPT_HYBRID, MLP, gpt
 from workbench.cli.demo import make_mlp
 from workbench.core.boxing import plan_boxing
+from workbench.core.layer_extents import LayerExtents, of_linear_layers, traced
+from workbench.core.layer_plan import LayerEdge, wire_bytes
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.strategy import Strategy
+from workbench.core.rows import Layer
+from workbench.core.sharding_plan import ShardingPlan
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
-from workbench.cost.layer_edges import Stages, layer_edges, of_linear_layers, traced, wire_bytes
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.parallel import describe
+from workbench.ui.grid import boxing_column
 from workbench.ui.grid.static_table import static_grid_html
 from workbench.ui.grid.view import Facts, boxings_of, grid_view
 from workbench.ui.strategy.state import PanelState
@@ -39,6 +43,12 @@ def gpt_state(strategy: str = GPT_HYBRID, num_ranks: int = 4, num_blocks: int = 
     costs = gpt(num_blocks)
     facts = Facts(32, traced(costs.layers, costs.rows, (64,)), "cross_entropy")
     return PanelState(costs.layers, num_ranks, strategy), facts
+
+
+def edges_of(
+    layers: list[Layer], resolved: ResolvedStrategy, extents: list[LayerExtents], batch: int
+) -> list[LayerEdge]:
+    return boxing_column.boxings_of(ShardingPlan(layers, resolved), extents, batch).layer_edges
 
 
 def row(view: dict[str, Any], pattern: str) -> dict[str, Any]:
@@ -104,13 +114,13 @@ def test_stages_send_and_micro_batches_make_it_less():
 
 def test_partial_sums_are_summed_where_they_arise():
     resolved = Strategy("*: model:row").resolve(MLP, 2)
-    steps = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)
+    steps = edges_of(MLP, resolved, of_linear_layers(MLP, (64,)), 128)
     assert [[plan.kind for plan in step.plans] for step in steps[1:]] == [["all-reduce", "slice"]] * 3
 
 
 def test_the_gradient_goes_the_other_way_with_dual_layouts():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
-    step = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
+    step = edges_of(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
     [back] = step.backward_plans
     assert (str(step.plans[0].kind), back.kind) == ("all-gather", "reduce-scatter")
     assert back.source.has_partial and not back.destination.has_partial
@@ -259,16 +269,16 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
     placement = Placement.of("cpu", resolved.stage_grid(0))
     plan = plan_boxing(Layout.of(placement, ("B", "S(0)")), Layout.of(placement, ("B", "B")), (128, 256), itemsize=4)
-    step = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
+    step = edges_of(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
     assert step.forward_bytes == plan.wire_bytes
-    assert Stages(resolved).placements[0].shape == (1, 2)
+    assert ShardingPlan(MLP, resolved).placements[0].shape == (2,), "an axis of one rank is left out"
 
 
 @pytest.mark.parametrize("strategy", [GPT_HYBRID, "*: model | 1x2x2", "hybrid", "*: model:row | sequence", "pipeline"])
 def test_what_arrives_is_what_was_sent(strategy: str):
     layers = gpt(8).layers
     resolved = PanelState(layers, 4, strategy).resolved
-    steps = layer_edges(layers, resolved, traced(layers, gpt(8).rows, (64,)), 8)
+    steps = edges_of(layers, resolved, traced(layers, gpt(8).rows, (64,)), 8)
     plans = {plan for step in steps for plan in (*step.plans, *step.backward_plans)}
     assert plans
     for plan in plans:

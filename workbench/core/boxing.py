@@ -314,18 +314,6 @@ def _reduce_groups(source: Layout, destination: Layout) -> tuple[tuple[int, ...]
     return tuple(tuple(group) for group in groups.values())
 
 
-def classic_wire_bytes(source: Sbp, destination: Sbp, logical_bytes: int, num_ranks: int) -> float:
-    """Bytes on the wire of a boxing on one axis of one placement, summed over the ranks; the table of the classics.
-
-    S -> S' (p-1)/p |T|; S -> B and P -> S (p-1) |T|; P -> B 2 (p-1) |T|; everything else nothing.
-    """
-    if source == destination or isinstance(source, Broadcast) or isinstance(destination, Partial):
-        return 0.0
-    if isinstance(source, Split):
-        return (num_ranks - 1) * logical_bytes * (1 / num_ranks if isinstance(destination, Split) else 1)
-    return (num_ranks - 1) * logical_bytes * (2 if isinstance(destination, Broadcast) else 1)
-
-
 def describe_sbp_change(source: Layout, destination: Layout) -> str:
     """``S(0) -> B`` on one placement, ``B@0,1 -> B@2,3`` between two."""
     if source.placement == destination.placement:
@@ -340,7 +328,6 @@ __all__ = [
     "BoxingPlan",
     "LinkCost",
     "Move",
-    "classic_wire_bytes",
     "describe_sbp_change",
     "is_all_reduce",
     "plan_boxing",

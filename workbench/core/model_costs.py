@@ -241,13 +241,22 @@ def find_blocks(rows: Sequence[LayerCost]) -> tuple[tuple[int, int, int], ...]:
     ((0, 2, 3),)
     """
     keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output_shape, row.layer.shapes) for row in rows]
-    blocks, start = [], 0
+    return find_repeats(keys)
+
+
+def find_repeats(keys: Sequence[object]) -> tuple[tuple[int, int, int], ...]:
+    """Runs of equal stretches of a sequence: (first position, length of a stretch, how many).
+
+    >>> find_repeats("xababab")
+    ((1, 2, 3),)
+    """
+    found, start = [], 0
     while start < len(keys):
         covered, period = max(((_covered(keys, start, p), -p) for p in _periods(keys, start)), default=(0, 0))
         if covered:
-            blocks.append((start, -period, covered // -period))
+            found.append((start, -period, covered // -period))
         start += max(covered, 1)
-    return tuple(blocks)
+    return tuple(found)
 
 
 def _periods(keys: Sequence[object], start: int) -> list[int]:
@@ -263,4 +272,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["Extent", "LayerCall", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks"]
+__all__ = ["Extent", "LayerCall", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks", "find_repeats"]

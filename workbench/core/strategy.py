@@ -367,7 +367,7 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
     mistakes = []
     for first, later in tied_pairs(layers):
         one, two = layers[first], layers[later]
-        dims = split_dim(one, splits[first]), split_dim(two, splits[later])
+        dims = split_dim(one.kind, splits[first]), split_dim(two.kind, splits[later])
         if dims[0] == dims[1]:
             continue
         cut = [f"cut along dim {dim}" if dim is not None else "whole" for dim in dims]
@@ -376,7 +376,7 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
             f"({_choice(rows[first], splits[first])}), while {_choice(rows[later], splits[later])} here means "
             f"{cut[1]}: one tensor lies in one way"
         )
-        same = next((s for s in ("column", "row") if split_dim(two, s) == dims[0]), None)
+        same = next((s for s in ("column", "row") if split_dim(two.kind, s) == dims[0]), None)
         fix = f"{two.name}: model:{same}" if dims[0] is not None else f"{two.name}: data"
         mistakes.append(Mistake(two.name, message, (f"write {fix!r}",)))
     return mistakes

@@ -15,6 +15,7 @@ from workbench.core.rows import Layer, Row
 SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 TRANSPOSED_KINDS = ("Conv1D",)
 """Layers whose weight is (inputs, outputs): the linear layer of GPT-2 in transformers."""
+LINEAR_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
 TABLE = "Embedding"
 """A layer that looks up rows; its columns are the width, its rows the words."""
 IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
@@ -67,22 +68,37 @@ def tied_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
     return [(index[layer.tied_to], i) for i, layer in enumerate(layers) if layer.tied_to in index]
 
 
+def share_input(one: Layer, two: Layer) -> bool:
+    """Whether two neighbours are parts of one layer and take the same tensor: queries, keys, values; gate and up.
+
+    >>> weight = {"weight": (8, 8)}
+    >>> share_input(Layer("a.q_proj", "Linear", weight), Layer("a.k_proj", "Linear", weight))
+    True
+    """
+    (parent, _, name), (other_parent, _, other) = one.name.rpartition("."), two.name.rpartition(".")
+    is_named = parent == other_parent and name in COLUMN_NAMES and other in COLUMN_NAMES
+    return is_named and _features(one)[:1] == _features(two)[:1]
+
+
 def feature_dim(kind: str, num_dims: int) -> int:
     """The dim of an activation that holds the features of a layer of this class: channels of images, else the last."""
     return 1 if kind in IMAGE_KINDS else num_dims - 1
 
 
-def split_dim(layer: Layer, split: str | None) -> int | None:
-    """The dim of the layer's weight that a split cuts; None for none.
+def split_dim(kind: str, split: str | None, num_dims: int = 2) -> int | None:
+    """The dim of a parameter, its weight or its bias, that a split cuts; None if every rank has all of it.
 
-    >>> from workbench.core.rows import Layer
-    >>> split_dim(Layer("head", "Linear"), "column"), split_dim(Layer("words", "Embedding"), "row")
-    (0, 0)
+    A column split cuts output features, also of biases; a row split cuts input features.
+
+    >>> split_dim("Linear", "column"), split_dim("Embedding", "row"), split_dim("Linear", "row", num_dims=1)
+    (0, 0, None)
     """
-    if split is None:
-        return None
-    outputs_first = layer.kind not in (*TRANSPOSED_KINDS, TABLE)
-    return 0 if (split == "column") == outputs_first else 1
+    outputs_last = kind in (*TRANSPOSED_KINDS, TABLE)
+    if split == "column" and num_dims:
+        return num_dims - 1 if outputs_last else 0
+    if split == "row" and num_dims > 1:
+        return 0 if outputs_last else 1
+    return None
 
 
 def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str | None]) -> None:
@@ -103,17 +119,17 @@ def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str 
                 splits[member] = rows[member].split
             continue
         leader = next((member for member in members if rows[member].split is not None), members[-1])
-        dim = split_dim(layers[leader], splits[leader])
+        dim = split_dim(layers[leader].kind, splits[leader])
         for member in members:
             if rows[member].split is None:
-                splits[member] = next(s for s in ("column", "row") if split_dim(layers[member], s) == dim)
+                splits[member] = next(s for s in ("column", "row") if split_dim(layers[member].kind, s) == dim)
 
 
 def _is_splittable(layer: Layer) -> bool:
     return layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
 
 
-def _features(layer: Layer) -> tuple[int, int]:
-    """(input features, output features) of a layer."""
-    weight = layer.shapes["weight"]
-    return (weight[0], weight[1]) if layer.kind in (*TRANSPOSED_KINDS, TABLE) else (weight[1], weight[0])
+def _features(layer: Layer) -> tuple[int, ...]:
+    """(input features, output features) of a layer; empty without a matrix as its weight."""
+    weight = layer.shapes.get("weight", ())[:2]
+    return weight if layer.kind in (*TRANSPOSED_KINDS, TABLE) else weight[::-1]

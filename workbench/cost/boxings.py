@@ -1,6 +1,6 @@
 """The exchanges of a layer on the model axis: of its input, of its output, between slices of its output, in the loss.
 
-``cost.activation_layouts`` has the layouts. Tests compare the bytes with those of dry runs.
+``core.layer_layouts`` has the layouts. Tests compare the bytes with those of dry runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from workbench.core.layer_layouts import Entry, boxed_output_entry, dual_entry, input_entry, output_entry
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import LayerCost
 from workbench.core.strategy import ResolvedLayer
-from workbench.core.weight_splits import COLUMN_NAMES
-from workbench.cost.activation_layouts import TABLE, boxed_output_sbp, input_sbp, output_sbp
-from workbench.cost.collectives import DUAL, exchange_s, kind_of, received_parts, summed_bytes
+from workbench.core.weight_splits import TABLE, share_input
+from workbench.cost.collectives import exchange_s, kind_of, received_parts, summed_bytes
 from workbench.cost.stage_settings import StageSettings
 
 Neighbour = tuple[LayerCost, ResolvedLayer]
+Change = tuple[Entry, Entry, float]
+"""A boxing: the entry on the model axis before and after it, and the bytes of the whole activation."""
 SUMS_OF_LOSS = (3, 3)
 """Numbers of 32 bits per row of logits that ranks with a split vocabulary sum, in forward and in backward: the sum of
 exponentials, the target's logit, and the share of smoothed targets. The maximum of the logits is exchanged first.
@@ -57,11 +59,16 @@ def boxings(
     if setting.model == 1:
         return Boxings()
     changes = _changes(row, choice, before, following, setting, boxed_for or choice)
-    back = [(DUAL.get(target, target), DUAL.get(source, source), size) for source, target, size in reversed(changes)]
+    back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(changes)]
     if setting.sequence and not setting.software.keeps_gathered:
-        back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
+        back += [
+            change for change in changes if change[:2] == ("sequence", "B")
+        ]  # its slice was saved, the weights need all
     forward, backward = ([_exchange(change, setting) for change in some] for some in (changes, back))
-    if boxed_output_sbp(choice, following, num_dims(row), setting.sequence) == "S-1" and choice.split == "column":
+    if (
+        boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features"
+        and choice.split == "column"
+    ):
         forward, backward = [*forward, *_moved_rows(row, setting)], [*backward, *_moved_rows(row, setting)]
         sums = _sums_of_loss(row, setting)
         forward, backward = [*forward, *sums[0]], [*backward, *sums[1]]
@@ -81,24 +88,29 @@ def _changes(
     following: ResolvedLayer | None,
     setting: StageSettings,
     boxed_for: ResolvedLayer,
-) -> list[tuple[str, str, float]]:
-    """(layout, layout, bytes of the whole activation) of the boxings of input and output, in order."""
+) -> list[Change]:
+    """The boxings of input and output, in order."""
     dims = num_dims(row)
-    changes = []
-    if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
-        source = boxed_output_sbp(before[1], boxed_for, num_dims(before[0]), setting.sequence)
-        changes.append((source, input_sbp(choice, dims, setting.sequence), passed_bytes(before[0], setting)))
+    arriving = _of_input(row, choice, before, setting, boxed_for)
     left = _left_on_stage(choice, following, dims, setting)
-    changes.append((output_sbp(choice, dims, setting.sequence), left, output_bytes(row, setting)))
-    return [change for change in changes if change[0] != change[1]]
+    leaving = output_entry(choice, dims, setting.sequence), left, output_bytes(row, setting)
+    return [change for change in (arriving, leaving) if change is not None and change[0] != change[1]]
+
+
+def _of_input(
+    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: StageSettings, boxed_for: ResolvedLayer
+) -> Change | None:
+    """The boxing of the input; None if no layer of this stage has made it, or a sibling has boxed it."""
+    if before is None or choice.kind == TABLE or are_siblings(before, (row, choice)):
+        return None
+    source = boxed_output_entry(before[1], boxed_for, num_dims(before[0]), setting.sequence)
+    return source, input_entry(choice, num_dims(row), setting.sequence), passed_bytes(before[0], setting)
 
 
 def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: StageSettings) -> bool:
     """Whether the layer's input is a copy, made by a boxing, of the output of the layer before."""
-    if setting.model == 1 or before is None or choice.kind == TABLE or are_siblings(before, (row, choice)):
-        return False
-    source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
-    return source != input_sbp(choice, num_dims(row), setting.sequence)
+    change = _of_input(row, choice, before, setting, choice) if setting.model > 1 else None
+    return change is not None and change[0] != change[1]
 
 
 def splits_words(
@@ -107,10 +119,10 @@ def splits_words(
     """Whether the loss is computed from logits that are split along the vocabulary."""
     if setting.model == 1 or choice.split != "column" or not any(work.name == "cross_entropy" for work in row.after):
         return False
-    return boxed_output_sbp(choice, following, num_dims(row), setting.sequence) == "S-1"
+    return boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features"
 
 
-def _exchange(change: tuple[str, str, float], setting: StageSettings) -> Exchange:
+def _exchange(change: Change, setting: StageSettings) -> Exchange:
     source, target, size = change
     if (source, target) == ("P", "B"):
         return Exchange(kind_of(source, target), summed_bytes(setting.hardware, size, setting.model))
@@ -118,17 +130,15 @@ def _exchange(change: tuple[str, str, float], setting: StageSettings) -> Exchang
 
 
 def are_siblings(one: Neighbour, two: Neighbour) -> bool:
-    """Whether two column-split layers share one input (queries, keys, values; gate and up)."""
+    """Whether two layers share one boxed input (queries, keys, values; gate and up)."""
     (row, choice), (other, other_choice) = one, two
-    names = [layer.name.rpartition(".") for layer in (row.layer, other.layer)]
-    inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
-    both = choice.split == other_choice.split == "column" and names[0][0] == names[1][0]
-    return both and all(name[2] in COLUMN_NAMES for name in names) and len(inputs) == 2 and inputs[0] == inputs[1]
+    same = (choice.parallel, choice.split) == (other_choice.parallel, other_choice.split)
+    return same and share_input(row.layer, other.layer)
 
 
-def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: StageSettings) -> str:
-    left = boxed_output_sbp(choice, following, dims, setting.sequence)
-    between = following is None and left == "S0" and choice.parallel != "data"
+def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: StageSettings) -> Entry:
+    left = boxed_output_entry(choice, following, dims, setting.sequence)
+    between = following is None and left == "samples" and choice.parallel != "data"
     return "B" if between and setting.software.scatters_between_stages else left
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from workbench.core.layer_layouts import following_of, input_entry
 from workbench.core.model_costs import LayerCall, LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.activation_layouts import input_sbp
 from workbench.cost.boxings import boxings, num_dims, seconds_and_bytes
 from workbench.cost.layers import LayerPrice
 from workbench.cost.stage_settings import StageSettings
@@ -20,21 +20,21 @@ def prices_with_calls(
     if not model.calls:
         return list(prices)
     index_of = {row.layer.name: index for index, row in enumerate(model.rows)}
-    following_of = [_following(choices, index) for index in range(len(choices))]
+    followings = [following_of(choices, index) for index in range(len(choices))]
     found = [replace(price, boxing_forward_s=0.0, boxing_backward_s=0.0, boxing_sums_s=0.0, boxed_bytes=0.0,
                      boxed_forward_bytes=0.0) for price in prices]  # fmt: skip
     boxed: set[tuple[int, str]] = set()
     for call in model.calls:
         index = index_of[call.row.layer.name]
         choice, setting = choices[index], settings[choices[index].stage]
-        target = call.input, input_sbp(choice, num_dims(call.row), setting.sequence)
+        target = call.input, input_entry(choice, num_dims(call.row), setting.sequence)
         before = boxed_for = None
         if call.source is not None and target not in boxed:
             other = index_of[model.calls[call.source].row.layer.name]
-            before, boxed_for = (_handed_on(model, call), choices[other]), following_of[other]
+            before, boxed_for = (_handed_on(model, call), choices[other]), followings[other]
             before = before if choices[other].stage == choice.stage else None
         boxed.add(target)
-        exchanges = boxings(call.row, choice, before, following_of[index], setting, boxed_for)
+        exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for)
         (forward_s, forward), (backward_s, backward) = (
             seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)
         )
@@ -53,12 +53,6 @@ def prices_with_calls(
 def num_calls(model: ModelCosts, row: LayerCost) -> int:
     """How often a layer is called in a forward."""
     return sum(call.row.layer.name == row.layer.name for call in model.calls) or 1
-
-
-def _following(choices: Sequence[ResolvedLayer], index: int) -> ResolvedLayer | None:
-    """The layer for which the output of one is boxed: the next one, if it is on the same stage."""
-    after = choices[index + 1] if index + 1 < len(choices) else None
-    return after if after is not None and after.stage == choices[index].stage else None
 
 
 def _handed_on(model: ModelCosts, call: LayerCall) -> LayerCost:

@@ -13,16 +13,14 @@ bytes of the whole activation (of one data-parallel rank) on t ranks, each rank 
 from __future__ import annotations
 
 from workbench.core.boxing_path import WORTHWHILE
+from workbench.core.layer_layouts import Entry
 from workbench.cost.hardware import Hardware
 
-DUAL = {"B": "P", "P": "B"}
-"""Entries of gradients; S stays S."""
 
+def received_parts(source: Entry, target: Entry, num_ranks: int) -> float:
+    """What a rank receives when an entry changes, as a part of the whole activation.
 
-def received_parts(source: str, target: str, num_ranks: int) -> float:
-    """What a rank receives when an entry changes, as a part of the whole activation. S entries have their dim: "S0".
-
-    >>> received_parts("P", "B", 4), received_parts("S1", "S2", 2), received_parts("B", "S1", 2)
+    >>> received_parts("P", "B", 4), received_parts("samples", "features", 2), received_parts("B", "samples", 2)
     (1.5, 0.25, 0.0)
     """
     if source == target or source == "B" or target == "P" or num_ranks == 1:
@@ -47,14 +45,14 @@ def summed_bytes(hardware: Hardware, num_bytes: float, num_ranks: int) -> float:
     return received_parts("P", "B", num_ranks) * num_bytes
 
 
-def kind_of(source: str, target: str) -> str:
+def kind_of(source: Entry, target: Entry) -> str:
     """The kind of the exchange that changes an entry, as in boxing plans."""
     if target == "B":
         return "all-reduce" if source == "P" else "all-gather"
     return "reduce-scatter" if source == "P" else "all-to-all"
 
 
-def change_s(hardware: Hardware, source: str, target: str, num_bytes: float, num_ranks: int) -> float:
+def change_s(hardware: Hardware, source: Entry, target: Entry, num_bytes: float, num_ranks: int) -> float:
     """Seconds to change an entry on neighbouring ranks, each of which receives ``num_bytes``."""
     return exchange_s(hardware, num_bytes, num_ranks, 1, kind_of(source, target))
 
@@ -97,4 +95,4 @@ def exchange_s(
     return latency + num_hops * link.hop_s + num_bytes / bandwidth
 
 
-__all__ = ["DUAL", "change_s", "exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]
+__all__ = ["change_s", "exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
+from workbench.core.layer_layouts import boxed_output_entry, input_entry
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
 from workbench.cost.boxings import num_dims, passed_bytes
 from workbench.cost.calls import prices_with_calls
 from workbench.cost.collectives import exchange_s
@@ -209,11 +209,11 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
         setting, row = settings[before], model.rows[index - 1]
         whole = passed_bytes(row, setting)
         dims = num_dims(row)
-        left = boxed_output_sbp(layers[index - 1], None, dims, setting.sequence)
-        taken = input_sbp(layers[index], dims, setting.sequence)
+        left = boxed_output_entry(layers[index - 1], None, dims, setting.sequence)
+        taken = input_entry(layers[index], dims, setting.sequence)
         parts = 1 if taken == "B" else settings[stage].model
         stride = setting.data * setting.model
-        if setting.software.scatters_between_stages and left != "S1":
+        if setting.software.scatters_between_stages and left != "sequence":
             seconds = exchange_s(setting.hardware, whole / setting.model, 2, stride)
             seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
         else:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from workbench.core.layer_layouts import Entry, boxed_output_entry, input_entry
 from workbench.core.model_costs import LayerCost, OpCost
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
+from workbench.core.weight_splits import split_dim
 from workbench.cost.boxings import (
     boxings,
     copies_input,
@@ -138,11 +139,11 @@ def layer_price(
     weights, shared = _weights(row, choice, setting)
     cast = row.num_cast / (setting.model if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
+    arriving_bytes, taken_bytes = _input_bytes(row, choice, before, setting)
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
-        boxing[0][1] + boxing[1][1], weights, sum(kept.values()), _input_bytes(row, choice, before, setting),
-        scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast,
-        _boxed_input_bytes(row, choice, before, setting),
+        boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
+        scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
     )  # fmt: skip
 
 
@@ -157,16 +158,15 @@ def _divided(
 ) -> list[tuple[OpCost, float, float, float]]:
     """(function, parts of its work, parts of its inner dim, parts of its saved bytes)."""
     t, dims = setting.model, num_dims(row)
-    parts_of = {"B": 1.0, "P": 1.0, "S0": setting.batch_parts, "S1": float(t), "S-1": float(t)}
-    takes = parts_of[input_sbp(choice, dims, setting.sequence)]
+    takes = _parts(input_entry(choice, dims, setting.sequence), setting)
     if choice.split == "column" and setting.sequence and dims > 2 and not setting.software.keeps_gathered:
         takes = float(t)
     own = float(t) if choice.split else takes
     inner = float(t) if choice.split == "row" else 1.0
-    left = boxed_output_sbp(choice, following, dims, setting.sequence)
+    left = boxed_output_entry(choice, following, dims, setting.sequence)
     divided = [(work, own, inner if work.is_matmul else 1.0, takes) for work in row.own]
     for work in row.after:
-        parts = parts_of[left] if work.is_divided or left != "S-1" else 1.0
+        parts = _parts(left, setting) if work.is_divided or left != "features" else 1.0
         divided.append((work, parts, 1.0, parts))
     return divided
 
@@ -185,24 +185,20 @@ def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings)
     return number / (setting.model if choice.split else 1) * ITEMSIZES[setting.precision]
 
 
+def _parts(entry: Entry, setting: StageSettings) -> float:
+    """Into how many parts an entry on the model axis divides an activation."""
+    return {"B": 1.0, "P": 1.0, "samples": setting.batch_parts}.get(entry, float(setting.model))
+
+
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
-) -> float:
-    """Bytes of the input as it arrives: a recomputed block keeps it so, and boxes it again in backward."""
-    if before is None:
-        size, entry = _taken_bytes(row, setting), input_sbp(choice, num_dims(row), setting.sequence)
-    else:
-        size = passed_bytes(before[0], setting)
-        entry = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
-    return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
-
-
-def _boxed_input_bytes(
-    row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
-) -> float:
+) -> tuple[float, float]:
+    """Bytes of the input as it arrives (a recomputed block keeps it so, and boxes it again in backward), and boxed."""
     size = _taken_bytes(row, setting) if before is None else passed_bytes(before[0], setting)
-    entry = input_sbp(choice, num_dims(row), setting.sequence)
-    return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
+    taken = arriving = input_entry(choice, num_dims(row), setting.sequence)
+    if before is not None:
+        arriving = boxed_output_entry(before[1], choice, num_dims(before[0]), setting.sequence)
+    return size / _parts(arriving, setting), size / _parts(taken, setting)
 
 
 def _taken_bytes(row: LayerCost, setting: StageSettings) -> float:
@@ -221,8 +217,8 @@ def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> t
         return number, 0.0
     whole = number
     if choice.split is not None:
-        biases = (prod(shape) for shape in row.layer.shapes.values() if len(shape) == 1)
-        whole = float(sum(biases)) if choice.split == "row" else 0.0
+        shapes = row.layer.shapes.values()
+        whole = float(sum(prod(shape) for shape in shapes if split_dim(choice.kind, choice.split, len(shape)) is None))
     is_summed = setting.software.sums_shared or choice.parallel == "data"
     return whole + (number - whole) / setting.model, whole if is_summed else 0.0
 

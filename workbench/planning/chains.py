@@ -78,7 +78,7 @@ def _tie_costs(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[d
     tied = sorted({index for pair in problem.ties for index in pair})
     if not tied:
         return {}, 1
-    cuts = {i: [split_dim(problem.costs.layers[i], split) for _, split in options[i]] for i in tied}
+    cuts = {i: [split_dim(problem.costs.layers[i].kind, split) for _, split in options[i]] for i in tied}
     splits = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
     tie_costs = {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in splits]) for i in tied}
     return tie_costs, len(splits)

@@ -13,7 +13,7 @@ from math import inf
 
 from workbench.core.options import Options
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.core.weight_splits import COLUMN_NAMES
+from workbench.core.weight_splits import share_input
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.peaks import any_block
@@ -34,13 +34,12 @@ class RowClasses:
     def __init__(self, problem: Problem) -> None:
         known: dict[object, int] = {}
         self.of_row, self.with_before = [], []
-        names = [row.layer.name.rpartition(".") for row in problem.rows]
-        parents = [(parent, short in COLUMN_NAMES) for parent, _, short in names]  # these distinguish siblings
         for index, row in enumerate(problem.rows):
             layer = row.layer
             key = (row.counted, layer.kind, layer.tied_to is None)
             self.of_row.append(known.setdefault(key, len(known)))
-            before = (self.of_row[index - 1], parents[index - 1] == parents[index]) if index else None
+            shares = index > 0 and share_input(problem.rows[index - 1].layer, layer)
+            before = (self.of_row[index - 1], shares) if index else None
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
         self.kinds = [row.layer.kind for row in problem.rows]
         self.blocks = block_of_rows(problem.costs)

@@ -197,7 +197,9 @@ class Problem:
     def fits_ties(self, choices: Sequence[Choice]) -> bool:
         """Whether layers that share a weight cut it alike."""
         layers = self.costs.layers
-        return all(split_dim(layers[a], choices[a][1]) == split_dim(layers[b], choices[b][1]) for a, b in self.ties)
+        return all(
+            split_dim(layers[a].kind, choices[a][1]) == split_dim(layers[b].kind, choices[b][1]) for a, b in self.ties
+        )
 
     def fits_stages(self, stages: Sequence[int]) -> bool:
         """Whether layers are on the stages that the constraints require."""

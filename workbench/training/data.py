@@ -240,14 +240,7 @@ def _checked_layout(placement: Placement, sbp: Any) -> Layout:
 
 def _layouts_of(module: nn.Module) -> _Layouts:
     """The layouts of inputs and targets under a strategy."""
-    state = state_of(module)
-    first = min(state.resolved.layers, key=lambda layer: layer.stage)
-    last = max(reversed(state.resolved.layers), key=lambda layer: layer.stage)
-    keeps_whole = last.split == "column"
-    return _Layouts(
-        state.layouts.input_layout(first, 1),
-        state.layouts.layout(last, split(0), broadcast if keeps_whole else split(0)),
-    )
+    return _Layouts(*state_of(module).layouts.plan.batch_layouts())
 
 
 def _rows(layout: Layout, num_rows: int, rank: int) -> Rows:

@@ -21,7 +21,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.core.layer_layouts import following_of
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
+from workbench.core.sharding_plan import ShardingPlan
 from workbench.tensors.agreement import check_same_on_all_ranks
 from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
@@ -36,6 +38,7 @@ from workbench.training.strategies.memory_overlaps import refuse_overlaps
 from workbench.training.strategies.reshard_state import OptimizerState
 from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
 from workbench.training.strategies.state import (
+    PLAN,
     STATE,
     ParallelState,
     describe,
@@ -76,7 +79,8 @@ def parallelize(
             computes only what no checkpoint contains; ``wb.checkpoint.load`` brings the rest.
 
     Returns:
-        The module.
+        The module. ``print(model.plan)`` is a table of all layers' layouts and boxings, unless the module has an
+        attribute of that name.
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
@@ -100,13 +104,14 @@ def parallelize(
     on_meta = names_on_meta(module)
     unhook(module)
     layers = list(layers_of(module))
-    layouts = StageLayouts(world, resolved)
+    plan = ShardingPlan(described, resolved, world.device.type, world.transport.cost)
+    layouts = StageLayouts(world, plan)
     state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements, preset=preset)
     converted: dict[nn.Parameter, nn.Parameter] = {}
     owners = parameter_owners(module, resolved)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
-        following = resolved.layers[position + 1] if position + 1 < len(layers) else None
+        following = following_of(resolved.layers, position)
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
@@ -114,6 +119,8 @@ def parallelize(
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, state.in_use, state.on_interrupt)
     module.__dict__[STATE] = state
+    if not hasattr(module, PLAN):
+        module.__dict__[PLAN] = plan
     for install in INSTALLERS:
         state.handles += install(module, state)
     state.handles.append(Interruptible(module, state.on_interrupt))

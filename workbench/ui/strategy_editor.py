@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from workbench.core.layer_extents import of_linear_layers, traced
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
-from workbench.cost.layer_edges import of_linear_layers, traced
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.theme import Palette, palette
 from workbench.ui.controls import PLANNING, Controls, button, html
@@ -304,8 +304,8 @@ class StrategyEditor:
         if row.node.children:
             return no_tensor_html([child.label for child in row.node.children])
         index = row.node.layers[0]
-        edge = boxings_of(self.state, self._facts_now()).layer_edges[index]
-        return tensors_html(self.state.layers[index], index, self.state.resolved, edge)
+        planned = boxings_of(self.state, self._facts_now()).layers[index]
+        return tensors_html(planned, self.state.resolved.layers[index].stage)
 
 
 def facts_of(

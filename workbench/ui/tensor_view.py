@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from workbench.core.rows import Layer
-from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.layer_edges import LayerEdge, Stages
+from workbench.core.layer_plan import LayerPlan
 from workbench.session.on_engine.tensor_html import tensor_html
 from workbench.ui.assets import element
 
@@ -15,23 +13,17 @@ _MAX_PARAMETERS = 2
 _DTYPES = {2: "bfloat16", 4: "float32"}
 
 
-def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, edge: LayerEdge | None) -> str:
-    """Pictures of a layer's largest parameters and of its input.
-
-    Args:
-        index: the layer's index among the layers of ``resolved``.
-        edge: the layer edge of its input; None if unknown.
-    """
-    stages = Stages(resolved)
-    choice = resolved.layers[index]
+def tensors_html(planned: LayerPlan, stage: int) -> str:
+    """Pictures of a layer's largest parameters and of its input."""
+    layer = planned.layer
     largest = sorted(layer.shapes.items(), key=lambda item: -prod(item[1]))[:_MAX_PARAMETERS]
     parts = []
     for name, shape in largest:
-        picture = tensor_html("float32", 4, shape, stages.parameter(layer, choice, shape), hue=choice.stage)
+        picture = tensor_html("float32", 4, shape, planned.parameters[name], hue=stage)
         parts.append(_titled(f"{layer.name}.{name}", picture))
-    if edge is not None and edge.shape is not None:
-        dtype = _DTYPES[edge.itemsize]
-        picture = tensor_html(dtype, edge.itemsize, edge.shape, edge.input_layout, hue=choice.stage)
+    if planned.input_shape is not None:
+        itemsize = planned.itemsize
+        picture = tensor_html(_DTYPES[itemsize], itemsize, planned.input_shape, planned.input_layout, hue=stage)
         parts.append(_titled(f"what enters {layer.name}, one micro-batch", picture))
     return element("div", *parts, css="wb-tensors")
 

@@ -353,8 +353,8 @@ class StageRank:
 def _renumbered_layouts(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
     """The layouts of stages in terms of stage ranks."""
     seen = copy.copy(layouts)
-    seen.world, seen._input_layouts = world, {}
-    seen.placements = tuple(numbering.placement(stage, like) for stage, like in enumerate(layouts.placements))
+    seen.world = world
+    seen.plan = layouts.plan.on([numbering.placement(stage, like) for stage, like in enumerate(layouts.placements)])
     seen.everywhere = numbering.everywhere()
     return seen
 

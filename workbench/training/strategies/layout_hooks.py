@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from workbench.core.layout import Layout
+from workbench.core.layer_extents import WholeExtent
+from workbench.core.layer_layouts import has_output_hook
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
@@ -29,6 +30,7 @@ class PrepareInput:
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer) -> None:
         self._in_use, self._choice, self.is_disabled = in_use, choice, False
+        self._has_recorded = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments in the layer's layouts; None if they do not change."""
@@ -48,14 +50,18 @@ class PrepareInput:
         world = layouts.world
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
-            layout = layouts.input_layout(choice, value.dim())
+            layout = layouts.plan.input_layout(choice, value.dim())
             value = from_local(value, world, layout, lambda: origin, stays=True)
         shape = value._spec.shape
         num_samples = world.context.call.num_samples or (shape[0] if shape else 0)
-        layout = layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
+        batch_dim: int | None = _batch_dim(value._spec, choice.kind, num_samples)
+        layout = layouts.plan.input_layout(choice, len(shape), batch_dim)
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
-            layout = layout.broadcast()  # positions and masks, equal for all samples
+            layout, batch_dim = layout.broadcast(), None  # positions and masks, equal for all samples
+        if not self._has_recorded:
+            self._has_recorded = True
+            layouts.plan.record_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)
         return _on_device(box_implicitly(value, layout, choice.name))
 
 
@@ -76,13 +82,20 @@ class PrepareOutput:
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, following: ResolvedLayer | None) -> None:
         self._in_use, self._choice, self._following = in_use, choice, following
+        self._has_recorded = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output in the layout of the next layer."""
         if not isinstance(output, GlobalTensor):
             return output
         choice, layout, last = self._choice, output._spec.layout, split(output.dim() - 1)
-        wanted = self._in_use.layouts.output_layout(choice, self._following, output.dim())
+        layouts, spec = self._in_use.layouts, output._spec
+        num_samples = layouts.world.context.call.num_samples
+        batch_dim = _batch_dim(spec, choice.kind, num_samples) if num_samples else 0
+        wanted = layouts.plan.boxed_output_layout(choice, self._following, output.dim(), batch_dim)
+        if not self._has_recorded:
+            self._has_recorded = True
+            layouts.plan.record_output(choice.name, WholeExtent(spec.shape, batch_dim), output.dtype.itemsize)
         target: NdSbp = tuple(
             b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
             for a, b in zip(layout.sbp, wanted.sbp, strict=True)
@@ -105,10 +118,9 @@ def hook_layer(
     """
     handles = [layer.register_forward_pre_hook(PrepareInput(in_use, choice), with_kwargs=True)]
     if foreign:
-        handles += _hook_tied(layer, foreign, lambda ndim: in_use.layouts.parameter_layout(choice, ndim), on_interrupt)
-    if choice.split == "row" or (choice.split and choice.kind == TABLE):
-        target = following if following and following.stage == choice.stage else None
-        handles.append(layer.register_forward_hook(PrepareOutput(in_use, choice, target)))
+        handles += _hook_tied(layer, foreign, in_use, choice, on_interrupt)
+    if has_output_hook(choice):
+        handles.append(layer.register_forward_hook(PrepareOutput(in_use, choice, following)))
     return handles
 
 
@@ -127,7 +139,8 @@ def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
 def _hook_tied(
     layer: nn.Module,
     names: list[str],
-    layout_here: Callable[[int], Layout],
+    in_use: LayoutsInUse,
+    choice: ResolvedLayer,
     on_interrupt: list[Callable[[], None]],
 ) -> list[Any]:
     """Box a parameter of another stage to this one around each use. The backward boxes its gradient to its stage."""
@@ -136,7 +149,8 @@ def _hook_tied(
     def bring(module: nn.Module, args: Any) -> None:
         for name in names:
             kept[name] = module._parameters[name]
-            module._parameters[name] = box(kept[name], layout_here(kept[name].dim()))  # type: ignore[assignment]
+            layout = in_use.layouts.plan.parameter_layout(choice, kept[name].dim())
+            module._parameters[name] = box(kept[name], layout)  # type: ignore[assignment]
 
     def put_back(module: nn.Module = layer, args: Any = None, output: Any = None) -> None:
         module._parameters.update(kept)

@@ -1,4 +1,4 @@
-"""The placements and layouts of every layer's parameters and inputs under a resolved strategy. Moves no data."""
+"""A sharding plan on the ranks of a world: which stage is here, and where operands of several stages meet."""
 
 from __future__ import annotations
 
@@ -9,88 +9,33 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import Sbp, broadcast, split
-from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.core.weight_splits import TABLE, TRANSPOSED_KINDS, feature_dim
+from workbench.core.sharding_plan import ShardingPlan
+from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.execution_context import ModuleCall
 from workbench.tensors.world import World
 
 
 class StageLayouts:
-    """Placements of the stages, and the layouts that layers have on them.
+    """A sharding plan on the ranks of a world.
 
     Attributes:
-        axes: for every stage, names of the axes of its placement, in order: "data", "model".
-        placements: the ranks of every stage.
+        plan: the layouts of layers, and the ranks of every stage.
         everywhere: all ranks of all stages; with a single stage, its placement.
         own_stage: the first stage of this rank; 0 on a rank outside of all stages.
     """
 
-    def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
-        self.world, self.resolved = world, resolved
-        self._input_layouts: dict[tuple[str, int, int], Layout] = {}
-        self.axes = [self._axes(*resolved.stage_width(stage)) for stage in range(resolved.num_stages)]
-        self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
-        ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
-        is_one = len(set(self.placements)) == 1
-        self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
-        self.own_stage = next((i for i, ranks in enumerate(self.placements) if world.rank in ranks.ranks), 0)
+    def __init__(self, world: World, plan: ShardingPlan) -> None:
+        self.world, self.plan = world, plan
+        ranks = [rank for placement in dict.fromkeys(plan.placements) for rank in placement]
+        is_one = len(set(plan.placements)) == 1
+        self.everywhere = plan.placements[0] if is_one else Placement.of(world.device.type, ranks)
+        self.own_stage = next((i for i, ranks in enumerate(plan.placements) if world.rank in ranks.ranks), 0)
 
-    @staticmethod
-    def _axes(data: int, model: int) -> list[str]:
-        """Axes of size one are left out: boxing along them would do nothing, at a price."""
-        return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
-
-    def _placement(self, stage: int) -> Placement:
-        grid = self.resolved.stage_grid(stage)
-        ranks: Any = grid if len(self.axes[stage]) == 2 else self.resolved.stage_ranks(stage)
-        return Placement.of(self.world.device.type, ranks)
-
-    def layout(self, choice: ResolvedLayer, data: Sbp, model: Sbp) -> Layout:
-        """A layout on the layer's stage from one entry for each of the two axes."""
-        axes = self.axes[choice.stage]
-        return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in axes))
-
-    def input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int = 0) -> Layout:
-        """The layout of the layer's input under its choice; B for a scalar. ``batch_dim`` counts samples."""
-        known = self._input_layouts.get((choice.name, ndim, batch_dim))
-        if known is None:
-            known = self._input_layouts[choice.name, ndim, batch_dim] = self._input_layout(choice, ndim, batch_dim)
-        return known
-
-    def _input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int) -> Layout:
-        if ndim == 0:
-            return self.layout(choice, broadcast, broadcast)
-        samples = split(batch_dim)
-        if choice.parallel == "data":
-            return self.layout(choice, samples, samples)
-        if self.resolved.options.sequence and "Norm" in choice.kind and ndim > 2:
-            return self.layout(choice, samples, split(0 if batch_dim == 1 else 1))
-        takes_slices = choice.split == "row" and choice.kind != TABLE
-        return self.layout(choice, samples, split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
-
-    def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
-        """The layout of a parameter, see the table at the top of ``training/parallel.py``."""
-        outputs_last = choice.kind in (TABLE, *TRANSPOSED_KINDS)
-        if choice.split == "column":
-            entry: Sbp = split(ndim - 1) if outputs_last else split(0)
-        elif choice.split == "row" and ndim > 1:
-            entry = split(0) if outputs_last else split(1)
-        else:
-            entry = broadcast
-        return self.layout(choice, broadcast, entry)
-
-    def output_layout(self, choice: ResolvedLayer, following: ResolvedLayer | None, ndim: int) -> Layout:
-        """The layout for the sums of a row-split layer and the columns of a table: that of the next layer's input."""
-        if self.resolved.options.sequence and ndim > 2:
-            return self.layout(choice, split(0), split(1))
-        if following is None:
-            return self.layout(choice, split(0), split(0))
-        if following.split == "row":
-            return self.layout(choice, split(0), broadcast)
-        return self.input_layout(following, ndim)
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The ranks of every stage."""
+        return self.plan.placements
 
     @property
     def stage_order(self) -> tuple[Placement, ...]:
@@ -114,7 +59,9 @@ class StageLayouts:
         return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
 
     def _stages_inside(self, name: str) -> set[int]:
-        return {layer.stage for layer in self.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")}
+        return {
+            layer.stage for layer in self.plan.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")
+        }
 
 
 class LayoutsInUse:

@@ -31,7 +31,7 @@ def shard_parameters(
     """
     for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter not in converted:
-            layout = layouts.parameter_layout(owners[parameter], parameter.dim())
+            layout = layouts.plan.parameter_layout(owners[parameter], parameter.dim())
             moved = shard_tensor(parameter, layout, layouts.world)
             if isinstance(parameter, GlobalTensor):
                 grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
@@ -47,8 +47,8 @@ def shard_parameters(
 
 def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
     """Buffers are whole on every rank of the stage where they are needed; what layers of a stage share stays shared."""
-    choices = {choice.name: choice for choice in layouts.resolved.layers}
-    nearest = layouts.resolved.layers[0]
+    choices = {choice.name: choice for choice in layouts.plan.resolved.layers}
+    nearest = layouts.plan.resolved.layers[0]
     converted: dict[tuple[int, Layout], GlobalTensor] = {}
     for name, submodule in module.named_modules():
         nearest = choices.get(name or ROOT, nearest)

@@ -22,7 +22,7 @@ from workbench.training.recorded_actions import RecordedAction
 from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 
-STATE = "_workbench_parallel"
+STATE, PLAN = "_workbench_parallel", "plan"
 ROOT = "(root)"
 """Row name of parameters that belong to the model itself and to no layer of it."""
 
@@ -169,5 +169,7 @@ def state_of(module: nn.Module) -> ParallelState:
 def unhook(module: nn.Module) -> None:
     """Remove the hooks of an earlier ``parallelize``. Parameters stay global tensors."""
     state = module.__dict__.pop(STATE, None)
+    if state is not None and module.__dict__.get(PLAN) is state.layouts.plan:
+        del module.__dict__[PLAN]
     for handle in state.handles if state else []:
         handle.remove()

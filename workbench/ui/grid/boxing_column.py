@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath
+from workbench.core.layer_extents import LayerExtents
+from workbench.core.layer_plan import LayerEdge, LayerPlan, wire_bytes
 from workbench.core.layout import Layout
-from workbench.core.model_costs import Extent
-from workbench.core.rows import Layer
 from workbench.core.sbp import broadcast
-from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.core.sharding_plan import ShardingPlan
+from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import SentBytes
-from workbench.cost.layer_edges import LayerEdge, LayerExtents, Stages, layer_edges, wire_bytes
 from workbench.ui.number_text import TIMES
 from workbench.ui.strategy.grouping import Node
 from workbench.units import format_bytes, format_ranks
@@ -35,21 +36,33 @@ class StepBoxings:
     """The boxings of one step under one strategy.
 
     Attributes:
-        layer_edges: by layer.
-        num_micro_batches: of a step; each does all of these boxings.
-        gradient_bytes: by layer, bytes on the wire in a step, all ranks together; under ZeRO, with those of its
-            weights.
-        output: size of the model's output; None if unknown.
-        micro_batch: samples of a micro-batch.
-        has_zero: whether weights are gathered from shards on each rank.
+        plan: of the strategy.
+        layers: the plan of each layer, for one micro-batch.
     """
 
-    layer_edges: Sequence[LayerEdge]
-    num_micro_batches: int
-    gradient_bytes: Sequence[int]
-    output: Extent | None = None
-    micro_batch: int = 1
-    has_zero: bool = False
+    plan: ShardingPlan
+    layers: Sequence[LayerPlan]
+
+    @cached_property
+    def layer_edges(self) -> list[LayerEdge]:
+        """By layer, the boxings between the layer before and it."""
+        before = [LayerEdge(), *(layer.boxes_output for layer in self.layers)]
+        return [out + layer.boxes_input for out, layer in zip(before, self.layers, strict=False)]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step; each does all of these boxings."""
+        return self.plan.resolved.num_micro_batches
+
+    @cached_property
+    def gradient_bytes(self) -> list[int]:
+        """By layer, bytes on the wire in a step, all ranks together; under ZeRO, with those of its weights."""
+        return [self.plan.half_sums_per_step * layer.gradient_bytes for layer in self.layers]
+
+    @property
+    def exchanged(self) -> str:
+        """What ``gradient_bytes`` counts."""
+        return "gradients and weights" if self.plan.resolved.options.zero else "gradients"
 
     @property
     def bytes_per_micro_batch(self) -> int:
@@ -59,46 +72,14 @@ class StepBoxings:
     @property
     def bytes_known(self) -> bool:
         """Whether the shape of every boxed tensor is known."""
-        return all(edge.shape is not None for edge in self.layer_edges if edge.plans)
+        return all(edge.is_known for edge in self.layer_edges if edge.plans)
 
 
-def boxings_of(
-    layers: Sequence[Layer], resolved: ResolvedStrategy, extents: Sequence[LayerExtents], batch_size: int
-) -> StepBoxings:
-    """The boxings of one micro-batch. ``extents`` are the sizes of all layers' inputs and outputs."""
-    micro_batch = max(batch_size // resolved.num_micro_batches, 1)
-    itemsize = 4 if resolved.options.precision == "fp32" else 2
-    found = layer_edges(layers, resolved, extents, micro_batch, itemsize=itemsize)
-    stages = Stages(resolved)
-    zero, times = resolved.options.zero, _num_half_sums(resolved)
-    sums = [
-        times * _half_sum_bytes(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)
-    ]
-    output = extents[-1].output if extents else None
-    return StepBoxings(found, resolved.num_micro_batches, sums, output, micro_batch, has_zero=zero > 0)
-
-
-def _num_half_sums(resolved: ResolvedStrategy) -> int:
-    """Number of scatters of gradients and gathers of weights in a step. One of each makes a whole sum.
-
-    ZeRO 2 scatters after every micro-batch and gathers after the step. ZeRO 3 gathers in every forward and backward.
-    """
-    m = resolved.num_micro_batches
-    return {2: m + 1, 3: 3 * m}.get(resolved.options.zero, 2)
-
-
-def _half_sum_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
-    """Bytes of a scatter, or of a gather, of a layer's gradients: p - 1 times the tensor that p ranks have copies of.
-
-    The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed over
-    both axes.
-    """
-    total = 0
-    for shape in layer.shapes.values():
-        layout = stages.parameter(layer, choice, shape)
-        copies = prod(n for n, entry in zip(layout.placement.shape, layout.sbp, strict=True) if entry == broadcast)
-        total += (copies - 1) * 4 * prod(shape)
-    return total
+def boxings_of(plan: ShardingPlan, extents: Sequence[LayerExtents], batch_size: int) -> StepBoxings:
+    """The boxings of a step. ``extents`` are the sizes of all layers' inputs and outputs."""
+    micro_batch = max(batch_size // plan.resolved.num_micro_batches, 1)
+    itemsize = 4 if plan.resolved.options.precision == "fp32" else 2
+    return StepBoxings(plan, plan.layers_of(extents, micro_batch, itemsize))
 
 
 def boxing_view(
@@ -110,15 +91,16 @@ def boxing_view(
         is_open: whether the rows below it are visible. They then have the notes and badges of the layers inside.
         is_first_below: whether it is the first row below an open one, which has the badge.
     """
-    first, last = node.first[0], node.first[-1]
-    entering = boxings.layer_edges[first]
-    layout = entering.input_layout if is_open else boxings.layer_edges[last].output_layout
+    first, last = boxings.layers[node.first[0]], boxings.layers[node.first[-1]]
+    entering = boxings.layer_edges[node.first[0]]
+    layout = first.input_layout if is_open else last.output_layout
+    axes = boxings.plan.axes_of(node.first[0] if is_open else node.first[-1])
     gradients = sum(boxings.gradient_bytes[index] for index in node.layers)
-    what = "grads + weights" if boxings.has_zero else "grad sum"
+    what = "grads + weights" if boxings.plan.resolved.options.zero else "grad sum"
     note = f"{what} {format_bytes(gradients)} per step" if gradients else ""
     return {
         "layout": sbp_text(layout),
-        "layout_tip": f"activation {full_text(layout)}, ranks {format_ranks(layout.placement.grid)}",
+        "layout_tip": f"activation {full_text(layout, axes)}, ranks {format_ranks(layout.placement.grid)}",
         "note": "" if is_open else _inside(node, boxings) or note,
         "boxing": badge(entering) if entering.plans and not is_first_below else None,
     }
@@ -146,7 +128,7 @@ def between_blocks(node: Node, boxings: StepBoxings) -> str:
 
 
 def _size_of(edges: Sequence[LayerEdge]) -> str:
-    if any(edge.shape is None for edge in edges if edge.plans):
+    if not all(edge.is_known for edge in edges if edge.plans):
         return ""
     return f", {format_bytes(sum(edge.forward_bytes + edge.backward_bytes for edge in edges))}"
 
@@ -154,10 +136,10 @@ def _size_of(edges: Sequence[LayerEdge]) -> str:
 def badge(edge: LayerEdge) -> dict[str, Any]:
     """The boxings before a layer as one badge, with the whole plan as its tooltip."""
     plans = edge.plans
-    known = edge.shape is not None
+    known = edge.is_known
     return {
         "change": change_text(plans[0].source, plans[-1].destination),
-        "kind": " + ".join(sorted({plan.kind for plan in plans}, key=lambda kind: kind != "send")),
+        "kind": " + ".join(sorted(dict.fromkeys(plan.kind for plan in plans), key=lambda kind: kind != "send")),
         "bytes": _bytes_both_ways(edge.forward_bytes, edge.backward_bytes) if known else "",
         "free": known and edge.forward_bytes + edge.backward_bytes == 0,
         "title": _plan_text(plans) if known else "the shape of this activation is not known",
@@ -172,7 +154,7 @@ def _bytes_both_ways(forward: int, back: int) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
+def _plan_text(plans: tuple[BoxingPlan | BoxingPath, ...]) -> str:
     """The plans as text; for many ranks only the totals, because the list of moves would be too long."""
     ranks = {rank for plan in plans for rank in (*plan.source.placement, *plan.destination.placement)}
     if len(ranks) <= _MAX_DESCRIBED_RANKS:
@@ -196,10 +178,10 @@ def sbp_text(layout: Layout) -> str:
     return entries[-1] if entries else repr(broadcast)
 
 
-def full_text(layout: Layout) -> str:
+def full_text(layout: Layout, axes: Sequence[str]) -> str:
     """All entries, by axis: ``"S(0) on the data axis, B on the model axis"``."""
-    axes = zip(layout.sbp, ("data", "model"), layout.placement.shape, strict=True)
-    return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in axes if size > 1) or "on one rank"
+    entries = zip(layout.sbp, axes, layout.placement.shape, strict=True)
+    return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in entries if size > 1) or "on one rank"
 
 
 def change_text(source: Layout, destination: Layout) -> str:
@@ -225,13 +207,10 @@ def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: b
 
     It counts the exchanges of CPUs: a maximum and three sums, and their gradients. The kernel for GPUs has three.
     """
-    last, choice = boxings.layer_edges[-1], resolved.layers[-1]
-    wanted = Stages(resolved).boxed_output_layout(choice, None, last.output_layout, boxings.output or Extent((1,)))
-    shape = None if boxings.output is None else boxings.output.whole(boxings.micro_batch)
-    if wanted != last.output_layout and shape is not None:
-        plan = plan_boxing(last.output_layout, wanted, shape, last.itemsize)
-        met = LayerEdge(wanted, wanted, shape, (plan,), last.itemsize)
-        return End(sbp_text(wanted), badge(met), met.forward_bytes + met.backward_bytes)
+    last, choice = boxings.layers[-1], resolved.layers[-1]
+    edge, shape = last.boxes_output, last.output_shape
+    if edge.plans and edge.is_known:
+        return End(sbp_text(last.boxed_layout), badge(edge), edge.forward_bytes + edge.backward_bytes)
     if choice.split == "column" and is_cross_entropy and shape is not None:
         _, model = resolved.stage_width(choice.stage)
         one_each = 4 * prod(shape[:-1]) * model * (model - 1)
@@ -243,7 +222,7 @@ def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: b
             "title": "classes are split: of every row its maximum and three sums are exchanged, not the logits",
         }
         return End("S(0)", boxing, 7 * one_each)
-    return End(sbp_text(wanted))
+    return End(sbp_text(last.boxed_layout))
 
 
 def total_text(
@@ -253,7 +232,7 @@ def total_text(
 
     Without ``sent``, they are those of the boxings between rows. What is not counted is "about" so many.
     """
-    what = "gradients and weights" if boxings.has_zero else "gradients"
+    what = boxings.exchanged
     m, between = boxings.num_micro_batches, boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
     if sent is None:
         sent = SentBytes(m * between, sum(boxings.gradient_bytes))

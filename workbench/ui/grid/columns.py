@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.cost.layer_edges import Stages
+from workbench.core.sharding_plan import ShardingPlan
 from workbench.units import format_ranks
 
 RANKS_WIDTH = 280
@@ -33,9 +33,9 @@ class Column:
     width: float
 
 
-def columns_of(stages: Stages) -> list[Column]:
+def columns_of(plan: ShardingPlan) -> list[Column]:
     """One column per rank up to 8 ranks, else one per stage."""
-    grids = [placement.grid for placement in dict.fromkeys(stages.placements)]
+    grids = [placement.grid for placement in dict.fromkeys(plan.placements)]
     groups = [
         (number, position, ranks)
         for number, grid in enumerate(grids)
@@ -67,14 +67,14 @@ def total_width(columns: list[Column]) -> int:
     return round(max(columns[0].width * len(columns), 2 * _WIDEST))
 
 
-def stage_heads(stages: Stages, columns: list[Column]) -> list[dict[str, Any]]:
+def stage_heads(plan: ShardingPlan, columns: list[Column]) -> list[dict[str, Any]]:
     """The coloured bands above the columns of the stages."""
     heads = []
     numbers = dict.fromkeys(column.stage for column in columns)
     for number in numbers:
         places = [index for index, column in enumerate(columns) if column.stage == number]
         width = columns[0].width * len(places)
-        data, model = stages.resolved.stage_width(number)
+        data, model = plan.resolved.stage_width(number)
         axis = "model" if model > 1 else "data" if data > 1 else ""
         if data > 1 and model > 1:
             axis = "data, model"

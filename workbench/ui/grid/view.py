@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from workbench.core.layer_extents import LayerExtents
 from workbench.core.rows import Layer
+from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Mistake
 from workbench.cost.estimate import SentBytes
-from workbench.cost.layer_edges import LayerExtents, Stages
 from workbench.ui.grid import boxing_column, columns
 from workbench.ui.grid.boxing_column import End, StepBoxings
 from workbench.ui.grid.columns import Column
@@ -49,8 +50,8 @@ class Facts:
 
 def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     """The whole view: stages and their columns, one entry per visible row, totals."""
-    stages = Stages(state.resolved)
-    drawing = _Drawing(state, facts, stages, columns.columns_of(stages), boxings_of(state, facts))
+    boxings = boxings_of(state, facts)
+    drawing = _Drawing(state, facts, columns.columns_of(boxings.plan), boxings)
     met = _end(state, facts, drawing.boxings)
     rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
@@ -59,7 +60,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),
-        "stages": columns.stage_heads(stages, drawing.columns),
+        "stages": columns.stage_heads(boxings.plan, drawing.columns),
         "columns": columns.view(drawing.columns),
         "stage_options": offered,
         "new_stage": used if used in offered and len(offered) <= _STAGES_AS_BUTTONS else None,
@@ -75,7 +76,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
 
 def boxings_of(state: PanelState, facts: Facts) -> StepBoxings:
     """The boxings of the last valid strategy."""
-    return boxing_column.boxings_of(state.layers, state.resolved, facts.extents, facts.batch_size)
+    return boxing_column.boxings_of(ShardingPlan(state.layers, state.resolved), facts.extents, facts.batch_size)
 
 
 def _stage_options(state: PanelState) -> list[int]:
@@ -114,7 +115,6 @@ class _Drawing:
 
     state: PanelState
     facts: Facts
-    stages: Stages
     columns: list[Column]
     boxings: StepBoxings
 
@@ -175,7 +175,7 @@ class _Drawing:
             "on": self._on({self.drawn[i].stage for i in node.layers}),
             "bad": _bad_control(mistakes),
             "sbp": _common(boxing_column.sbp_text(layout) for layout in layouts) or "mixed",
-            "sbp_tip": f"weight {boxing_column.full_text(layouts[0])}" if len(set(layouts)) == 1 else "",
+            "sbp_tip": f"weight {self._full_text(node.first[0])}" if len(set(layouts)) == 1 else "",
             "pictures": [] if row.unfolded else self._pictures(node),
             "kept": kept,
             "mistakes": [_mistake(mistake, count) for mistake, count in mistakes],
@@ -187,12 +187,15 @@ class _Drawing:
 
     def _on(self, stages: set[int]) -> list[bool]:
         """For each column, whether its ranks hold any of the row's layers."""
-        ranks = {rank for stage in stages for rank in self.stages.placements[stage]}
+        ranks = {rank for stage in stages for rank in self.boxings.plan.placements[stage]}
         return [not ranks.isdisjoint(column.ranks) for column in self.columns]
 
     def _main_layout(self, index: int) -> Any:
-        layer = self.state.layers[index]
-        return self.stages.parameter(layer, self.state.resolved.layers[index], main_weight(layer))
+        plan = self.boxings.plan
+        return plan.parameter_layout(plan.resolved.layers[index], len(main_weight(self.state.layers[index])))
+
+    def _full_text(self, index: int) -> str:
+        return boxing_column.full_text(self._main_layout(index), self.boxings.plan.axes_of(index))
 
     def _weight_text(self, node: Node) -> str:
         layers = [self.state.layers[i] for i in (node.layers if node.children else node.first[:1])]

@@ -1,0 +1,156 @@
+"""One plan: what is printed and drawn is what the layout hooks execute and what the cost model prices."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.training.models import CNN
+from workbench.core.layer_extents import traced
+from workbench.core.sharding_plan import ShardingPlan
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
+from workbench.cost.hardware_files import load_hardware
+from workbench.testing import run_ranks
+from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.parallel import parallelize
+from workbench.training.pipelining.step import forward_backward
+from workbench.ui.grid.boxing_column import boxings_of, end_of
+
+SPLIT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv2d)
+CHOICES = ["data", "model", "model:column", "model:row"]
+
+
+class Heads(nn.Module):
+    """Words, three layers that take one tensor, and a sum of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(12, width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.words(words))
+        return self.o(torch.tanh(self.q(x)) * self.k(x) + self.v(x))
+
+
+def chain(rng: random.Random, sizes: tuple[int, ...]) -> nn.Module:
+    """Linear layers and norms in any order, of any widths."""
+    widths = [rng.choice(sizes) for _ in range(5)]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), *rng.choice([[], [nn.Tanh()], [nn.LayerNorm(after)]])]
+    return nn.Sequential(*layers)
+
+
+def case(seed: int, sizes: tuple[int, ...], num_samples: int) -> tuple[nn.Module, torch.Tensor, str, int]:
+    """A random model, its batch, a strategy and a number of ranks."""
+    rng = random.Random(seed)
+    kind = ("matrices", "sequences", "heads", "images")[seed % 4]
+    if kind == "heads":
+        model, batch = Heads(rng.choice(sizes)), torch.arange(num_samples * 5).view(num_samples, 5) % 12
+    elif kind == "images":
+        model, batch = CNN(), torch.ones(num_samples, 1, 8, 8)
+    else:
+        model = chain(rng, sizes)
+        batch = torch.ones(*((num_samples, 5) if kind == "sequences" else (num_samples,)), model[0].in_features)
+    data, ways = rng.choice([(1, 2), (2, 1), (2, 2), (1, 3)])
+    shared = rng.choice(CHOICES)  # of queries, keys and values
+    names = [name for name, layer in model.named_modules() if isinstance(layer, SPLIT)]
+    rows = "; ".join(f"{name}: {shared if name in ('q', 'k', 'v') else rng.choice(CHOICES)}" for name in names)
+    sequence = rng.choice(["", " sequence"])
+    return model, batch, f"{rows} | 1x{data}x{ways} mb={rng.choice([1, 2])}{sequence}", data * ways
+
+
+def square(output: torch.Tensor, _: object) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_hooks_send_the_bytes_of_the_plan_layer_by_layer(seed: int) -> None:
+    """Uneven widths and batches, on every rank, forward and backward."""
+    model, batch, strategy, num_ranks = case(seed, (5, 6, 9), 6)
+    kept, make = model.state_dict(), lambda: case(seed, (5, 6, 9), 6)[0]
+
+    def program(rank: int) -> tuple[dict, dict]:
+        mine = make()
+        mine.load_state_dict(kept)
+        parallelize(mine, strategy)
+        with wb.debug.trace() as trace:
+            forward_backward(mine, square, batch, batch)
+        planned, sent = {}, {}
+        micro_batches = mine.plan.resolved.num_micro_batches
+        for layer in mine.plan.layers_of():
+            both = (layer.boxes_input + layer.boxes_output).sent_bytes(rank)
+            planned[layer.layer.name] = tuple(micro_batches * each for each in both)
+        for name in planned:
+            records = [record for record in trace.records if record.function == name]
+            sent[name] = tuple(
+                sum(record.sent_bytes for record in records if record.direction == way)
+                for way in ("forward", "backward")
+            )
+        return planned, sent
+
+    for planned, sent in run_ranks(program, num_ranks):
+        assert planned == sent, strategy
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(16) if seed % 4 < 3])
+def test_the_cost_model_prices_and_the_panel_draws_the_bytes_of_the_plan(seed: int) -> None:
+    """Even parts: prices do not round."""
+    model, batch, strategy, num_ranks = case(seed, (12, 24), 24)
+    costs = layer_costs(model, batch, loss_fn=square, targets=batch)
+    resolved = Strategy(strategy).resolve(costs.layers, num_ranks)
+    extents = traced(costs.layers, costs.rows, costs.sample_shape)
+    plan = ShardingPlan(costs.layers, resolved)
+    num_micro_batches = resolved.num_micro_batches
+    layers = plan.layers_of(extents, 24 // num_micro_batches)
+    edges = [edge for layer in layers for edge in (layer.boxes_input, layer.boxes_output)]
+    planned = num_micro_batches * sum(edge.forward_bytes + edge.backward_bytes for edge in edges)
+    assert estimate(costs, resolved, load_hardware("h200"), 24).sent.activations == pytest.approx(planned, rel=1e-9)
+    drawn = boxings_of(plan, extents, 24)
+    end = end_of(drawn, resolved, is_cross_entropy=False)
+    assert num_micro_batches * (drawn.bytes_per_micro_batch + end.num_bytes) == planned
+
+
+def test_a_plan_prints_before_and_after_the_first_batch() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(4)), nn.Linear(8, 2))
+
+    kept = make().state_dict()
+
+    def program() -> tuple[str, str]:
+        model = make()
+        model.load_state_dict(kept)
+        parallelize(model, "*: model; 4: data")
+        before = str(model.plan)
+        model(torch.ones(4, 8)).sum().backward()
+        return before, str(model.plan)
+
+    before, after = run_ranks(program, 2)[0]
+    rows = [[" ".join(line.split()) for line in text.splitlines()] for text in (before, after)]
+    assert rows[0][2] == "0.1 0-1 S(1) of 8 x 32 S(1) P -> B, all-reduce ? 64 B"
+    assert rows[0][3] == "... the same 2 times more, to 2.1"
+    assert before.endswith("the first batch shows the shapes of activations")
+    assert rows[1][2] == "0.1 0-1 S(1) of 8 x 32 S(1) P -> B, all-reduce 128 B + 128 B 64 B"
+    assert rows[1][-1].startswith("between layers the busiest rank sends 448 B + 448 B (forward + backward);")
+
+
+def test_an_attribute_of_the_model_named_plan_stays() -> None:
+    class Planned(nn.Linear):
+        plan = "mine"
+
+    def program() -> tuple[object, bool]:
+        model, other = parallelize(Planned(2, 2, bias=False), "data"), nn.Linear(2, 2)
+        with torch.no_grad():
+            other.weight.zero_(), other.bias.zero_()
+        first = parallelize(other, "data").plan
+        return model.plan, parallelize(other, "model").plan is first
+
+    with torch.random.fork_rng():
+        assert run_ranks(program, 1)[0] == ("mine", False)

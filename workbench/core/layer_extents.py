@@ -1,0 +1,71 @@
+"""Sizes of the inputs and outputs of a model's layers, from their costs or from the shapes of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workbench.core.model_costs import Extent, LayerCost
+from workbench.core.rows import Layer
+from workbench.core.weight_splits import LINEAR_KINDS, TRANSPOSED_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExtents:
+    """Extents of a layer's input and output, and bytes of an element of each; None if unknown."""
+
+    input: Extent | None = None
+    output: Extent | None = None
+    input_itemsize: int | None = None
+    output_itemsize: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeExtent(Extent):
+    """The size of an activation of one micro-batch that has been seen: ``sizes`` is its logical shape."""
+
+    @property
+    def num_dims(self) -> int:
+        """Number of ``sizes``."""
+        return len(self.sizes)
+
+    def whole(self, num_samples: int) -> tuple[int, ...]:
+        """The logical shape."""
+        return self.sizes
+
+
+def traced(
+    layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: tuple[int, ...] | None
+) -> list[LayerExtents]:
+    """Extents of the layers of a model with known costs. An unknown input is the output of the layer before."""
+    arriving = None if sample_shape is None else Extent(sample_shape)
+    found: dict[str, LayerExtents] = {}
+    for row in rows:
+        given = row.output_extent
+        takes = row.input_extent or _own_features(row.layer, arriving)
+        found[row.layer.name] = LayerExtents(takes, given)
+        arriving = given
+    return [found.get(layer.name, LayerExtents()) for layer in layers]
+
+
+def of_linear_layers(layers: Sequence[Layer], sample_shape: tuple[int, ...] | None) -> list[LayerExtents]:
+    """Extents without costs: of linear layers on flat samples."""
+    arriving = Extent(sample_shape) if sample_shape is not None and len(sample_shape) == 1 else None
+    found = []
+    for layer in layers:
+        is_linear = arriving is not None and layer.kind == "Linear"
+        gives = Extent((layer.shapes["weight"][0],)) if is_linear else None
+        found.append(LayerExtents(_own_features(layer, arriving), gives))
+        arriving = gives
+    return found
+
+
+def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
+    """The output of the layer before, with the number of features of the layer's weight."""
+    if arriving is None or not arriving.sizes or layer.kind not in LINEAR_KINDS or "weight" not in layer.shapes:
+        return arriving
+    inputs = layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1]
+    return replace(arriving, sizes=(*arriving.sizes[:-1], inputs))
+
+
+__all__ = ["LayerExtents", "WholeExtent", "of_linear_layers", "traced"]

@@ -1,0 +1,271 @@
+"""The plan of a strategy for a model: the layouts of every layer's parameters, input and output, and the boxings.
+
+The layout hooks of ``wb.parallelize`` execute it, the panel draws it, ``print(model.plan)`` shows it. ``layer_layouts``
+decides, on the model axis, and the cost model prices what it decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+from workbench.core.boxing import LinkCost
+from workbench.core.layer_extents import LayerExtents
+from workbench.core.layer_layouts import (
+    Entry,
+    boxed_output_entry,
+    following_of,
+    has_output_hook,
+    input_entry,
+    output_entry,
+    sbp_of,
+)
+from workbench.core.layer_plan import LayerEdge, LayerPlan
+from workbench.core.layout import Layout, Shape
+from workbench.core.model_costs import Extent
+from workbench.core.placement import Placement
+from workbench.core.plan_text import plan_text
+from workbench.core.rows import Layer
+from workbench.core.sbp import Sbp, Split, broadcast
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.core.weight_splits import TABLE, share_input, split_dim
+
+_UNKNOWN = Extent((1,))
+"""An unknown extent: its layout is that of a matrix, and its bytes are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """An activation on a stage: its entries on the data axis and the model axis."""
+
+    stage: int
+    data: Entry
+    model: Entry
+
+
+class ShardingPlan:
+    """A strategy on a model's layers and on ranks.
+
+    Args:
+        layers: of the model.
+        resolved: the choice of each.
+        device_type: of the placements.
+        cost: the link over which boxings find their paths; None: direct boxings.
+
+    Attributes:
+        axes: by stage, the names of the axes of its placement: "data", "model". One of size one is left out: boxing
+            along it would do nothing, at a price.
+        placements: by stage, its ranks.
+        seen: by name of a layer, the extents in the first micro-batch that its layout hooks have seen.
+
+    >>> from workbench.core.strategy import Strategy
+    >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("fc2", "Linear", {"weight": (2, 8)})]
+    >>> plan = ShardingPlan(layers, Strategy("fc1: data; fc2: model").resolve(layers, num_ranks=2))
+    >>> first, second = plan.layers_of()
+    >>> second.parameters["weight"].sbp, second.input_layout.sbp, [boxing.kind for boxing in second.boxes_input.plans]
+    ((S(0),), (B,), ['all-gather'])
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        resolved: ResolvedStrategy,
+        device_type: str = "cpu",
+        cost: LinkCost | None = None,
+    ) -> None:
+        self.layers, self.resolved, self.cost = tuple(layers), resolved, cost
+        stages = range(resolved.num_stages)
+        self.axes = [_axes(*resolved.stage_width(stage)) for stage in stages]
+        self.placements = tuple(self._placement(stage, device_type) for stage in stages)
+        self.seen: dict[str, LayerExtents] = {}
+        self._input_layouts: dict[tuple[str, int, int | None], Layout] = {}
+
+    def _placement(self, stage: int, device_type: str) -> Placement:
+        grid = self.resolved.stage_grid(stage)
+        return Placement.of(device_type, grid if len(self.axes[stage]) == 2 else [rank for row in grid for rank in row])
+
+    def on(self, placements: Sequence[Placement]) -> ShardingPlan:
+        """The same plan where other ranks are the stages' ranks, in grids of the same shapes."""
+        plan = copy(self)
+        plan.placements, plan._input_layouts = tuple(placements), {}
+        return plan
+
+    def axes_of(self, index: int) -> list[str]:
+        """The names of the axes on which a layer lies."""
+        return self.axes[self.resolved.layers[index].stage]
+
+    def layout(self, stage: int, data: Sbp, model: Sbp) -> Layout:
+        """A layout on a stage from one entry for each of the two axes."""
+        return Layout(self.placements[stage], tuple(data if axis == "data" else model for axis in self.axes[stage]))
+
+    def parameter_layout(self, choice: ResolvedLayer, num_dims: int) -> Layout:
+        """The layout of a parameter of a layer."""
+        dim = split_dim(choice.kind, choice.split, num_dims)
+        return self.layout(choice.stage, broadcast, broadcast if dim is None else Split(dim))
+
+    def input_layout(self, choice: ResolvedLayer, num_dims: int, batch_dim: int | None = 0) -> Layout:
+        """The layout of a layer's input; B for a scalar. ``batch_dim`` counts samples."""
+        key = choice.name, num_dims, batch_dim
+        known = self._input_layouts.get(key)
+        if known is None:
+            known = self._layout_of(self._taken(choice, num_dims), choice.kind, num_dims, batch_dim)
+            self._input_layouts[key] = known
+        return known
+
+    def boxed_output_layout(
+        self, choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, batch_dim: int | None = 0
+    ) -> Layout:
+        """The layout of a layer's output behind the output hook; ``following`` as ``following_of`` says."""
+        model = boxed_output_entry(choice, following, num_dims, self.resolved.options.sequence)
+        return self._layout_of(_Activation(choice.stage, "samples", model), choice.kind, num_dims, batch_dim)
+
+    def batch_layouts(self) -> tuple[Layout, Layout]:
+        """The layouts of a batch and of its targets: those of the first input, and of the samples of the output."""
+        first = min(self.resolved.layers, key=lambda layer: layer.stage)
+        last = max(reversed(self.resolved.layers), key=lambda layer: layer.stage)
+        model = broadcast if output_entry(last, 1, False) == "features" else Split(0)
+        return self.input_layout(first, 1), self.layout(last.stage, Split(0), model)
+
+    @property
+    def half_sums_per_step(self) -> int:
+        """Number of scatters of gradients and gathers of weights in a step. One of each makes a whole sum.
+
+        ZeRO 2 scatters after every micro-batch and gathers after the step. ZeRO 3 gathers in every forward and
+        backward.
+        """
+        m = self.resolved.num_micro_batches
+        return {2: m + 1, 3: 3 * m}.get(self.resolved.options.zero, 2)
+
+    def record_input(self, name: str, extent: Extent, itemsize: int) -> None:
+        """Record the input of a layer in the first micro-batch, for its bytes."""
+        known = self.seen.get(name, LayerExtents())
+        self.seen[name] = replace(known, input=extent, input_itemsize=itemsize)
+
+    def record_output(self, name: str, extent: Extent, itemsize: int) -> None:
+        """Record the output of a layer; of an input that is equal for all samples, so is the output."""
+        known = self.seen.get(name, LayerExtents())
+        if known.input is not None and known.input.is_batchless:
+            extent = replace(extent, batch_dim=None)
+        self.seen[name] = replace(known, output=extent, output_itemsize=itemsize)
+
+    def layers_of(
+        self, extents: Sequence[LayerExtents] | None = None, micro_batch: int = 1, itemsize: int = 4
+    ) -> list[LayerPlan]:
+        """The plans of all layers.
+
+        The model is a chain of layers: the output of each layer is the input of the next. A residual has the layout of
+        the tensor to which it is added; queries, keys and values have one input.
+
+        Args:
+            extents: of the layers' inputs and outputs; None: those ``seen``, in the order of calls. Where one is
+                unknown, layouts are those of matrices.
+            micro_batch: samples of a micro-batch, all ranks together.
+            itemsize: bytes of an element of an activation.
+        """
+        chain = _Chain(self, micro_batch, itemsize)
+        for index in range(len(self.layers)) if extents is not None else self._in_order_of_calls():
+            name = self.layers[index].name
+            extent = self.seen.get(name, LayerExtents()) if extents is None else extents[index]
+            chain.add(index, extent, is_called=extents is not None or not self.seen or name in self.seen)
+        return chain.plans
+
+    def _in_order_of_calls(self) -> list[int]:
+        """The layers as the first micro-batch has called them; one that it has not called stays behind its
+        predecessor.
+        """
+        place, last, places = {name: place for place, name in enumerate(self.seen)}, -1, list[int]()
+        for layer in self.layers:
+            last = place.get(layer.name, last)
+            places.append(last)
+        return sorted(range(len(places)), key=places.__getitem__)
+
+    def __str__(self) -> str:
+        layers = self.layers_of(itemsize=4 if self.resolved.options.precision == "fp32" else 2)
+        return plan_text(layers, self.resolved, self.half_sums_per_step)
+
+    def _taken(self, choice: ResolvedLayer, num_dims: int) -> _Activation:
+        if num_dims == 0:
+            return _Activation(choice.stage, "B", "B")
+        return _Activation(choice.stage, "samples", input_entry(choice, num_dims, self.resolved.options.sequence))
+
+    def _layout_of(self, activation: _Activation, kind: str, num_dims: int, batch_dim: int | None) -> Layout:
+        """The layout of an activation as a layer of class ``kind`` takes or gives it: samples stay samples, features
+        stay features.
+        """
+        data, model = (sbp_of(entry, kind, num_dims, batch_dim) for entry in (activation.data, activation.model))
+        return self.layout(activation.stage, data, model)
+
+
+class _Chain:
+    """The plans of layers one after the other."""
+
+    def __init__(self, plan: ShardingPlan, micro_batch: int, itemsize: int) -> None:
+        self.plan, self.micro_batch, self.itemsize = plan, micro_batch, itemsize
+        self.plans: list[LayerPlan] = []
+        self._outputs: dict[bool, _Activation] = {}  # by whether the tensor is equal for all samples, like positions
+        self._arriving: _Activation | None = None
+
+    def add(self, index: int, extent: LayerExtents, is_called: bool = True) -> None:
+        """Plan the next layer. One that is not called boxes nothing: others use its weight."""
+        plan, layer, choice = self.plan, self.plan.layers[index], self.plan.resolved.layers[index]
+        taken = extent.input or _UNKNOWN
+        given = extent.output or taken
+        shares = bool(self.plans) and share_input(self.plans[-1].layer, layer)
+        if not shares:  # a table takes ids
+            self._arriving = self._outputs.get(taken.is_batchless) if layer.kind != TABLE else None
+        takes = self._input(choice, taken)
+        gives = self._result(choice, takes, given)
+        leaves = self._boxed(index, gives, given)
+        layouts = (
+            self._layout(takes, taken, layer.kind),
+            self._layout(gives, given, layer.kind),
+            self._layout(leaves, given, layer.kind),
+        )
+        before = behind = LayerEdge(cost=plan.cost)
+        if is_called:
+            self._outputs[given.is_batchless] = leaves
+            if self._arriving is not None and not (shares and layouts[0] == self.plans[-1].input_layout):
+                arriving = self._layout(self._arriving, taken, layer.kind)
+                before = self._edge(arriving, layouts[0], extent.input, extent.input_itemsize)
+            behind = self._edge(layouts[1], layouts[2], extent.output, extent.output_itemsize)
+        parameters = {name: plan.parameter_layout(choice, len(shape)) for name, shape in layer.shapes.items()}
+        shapes = self._shape(extent.input), self._shape(extent.output)
+        itemsize = extent.input_itemsize or self.itemsize
+        self.plans.append(LayerPlan(layer, parameters, *layouts, before, behind, *shapes, itemsize))
+
+    def _layout(self, activation: _Activation, extent: Extent, kind: str) -> Layout:
+        return self.plan._layout_of(activation, kind, extent.num_dims, extent.batch_dim)
+
+    def _shape(self, extent: Extent | None) -> Shape | None:
+        return None if extent is None else extent.whole(self.micro_batch)
+
+    def _edge(self, source: Layout, target: Layout, extent: Extent | None, itemsize: int | None) -> LayerEdge:
+        return LayerEdge.between(source, target, self._shape(extent), itemsize or self.itemsize, self.plan.cost)
+
+    def _input(self, choice: ResolvedLayer, taken: Extent) -> _Activation:
+        arriving = self._arriving
+        if taken.is_batchless and (arriving is None or (arriving.data, arriving.model) == ("B", "B")):
+            return _Activation(choice.stage, "B", "B")
+        return self.plan._taken(choice, taken.num_dims)
+
+    def _result(self, choice: ResolvedLayer, takes: _Activation, given: Extent) -> _Activation:
+        if choice.split is None:
+            return takes
+        data: Entry = "B" if given.is_batchless else "samples"
+        entry = output_entry(choice, given.num_dims, self.plan.resolved.options.sequence)
+        return _Activation(choice.stage, data, entry)
+
+    def _boxed(self, index: int, gives: _Activation, given: Extent) -> _Activation:
+        choices, options = self.plan.resolved.layers, self.plan.resolved.options
+        if not has_output_hook(choices[index]):
+            return gives
+        following = following_of(choices, index)
+        return replace(gives, model=boxed_output_entry(choices[index], following, given.num_dims, options.sequence))
+
+
+def _axes(data: int, model: int) -> list[str]:
+    return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
+
+
+__all__ = ["ShardingPlan"]
