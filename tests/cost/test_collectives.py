@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.cost.collectives import change_s, exchange_s, group_link, received_parts
+from workbench.cost.collectives import exchange_s, group_link, kind_of, received_parts
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import load_hardware
 
@@ -39,7 +39,7 @@ def test_all_reduce_is_a_reduce_scatter_and_a_gather() -> None:
 def test_hops_and_latency_come_before_the_bytes() -> None:
     machine = Hardware("ring", 1e10, 1e12, {"fp32": 1e13}, 0, 0, (Link(8, 1.0, 10.0, 0.5),))
     assert exchange_s(machine, 20, 4) == 1.0 + 3 * 0.5 + 2.0
-    assert change_s(machine, "P", "B", 20, 4) == 1.0 + 6 * 0.5 + 2.0
+    assert exchange_s(machine, 20, 4, kind=kind_of("P", "B")) == 1.0 + 6 * 0.5 + 2.0
     assert exchange_s(machine, 20, 1) == exchange_s(machine, 0, 4) == 0
 
 
@@ -48,5 +48,6 @@ def test_kinds_that_were_measured_among_all_ranks_have_their_own_rate_there() ->
         "measured", 1e10, 1e12, {"fp32": 1e13}, 0, 0, (Link(2, 0.0, 10.0), Link(4, 0.0, 10.0)),
         exchanges={"all-gather": (1.0, 20.0)},
     )  # fmt: skip
-    assert change_s(machine, "samples", "B", 20, 4) == 2.0
-    assert change_s(machine, "samples", "B", 20, 2) == 2.0 == change_s(machine, "P", "samples", 20, 4)
+    gather, scatter = kind_of("samples", "B"), kind_of("P", "samples")
+    assert exchange_s(machine, 20, 4, kind=gather) == 2.0
+    assert exchange_s(machine, 20, 2, kind=gather) == 2.0 == exchange_s(machine, 20, 4, kind=scatter)

@@ -10,7 +10,7 @@ from benchmarks.published_runs import Judged, effects, in_order, judge, median_a
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import megatron
 from workbench.cost.stage_settings import settings_of
-from workbench.cost.stages import prices_of, stage_price
+from workbench.cost.stages import prices_of, stage_prices
 from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
 
 
@@ -72,7 +72,8 @@ def test_one_layer_takes_what_it_took(sequence: bool, recompute: str, forward_ms
         )
         software = megatron(2022, "selective" if recompute == "selective" else "full")
         settings = settings_of(costs, strategy, load_hardware("a100-80g-selene"), 4, software=software)
-        stage = stage_price(costs, 0, strategy.layers, prices_of(costs.rows, strategy.layers, settings), settings[0])
+        prices = prices_of(costs.rows, strategy.layers, settings)
+        stage = stage_prices(costs, strategy.layers, prices, settings)[0]
         times.append((stage.forward_s, stage.input_s + stage.weight_s))
     forward, backward = (1e3 * (two - one) for two, one in zip(*times, strict=True))
     assert forward == pytest.approx(forward_ms, rel=0.05)

@@ -10,7 +10,7 @@ from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import megatron
 from workbench.cost.stage_settings import settings_of
-from workbench.cost.stages import prices_of, stage_price
+from workbench.cost.stages import prices_of, stage_prices
 from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
 from workbench.errors import StrategyError
 
@@ -25,7 +25,7 @@ def kept_bytes(model: Transformer, t: int, b: int, sequence: bool, recompute: st
     software = megatron(2022, recompute if recompute == "selective" else "full")
     (setting,) = settings_of(costs, strategy, load_hardware("a100-80g-selene"), b, software=software)
     prices = prices_of(costs.rows, strategy.layers, (setting,))
-    return stage_price(costs, 0, strategy.layers, prices, setting).kept_bytes
+    return stage_prices(costs, strategy.layers, prices, [setting])[0].kept_bytes
 
 
 @pytest.mark.parametrize("model", [GPT_22B, GPT_175B])

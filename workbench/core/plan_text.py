@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from workbench.core.layer_plan import LayerEdge, LayerPlan
@@ -58,17 +57,11 @@ def _sbp(layout: Layout) -> str:
     return format_sbp(layout.sbp) if layout.placement.num_ranks > 1 else "B"
 
 
-def _busiest(edges: Iterable[LayerEdge]) -> tuple[int, int]:
+def _busiest(edges: Sequence[LayerEdge]) -> tuple[int, int]:
     """Bytes that the rank that sends most sends in forward and in backward."""
-    sent: Counter[int] = Counter()
-    both: dict[int, tuple[int, int]] = {}
-    for edge in edges:
-        for rank in {rank for plan in (*edge.plans, *edge.backward_plans) for rank in plan.bytes_sent}:
-            forward, backward = edge.sent_bytes(rank)
-            before = both.get(rank, (0, 0))
-            both[rank] = before[0] + forward, before[1] + backward
-            sent[rank] += forward + backward
-    return both[max(sent, key=lambda rank: sent[rank])] if sent else (0, 0)
+    ranks = {rank for edge in edges for plan in (*edge.plans, *edge.backward_plans) for rank in plan.bytes_sent}
+    sent = ([edge.sent_bytes(rank) for edge in edges] for rank in sorted(ranks))
+    return max(((sum(f for f, _ in each), sum(b for _, b in each)) for each in sent), key=sum, default=(0, 0))
 
 
 def _both_ways(sent: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layer_extents import LayerExtents
@@ -90,6 +91,10 @@ class ShardingPlan:
         plan = copy(self)
         plan.placements, plan._input_layouts = tuple(placements), {}
         return plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingPlan:
+        """A copied module has the plan of the module."""
+        return self
 
     def axes_of(self, index: int) -> list[str]:
         """The names of the axes on which a layer lies."""

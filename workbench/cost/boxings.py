@@ -60,18 +60,12 @@ def boxings(
         return Boxings()
     changes = _changes(row, choice, before, following, setting, boxed_for or choice)
     back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(changes)]
-    if setting.sequence and not setting.software.keeps_gathered:
-        back += [
-            change for change in changes if change[:2] == ("sequence", "B")
-        ]  # its slice was saved, the weights need all
+    if setting.sequence and not setting.software.keeps_gathered:  # slices were saved, the weights need all
+        back += [change for change in changes if change[:2] == ("sequence", "B")]
     forward, backward = ([_exchange(change, setting) for change in some] for some in (changes, back))
-    if (
-        boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features"
-        and choice.split == "column"
-    ):
-        forward, backward = [*forward, *_moved_rows(row, setting)], [*backward, *_moved_rows(row, setting)]
-        sums = _sums_of_loss(row, setting)
-        forward, backward = [*forward, *sums[0]], [*backward, *sums[1]]
+    if boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features":
+        rows, sums = _moved_rows(row, setting), _sums_of_loss(row, setting)
+        forward, backward = [*forward, *rows, *sums[0]], [*backward, *rows, *sums[1]]
     return Boxings(tuple(forward), tuple(backward))
 
 
@@ -117,9 +111,8 @@ def splits_words(
     row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
 ) -> bool:
     """Whether the loss is computed from logits that are split along the vocabulary."""
-    if setting.model == 1 or choice.split != "column" or not any(work.name == "cross_entropy" for work in row.after):
-        return False
-    return boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features"
+    left = boxed_output_entry(choice, following, num_dims(row), setting.sequence)
+    return setting.model > 1 and left == "features" and any(work.name == "cross_entropy" for work in row.after)
 
 
 def _exchange(change: Change, setting: StageSettings) -> Exchange:

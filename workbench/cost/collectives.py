@@ -52,11 +52,6 @@ def kind_of(source: Entry, target: Entry) -> str:
     return "reduce-scatter" if source == "P" else "all-to-all"
 
 
-def change_s(hardware: Hardware, source: Entry, target: Entry, num_bytes: float, num_ranks: int) -> float:
-    """Seconds to change an entry on neighbouring ranks, each of which receives ``num_bytes``."""
-    return exchange_s(hardware, num_bytes, num_ranks, 1, kind_of(source, target))
-
-
 def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: bool = True) -> tuple[float, float]:
     """(latency, bytes per second that each rank receives) in a group of ``size`` ranks, ``stride`` ranks apart.
 
@@ -95,4 +90,4 @@ def exchange_s(
     return latency + num_hops * link.hop_s + num_bytes / bandwidth
 
 
-__all__ = ["change_s", "exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]
+__all__ = ["exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]

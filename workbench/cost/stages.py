@@ -129,14 +129,6 @@ def stage_prices(
     return stages
 
 
-def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice],
-                setting: StageSettings) -> StagePrice:  # fmt: skip
-    """Add up the layers of a stage."""
-    mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
-    units = units_of(model, block_of_rows(model))
-    return _added_up(model, mine, recomputed_blocks(model), units, prices, setting, _updated(model, mine, setting))
-
-
 def _added_up(
     model: ModelCosts, mine: Sequence[int], again_in: Sequence[int], units: Sequence[int],
     prices: Sequence[LayerPrice], setting: StageSettings, updated: Sequence[int],
@@ -251,4 +243,4 @@ def _recomputed(
     )
 
 
-__all__ = ["StagePrice", "block_of_rows", "prices_of", "recomputed_blocks", "stage_price", "stage_prices"]
+__all__ = ["StagePrice", "block_of_rows", "prices_of", "recomputed_blocks", "stage_prices"]

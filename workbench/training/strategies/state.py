@@ -12,6 +12,7 @@ from torch import nn
 
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
+from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import IMAGE_KINDS, known_kind
 from workbench.errors import StrategyError
@@ -169,7 +170,7 @@ def state_of(module: nn.Module) -> ParallelState:
 def unhook(module: nn.Module) -> None:
     """Remove the hooks of an earlier ``parallelize``. Parameters stay global tensors."""
     state = module.__dict__.pop(STATE, None)
-    if state is not None and module.__dict__.get(PLAN) is state.layouts.plan:
+    if isinstance(module.__dict__.get(PLAN), ShardingPlan):
         del module.__dict__[PLAN]
     for handle in state.handles if state else []:
         handle.remove()
