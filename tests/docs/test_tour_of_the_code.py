@@ -49,7 +49,8 @@ def in_order(files: list[str], entered_files: list[str]) -> bool:
 
 def walks(rank: int) -> dict[str, list[str]]:
     ranks = wb.placement("cpu", ranks=[0, 1])
-    x, w = (wb.ones(5, 5, placement=ranks, sbp=sbp) for sbp in ("S(0)", "B"))
+    # A shape that no other test boxes: boxing paths are remembered by shape.
+    x, w = (wb.ones(23, 23, placement=ranks, sbp=sbp) for sbp in ("S(0)", "B"))
     product, boxing = (lambda: x @ w), (lambda: x.to_global(sbp="B"))
     if rank > 0:  # handlers are shared by all threads of the process: this rank must not find them first
         boxing(), boxing()
