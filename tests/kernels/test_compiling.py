@@ -51,7 +51,7 @@ SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 
 """What a program may have. sm_80 has more, but its successors sm_86 and sm_89 run the same code."""
 
 
-MOST_SPILLED = 48
+MOST_SPILLED = 64
 """Registers that rare variants write to memory: attention with addends, from a position within a counter."""
 
 

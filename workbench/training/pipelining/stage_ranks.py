@@ -8,6 +8,7 @@ module holds its view of the parameters: the rank's own shards with another spec
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,6 +70,7 @@ class StageTransport:
     def __init__(self, rank_world: World, own: int, numbering: Numbering, queues: MessageQueues) -> None:
         self.rank_world, self.own, self.queues = rank_world, own, queues
         self.rank_of, self._stage_of = numbering.rank_of, numbering.stage_of
+        self.channels: dict[tuple[int, int], str] = {}
         self.name, self.cost = self.base.name, self.base.cost
 
     @property
@@ -89,7 +91,8 @@ class StageTransport:
     ) -> tuple[list[torch.Tensor], Release]:
         self._check_peers([other for other, _ in sends], header)
         self._check_peers([other for other, _ in wanted], header)
-        self._check_distance([other for other, _ in (*sends, *wanted)], header)
+        pairs = [*((self.own, other) for other, _ in sends), *((other, self.own) for other, _ in wanted)]
+        in_order = self._in_order(pairs, header)
         for destination, tensor in sends:
             if self._is_here(destination):
                 kept = tensor.clone(memory_format=torch.contiguous_format)
@@ -99,7 +102,8 @@ class StageTransport:
         received: Iterator[torch.Tensor] = iter(())
         release: Release = _release_nothing
         if away or from_away:
-            pieces, release = self.base.exchange_in_place(away, from_away, dtype, tag, header)
+            with in_order:
+                pieces, release = self.base.exchange_in_place(away, from_away, dtype, tag, header)
             received = iter(pieces)
         return [
             self._take(other, tag, header) if self._is_here(other) else next(received) for other, _ in wanted
@@ -125,16 +129,22 @@ class StageTransport:
                 f"several stages per rank a tensor goes from one to one other: read it after the step, or use 1f1b."
             )
 
-    def _check_distance(self, others: Sequence[int], header: str) -> None:
-        """NCCL matches messages by their order, and ranks of stages that are no neighbours call in unlike orders."""
-        for other in others:
-            first, last = sorted((self._stage_of[self.own], self._stage_of[other]))
-            if self.name == "nccl" and last - first > 1 and not self._is_here(other):
-                raise StrategyError(
-                    f"{header}: a tensor goes between stages {first} and {last}, past {last - first - 1} others. Over "
-                    "NCCL, with several stages per rank, only neighbours exchange tensors. Use 1f1b, which has 1 stage "
-                    "per rank, or WORKBENCH_TRANSPORT=gloo."
-                )
+    def _in_order(self, pairs: Sequence[tuple[int, int]], header: str) -> AbstractContextManager[None]:
+        """Context of one exchange. NCCL matches messages by their order, in which stages that are no neighbours call in
+        unlike ways: those of shared weights have channels, others are refused.
+        """
+        stages = {(self._stage_of[a], self._stage_of[b]) for a, b in pairs if self.rank_of[a] != self.rank_of[b]}
+        distant = sorted(pair for pair in stages if abs(pair[0] - pair[1]) > 1)
+        if self.name != "nccl" or not distant:
+            return nullcontext()
+        if len(stages) == 1 and distant[0] in self.channels:
+            return self.base.in_channel(self.channels[distant[0]])  # type: ignore[attr-defined]
+        first, last = sorted(distant[0])
+        raise StrategyError(
+            f"{header}: a tensor goes between stages {first} and {last}, past {last - first - 1} others. Over NCCL, "
+            "with several stages per rank, tensors go between neighbours, or stages that share a weight. Use 1f1b, "
+            "with 1 stage per rank, or WORKBENCH_TRANSPORT=gloo."
+        )
 
     def all_reduce(
         self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
@@ -182,7 +192,7 @@ class StageRank:
     ) -> None:
         resolved, numbering = state.resolved, Numbering(state.resolved, rank_world.device.type)
         own = numbering.of(stage, rank_world.rank)
-        transport = StageTransport(rank_world, own, numbering, queues)
+        self.transport = transport = StageTransport(rank_world, own, numbering, queues)
         self.rank_world, self._numbering = rank_world, numbering
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
@@ -366,7 +376,25 @@ def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: S
     if not still_right or not all(still_right):
         queues: MessageQueues = {}
         kept = {stage: StageRank(module, state, world, stage, queues) for stage in stages}
-        state.stage_ranks = kept
+        state.stage_ranks, channels = kept, _open_channels(module, state.resolved, world)
         for stage in kept.values():
+            stage.transport.channels = channels
             stage.refresh()
     return kept
+
+
+def _open_channels(module: nn.Module, resolved: ResolvedStrategy, world: World) -> dict[tuple[int, int], str]:
+    """By source and destination, channels over NCCL between stages that are no neighbours and share a weight."""
+    home, channels = parameter_stages(module, resolved), dict[tuple[int, int], str]()
+    if world.transport_name != "nccl":
+        return channels
+    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
+        for parameter in layer.parameters(recurse=False):
+            first = home[id(parameter)]
+            if choice.stage - first > 1:
+                pairs = (first, choice.stage), (choice.stage, first)
+                channels |= {pair: f", stage {pair[0]} -> {pair[1]}" for pair in pairs}
+    for (source, destination), name in sorted(channels.items()):
+        peers = itertools.product(resolved.stage_ranks(source), resolved.stage_ranks(destination))
+        world.transport.open_channel(name, [pair for pair in peers if pair[0] != pair[1]])  # type: ignore[attr-defined]
+    return channels

@@ -8,7 +8,9 @@ A communicator runs a rank's calls in their order, and a large send ends togethe
 send to each other in one exchange make it at the same point of the program. Their calls are one batch on the world's
 communicator. The ranks of a pipeline call in unlike orders, and each exchange goes one way. So each direction of a pair
 has a communicator of its own, from its first use: torch makes one per pair and group, and there is a group for each
-direction. Nobody waits for sends: they read copies, which torch keeps until they are sent.
+direction. Where the calls of one direction have several orders, as with several stages per rank, each order has a
+*channel* with communicators of its own. Nobody waits for sends: they read copies, which torch keeps until they are
+sent.
 """
 
 from __future__ import annotations
@@ -64,12 +66,37 @@ class DistributedTransport(AsyncTransport):
         self.name, self.device = backend, device
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
+        self._channels: dict[str, dist.ProcessGroup] = {}
+        self._channel = ""
         self._torch_timeout = torch_timeout(timeout_s)
         self._downward = dist.new_group(list(range(world_size)), timeout=self._torch_timeout)
         self._abort_reason: str | None = None
         self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
         """Bytes of slices that this rank has sent; NCCL's all-reduces are not counted."""
+
+    def open_channel(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
+        """Communicators for calls from a source to a destination that keep an order of their own; see ``in_channel``.
+
+        All ranks open the same channels in the same order: the first call on a communicator waits for the peer's.
+        """
+        if name in self._channels:
+            return
+        self._channels[name] = dist.new_group(list(range(self.world_size)), timeout=self._torch_timeout)
+        with self.in_channel(name):
+            for source, destination in pairs:
+                first = torch.zeros(1, device=self.device)
+                sends = [(destination, first)] if source == self.rank else []
+                self.exchange(sends, [(source, first)] if destination == self.rank else [], 0, f"open channel {name}")
+
+    @contextmanager
+    def in_channel(self, name: str) -> Iterator[None]:
+        """Context of exchanges that go one way, through a channel."""
+        self._channel = name
+        try:
+            yield
+        finally:
+            self._channel = ""
 
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
@@ -83,6 +110,7 @@ class DistributedTransport(AsyncTransport):
             received = self._start_batch([call for call in calls if call.peer in both_ways], header)
             for call in one_way:  # the first call on a communicator waits for the peer's: one order for all
                 group = None if call.source < call.destination else self._downward
+                group = self._channels[self._channel] if self._channel else group
                 pending = self._record_calls(header, [call], call.function(call.memory, call.peer, group=group))
                 if call.destination == self.rank:
                     received.append(pending)
@@ -98,7 +126,9 @@ class DistributedTransport(AsyncTransport):
         return [self._record_calls(header, calls, work)]
 
     def _record_calls(self, header: str, calls: list[_Call], work: Any) -> Pending:
-        channels = dict.fromkeys(nccl_watchdog.send_channel(call.source, call.destination) for call in calls)
+        channels = dict.fromkeys(
+            nccl_watchdog.send_channel(call.source, call.destination) + self._channel for call in calls
+        )
         return self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
 
     def start_all_reduce(
