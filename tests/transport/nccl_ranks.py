@@ -59,6 +59,7 @@ def run_played(fn, num_ranks, *, device=CPU, pids=None, timeout_s=60.0, finds_st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "dist", nccl)
         patch.setattr(distributed, "abort_calls", nccl.abort)
+        patch.setattr(distributed, "count_groups", nccl.num_groups)
         patch.setattr(nccl_watchdog, "SUSPECT_S", 0.1)
         patch.setattr(nccl_watchdog, "LOOK_S", 0.02)
         return run_on_threads(program, num_ranks), nccl

@@ -6,6 +6,7 @@
 * Work is done as late as possible. A sender's memory is read, and a receiver's written, when the receiver waits; until
   then that holds garbage. The results of a collective come at each rank's own wait.
 * A handle holds the results of its call.
+* A group that its members make alone has a name by the number of groups of each: members with unlike numbers wait.
 * Two ranks on one device are refused. After an abort, waits of the rank end without data, and it can make no call.
 """
 
@@ -105,7 +106,8 @@ class PlayedNccl:
         self.needs: dict[int, int | None] = {}
         self.queues: dict[tuple[Any, int], deque[Call]] = {}
         self.met: set[tuple[Any, int, int]] = set()
-        self.num_groups: dict[Any, int] = {}
+        self.num_of_all: dict[int, int] = {}
+        self.groups: dict[int, list[Any]] = {}
         self.waiting: dict[int, Any] = {}
         self.aborted: set[int] = set()
         self.ended: set[int] = set()
@@ -147,11 +149,17 @@ class PlayedNccl:
 
     def new_group(self, ranks: list[int], timeout: Any, use_local_synchronization: bool = False) -> Any:
         members = tuple(ranks)
-        place = (self.rank, members)
-        number = self.num_groups[place] = self.num_groups.get(place, 0) + 1
-        group = ("group", number, members)
+        kind = "of all" if use_local_synchronization is False else "of members"
+        number = self.num_of_all.get(self.rank, 0) if kind == "of all" else self.num_groups()
+        group = ("group", kind, number, members)
+        self.num_of_all[self.rank] = self.num_of_all.get(self.rank, 0) + (kind == "of all")
+        self.groups.setdefault(self.rank, []).append(group)
         self.meet(group, members if use_local_synchronization else self.world)
         return group
+
+    def num_groups(self) -> int:
+        """How many groups this rank has: torch names those that members make alone by it."""
+        return len(self.groups.get(self.rank, ()))
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Any = None) -> Call:
         return self.call(("pair", group, *sorted((self.rank, peer))), [self.part("send", tensor, peer)])
@@ -168,7 +176,7 @@ class PlayedNccl:
 
     def all_reduce(self, tensor: torch.Tensor, operation: Any, group: Any, async_op: bool) -> Call:
         assert tensor.dtype in KNOWN and not tensor.is_neg()
-        members = self.world if group is None else group[2]
+        members = self.world if group is None else group[-1]
         return self.call(group, [Part(REDUCTIONS[operation], members, tensor, [tensor])])
 
     # ---- rules ----------------------------------------------------------------------------------------------------
@@ -188,7 +196,7 @@ class PlayedNccl:
             self.queues.setdefault((communicator, self.rank), deque()).append(call)
             self.wake(self.rank)
         if communicator is None or communicator[0] == "group":
-            self.meet(communicator, self.world if communicator is None else communicator[2])
+            self.meet(communicator, self.world if communicator is None else communicator[-1])
         for part in parts:
             self.meet((communicator, "peer"), part.others)
         return call

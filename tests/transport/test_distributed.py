@@ -36,6 +36,17 @@ def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):
         assert batch.communicator is None and len(batch.parts) == 4
 
 
+def test_members_of_a_group_may_have_made_unlike_numbers_of_groups():
+    groups = [0, 1], [0, 1, 3], [1, 2], [0, 2, 3], [2, 3]
+
+    def program(transport, rank):
+        sums = [transport.all_reduce(torch.ones(1), group, "sum", 0, "sum") for group in groups if rank in group]
+        return [int(total) for total in sums]
+
+    results, _ = run_played(program, 4)
+    assert assert_all_returned(results) == [[len(group) for group in groups if rank in group] for rank in range(4)]
+
+
 def test_a_sender_may_write_at_once():
     def program(transport, rank):
         x, out = torch.zeros(3), torch.empty(3)

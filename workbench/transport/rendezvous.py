@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 
@@ -66,6 +66,13 @@ class Rendezvous:
             return [torch.tensor([*bytes.fromhex(self.store.get(key).decode())], dtype=torch.uint8) for key in keys]
 
         return gather
+
+    def gather(self, name: str, rank: int, ranks: Sequence[int], number: int, timeout_s: float) -> list[int]:
+        """The numbers of ``ranks``, each of which calls this with its own; a name serves once."""
+        self.store.set(f"{name}/{rank}", str(number))
+        keys = [f"{name}/{peer}" for peer in ranks]
+        _wait_for_all(self.store, keys, f"rank {rank} in {name}", timeout_s)
+        return [int(self.store.get(key)) for key in keys]
 
     def sub_store(self, name: str) -> Store:
         """A store with a key prefix for one purpose."""
@@ -164,7 +171,7 @@ def _wait_for_all(store: Store, keys: list[str], who: str, timeout_s: float) -> 
     started, nap_s = time.perf_counter(), _FIRST_NAP_S
     while not store.check(keys):
         if time.perf_counter() - started > timeout_s:
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            missing = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
             raise WorldError(
                 f"{who}: {len(keys) - len(missing)} of {len(keys)} ranks came within {timeout_s:g} s, ranks {missing} "
                 "did not. All ranks join the same init method and generation; check that they run."

@@ -71,6 +71,7 @@ class DistributedTransport(AsyncTransport):
         self._torch_timeout = torch_timeout(timeout_s)
         self._downward = dist.new_group(list(range(world_size)), timeout=self._torch_timeout)
         self._abort_reason: str | None = None
+        self._rendezvous = rendezvous
         self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
         """Bytes of slices that this rank has sent; NCCL's all-reduces are not counted."""
@@ -186,10 +187,17 @@ class DistributedTransport(AsyncTransport):
             self._watchdog.close()
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of ``ranks``. Its members alone create it, so stages may create groups in any order."""
+        """The process group of ``ranks``. Its members alone create it, so stages may create groups in any order.
+
+        torch names it by how many groups the process has, and members with unlike names would wait for each other: the
+        others first create groups of themselves alone, which NCCL does not hear of.
+        """
         key = tuple(sorted(ranks))
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key), timeout=self._torch_timeout, use_local_synchronization=True)
+            num_groups = self._rendezvous.gather(f"group {key}", self.rank, key, count_groups(), self.timeout_s)
+            for members in [[self.rank]] * (max(num_groups) - count_groups()) + [list(key)]:
+                group = dist.new_group(members, timeout=self._torch_timeout, use_local_synchronization=True)
+            self._groups[key] = group
         return self._groups[key]
 
     def _wait(self, calls: Sequence[Pending], header: str) -> None:
@@ -217,6 +225,11 @@ class DistributedTransport(AsyncTransport):
     def _raise_if_aborted(self, header: str) -> None:
         if self._abort_reason is not None:
             raise CollectiveAborted(f"rank {self.rank} stopped in {header}: {self._abort_reason}")
+
+
+def count_groups() -> int:
+    """How many process groups this process has."""
+    return len(distributed_c10d._world.pg_names)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
