@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
 _LATER = ("procs", "engines", "browser", "slow")
 _LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_TIMEOUT_S) | {"browser": 4 * PAGE_TIMEOUT_S}
 """Of whole tests by marker, the longest that fits: such a test waits several times, and each wait says what for."""
+
+_BROWSER = "tests/browser/"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +33,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         limits = [limit_s for name, limit_s in _LIMITS_S.items() if item.get_closest_marker(name)]
         if limits and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(max(limits)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where workers get whole files, one of them gets all files of browser tests, which share a server and a page."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BrowserTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _BROWSER if file.startswith(_BROWSER) else file
+
+    return BrowserTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_sessionstart() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from tests.timeouts import PROGRAM_TIMEOUT_S
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["workbench.api", "workbench.training.runs.train", "torch.testing", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["pytest", "workbench.api", "workbench.training.runs.train", "torch.testing", "torch._dynamo"]
+)
 
 
 class Failure:

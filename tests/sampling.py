@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+_ParameterSet = type(pytest.param())
+
 
 def is_in_sample(case: Iterable[tuple[int, int]], every: int, start: int = 0) -> bool:
     """Whether a case is in the sample, given (its index, the number of values) on each axis of the sweep.
@@ -34,20 +36,21 @@ def is_in_sample(case: Iterable[tuple[int, int]], every: int, start: int = 0) ->
 
 def mark_what_is_not_sampled(items: Iterable[pytest.Item]) -> None:
     """Mark ``slow`` each case of a sampled test that is not in its sample."""
+    axes: dict[int, tuple[list[str], list[Any]]] = {}
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is not None and not is_in_sample(_case(item), *mark.args, **mark.kwargs):
+        if mark is not None and not is_in_sample(_case(item, axes), *mark.args, **mark.kwargs):
             item.add_marker(pytest.mark.slow)
 
 
-def _case(item: pytest.Item) -> list[tuple[int, int]]:
-    """By ``parametrize`` mark; several arguments of one mark are one axis."""
+def _case(item: pytest.Item, axes: dict[int, tuple[list[str], list[Any]]]) -> list[tuple[int, int]]:
+    """By ``parametrize`` mark; several arguments of one mark are one axis. ``axes`` are those of marks seen before."""
     given = item.callspec.params  # type: ignore[attr-defined]
     found = []
     for mark in item.iter_markers("parametrize"):
-        names, axis = mark.args
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        sets = [_values(one, len(names)) for one in axis]
+        if id(mark) not in axes:
+            axes[id(mark)] = _axis(mark)
+        names, sets = axes[id(mark)]
         index = next(
             i for i, values in enumerate(sets) if all(given[n] is v for n, v in zip(names, values, strict=True))
         )
@@ -55,7 +58,14 @@ def _case(item: pytest.Item) -> list[tuple[int, int]]:
     return found
 
 
+def _axis(mark: pytest.Mark) -> tuple[list[str], list[Any]]:
+    """Names and sets of values of a ``parametrize`` mark."""
+    names, axis = mark.args
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    return names, [_values(one, len(names)) for one in axis]
+
+
 def _values(one: Any, num_names: int) -> Any:
-    if isinstance(one, type(pytest.param())):
+    if isinstance(one, _ParameterSet):
         return one.values
     return (one,) if num_names == 1 else one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,9 +69,9 @@ def words_of(name: str) -> str:
     return f" {' '.join(re.findall(r'[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+', name)).lower()} "
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    """Every name that a module defines: classes, functions, arguments, variables, attributes."""
-    for node in ast.walk(tree):
+def names_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Every name that a module's nodes define: classes, functions, arguments, variables, attributes."""
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -81,9 +81,9 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def docstrings_in(tree: ast.AST) -> Iterator[str]:
+def docstrings_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Every text that stands alone as a statement: docstrings, and those of attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
@@ -134,9 +134,9 @@ def broken_in(path: str, bans: list[Ban]) -> list[str]:
     text = (ROOT / path).read_text("utf-8")
     if path.endswith(".md"):
         return banned_text(path, text, bans)
-    tree = ast.parse(text)
-    names = {*names_in(tree), *path.removesuffix(".py").split("/")}
-    return [*banned_names(path, names, bans), *banned_text(path, "\n\n".join(docstrings_in(tree)), bans)]
+    nodes = list(ast.walk(ast.parse(text)))
+    names = {*names_in(nodes), *path.removesuffix(".py").split("/")}
+    return [*banned_names(path, names, bans), *banned_text(path, "\n\n".join(docstrings_in(nodes)), bans)]
 
 
 def test_no_banned_word_is_used() -> None:
@@ -186,5 +186,6 @@ def test_every_kind_of_name_is_read() -> None:
     code = (
         'import a as b\nclass C:\n    d: int = 0\n    "doc"\n    def f(self, g, *h):\n        self.i = [j for j in g]'
     )
-    assert {"b", "C", "d", "f", "g", "h", "i", "j"} <= set(names_in(ast.parse(code)))
-    assert list(docstrings_in(ast.parse(code))) == ["doc"]
+    nodes = list(ast.walk(ast.parse(code)))
+    assert {"b", "C", "d", "f", "g", "h", "i", "j"} <= set(names_in(nodes))
+    assert list(docstrings_in(nodes)) == ["doc"]

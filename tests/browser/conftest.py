@@ -28,7 +28,7 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     """A server whose root is a copy of the notebooks."""
     folder = tmp_path_factory.mktemp("lab")
@@ -38,9 +38,9 @@ def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser(chromium: str) -> Iterator[Any]:
-    """For the tests of one file: while playwright runs, nothing else in this process may use asyncio."""
+    """For the tests of this folder: while playwright runs, nothing else in this process may use asyncio."""
     from playwright.sync_api import expect, sync_playwright
 
     milliseconds = PAGE_TIMEOUT_S * 1000
@@ -51,27 +51,46 @@ def browser(chromium: str) -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="package")
+def free_pages(browser: Any) -> list[LabPage]:
+    """A page of JupyterLab that shows no notebook, if there is one: to load JupyterLab takes 10 CPU seconds."""
+    return []
+
+
 @pytest.fixture(scope="module")
-def open_notebook(browser: Any, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
+def open_notebook(
+    browser: Any, lab: LabServer, free_pages: list[LabPage], request: pytest.FixtureRequest
+) -> Iterator[Any]:
     """A function that opens a notebook and waits for its kernel; console errors fail the module's last test.
 
-    What JupyterLab's server could not answer JupyterLab itself is a warning, with the end of the server's log.
+    The page goes from file to file, until a test has failed. What JupyterLab's server could not answer JupyterLab
+    itself is a warning, with the end of the server's log.
     """
     opened: list[LabPage] = []
+    failed = request.session.testsfailed
 
     def open_page(name: str, app: str = "lab") -> LabPage:
-        lab_page = LabPage(new_page(browser, viewport=WIDE), app)
-        opened.append(lab_page)
-        lab_page.open(lab.notebook_url(name, app))
-        return lab_page
+        if app == "lab" and free_pages:
+            opened.append(free_pages.pop())
+            opened[-1].show_notebook(name)
+        else:
+            opened.append(LabPage(new_page(browser, viewport=WIDE), app))
+            opened[-1].open(lab.notebook_url(name, app))
+        return opened[-1]
 
     yield open_page
+    server_errors = [error for page in opened for error in page.server_errors]
+    errors = [error for page in opened for error in page.errors]
     for number, lab_page in enumerate(opened):  # to look at after a failure
         lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}-{number}.png")
-        lab_page.page.close()
+        if lab_page.app == "lab" and not free_pages and not errors and request.session.testsfailed == failed:
+            lab_page.leave_notebook()
+            free_pages.append(lab_page)
+        else:
+            lab_page.page.close()
     lab.shut_down_kernels()
-    for error in [error for page in opened for error in page.server_errors]:
+    for error in server_errors:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(f"{error}\n{lab.log_lines()}", stacklevel=1)
-    assert [error for page in opened for error in page.errors] == []
+    assert errors == []

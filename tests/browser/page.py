@@ -16,6 +16,7 @@ WIDE = {"width": 1680, "height": 1400}
 """Of the window in which notebooks are opened."""
 IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'
     && document.querySelectorAll('.jp-Cell').length > 1"""
+SHOWN_PATH = "window.jupyterapp.shell.currentWidget?.context?.path"
 
 OWN_ERRORS = {"lab": (), "notebook": ("Cannot read properties of undefined (reading 'schema')",)}
 """What a front end complains about by itself, with a notebook of plain numbers, too (Notebook 7.6.5)."""
@@ -56,6 +57,29 @@ class LabPage:
         """Go there and wait for the kernel."""
         self.page.goto(url)
         self.page.wait_for_function(IDLE)
+
+    def show_notebook(self, name: str) -> None:
+        """Open a notebook in JupyterLab as it is loaded, and wait for the kernel; the page is as after `open`."""
+        self.errors.clear()
+        self.server_errors.clear()
+        self.page.set_viewport_size(WIDE)
+        script = """path => {
+            const { shell, commands } = window.jupyterapp;
+            shell.expandLeft();
+            return commands.execute('docmanager:open', { path }).then(() => 1);
+        }"""
+        self.page.evaluate(script, name)
+        self.page.wait_for_function(f"path => {SHOWN_PATH} === path", arg=name)
+        self.page.wait_for_function(IDLE)
+
+    def leave_notebook(self) -> None:
+        """Close the notebook without a question, and keep JupyterLab."""
+        script = """() => {
+            const shown = window.jupyterapp.shell.currentWidget;
+            return shown.context.save().then(() => { shown.dispose(); return 1; });
+        }"""
+        self.page.evaluate(script)
+        self.page.wait_for_function(f"() => !{SHOWN_PATH}")
 
     def reload(self) -> None:
         """Save and load the page again, once the kernel is idle; it lives on."""

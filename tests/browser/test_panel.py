@@ -47,7 +47,7 @@ def run_to_the_end(lab_page: Any, num_runs: int) -> None:
     lab_page.wait_for_points("throughput", 2)
 
 
-NUM_STEPS = 60
+NUM_STEPS = 30
 _SHORTER = {"wb.planner.calibrate(session)": "'v100-dgx1'", "steps=300": f"steps={NUM_STEPS}"}
 """Calibrating takes a quarter of a minute, and tests/notebooks run that cell as it is."""
 

@@ -44,9 +44,16 @@ def notebook(open_notebook: Any, lab: LabServer) -> Any:
 
 @pytest.fixture
 def lab_page(notebook: Any) -> Any:
-    """Two panels that nobody has touched: 8 blocks on 4 ranks, 24 blocks on 64."""
-    notebook.show(1, ".wb-row[data-row='blocks.[0-23]']", last=2)
+    """A panel that nobody has touched: 8 blocks on 4 ranks."""
+    notebook.show(1, ".wb-row[data-row='blocks.[0-3]']")
     return notebook
+
+
+@pytest.fixture
+def both(lab_page: Any) -> Any:
+    """That panel, and below it one of 24 blocks on 64 ranks."""
+    lab_page.show(2, ".wb-row[data-row='blocks.[0-23]']")
+    return lab_page
 
 
 def panel(lab_page: Any, number: int = 0) -> Any:
@@ -168,9 +175,9 @@ def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
     panel(lab_page).locator(".wb-tensors").wait_for(state="detached")
 
 
-def test_sixty_four_ranks_and_finding_a_layer(lab_page: Any) -> None:
-    deep = panel(lab_page, 1)
-    lab_page.screenshot("panel-64.png", deep)
+def test_sixty_four_ranks_and_finding_a_layer(both: Any) -> None:
+    deep = panel(both, 1)
+    both.screenshot("panel-64.png", deep)
     assert deep.locator(".wb-row[data-row]").count() < 15, "144 layers in blocks are a few rows"
     deep.locator(".wb-find").fill("blocks.1?.mlp*")
     deep.locator(".wb-row[data-row='blocks.19.mlp.fc2']").wait_for()
@@ -184,8 +191,8 @@ NUMBERS = {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"}
 """Of the last layer: weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
 
 
-def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(lab_page: Any) -> None:
-    seen = {}
+def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(both: Any) -> None:
+    lab_page, seen = both, {}
     for width in WIDTHS:
         lab_page.page.set_viewport_size({"width": width, "height": 2200})
         lab_page.settle()

@@ -128,7 +128,7 @@ def slow_unless(is_quick):
     return pytest.mark.parametrize(("name", "num_ranks", "text"), found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @slow_unless(lambda degrees, words: True)
 def test_usual_strategies_send_what_is_estimated(name, num_ranks, text):
     """Data, model, sequence and pipeline parallelism, ZeRO and recomputation: equal to the byte."""
@@ -143,7 +143,7 @@ def test_sums_in_one_step_send_what_is_estimated(name, num_ranks, text):
 
 
 # Under autocast other sizes are sent by the same program: a stage's are those of one stage, two tell of all.
-@pytest.mark.sampled(3, start=2)
+@pytest.mark.sampled(4, start=2)
 @slow_unless(lambda degrees, words: not degrees.startswith("2x") or "sequence" in words)
 def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
     """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""

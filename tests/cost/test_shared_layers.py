@@ -41,7 +41,7 @@ def both(name: str, text: str, num_ranks: int, costs: ModelCosts) -> tuple[float
     return found.boxed_bytes, run.boxed_bytes
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("num_ranks", "text", "options"),

@@ -42,7 +42,7 @@ def in_64_bits(monkeypatch):
     one_device.cache_clear()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "attention", "optimizer", "padded"),
     [("weights-2", "sdpa", "sgd", True), ("both-2x2", "eager", "adamw", False)],

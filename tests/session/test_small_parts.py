@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import SessionError
-from workbench.session import protocol
+from workbench.session import completion, protocol
 from workbench.session.cluster import offer_magics
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.processes import folder
@@ -34,6 +34,21 @@ def test_a_session_in_a_notebook_makes_its_magics_known():
         unload_ipython_extension(shell)
     finally:
         InteractiveShell.clear_instance()
+
+
+def test_cells_import_parts_of_what_is_imported_behind_them(tmp_path, monkeypatch):
+    """In the cell that begins it, and in the next one, at once: ``import torch.nn`` after the start of a session."""
+    (tmp_path / "imported_early").mkdir()
+    (tmp_path / "imported_early" / "part.py").write_text("x = 1")
+    count = "with open(__file__ + '.log', 'a') as log: log.write('run ')"
+    code = f"import time\n{count}\ntime.sleep(0.3)\nfrom imported_early import part"
+    (tmp_path / "imported_early" / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shell = InteractiveShell()
+    shell.user_ns["load"] = lambda: completion.load_early(shell, "imported_early")
+    assert shell.run_cell("load()\nassert 'imported_early' not in __import__('sys').modules").success
+    assert shell.run_cell("import imported_early.part as part\nassert part.x == 1").success
+    assert (tmp_path / "imported_early" / "__init__.py.log").read_text() == "run ", "both have waited for one import"
 
 
 def test_tag_prints_and_parses():

@@ -143,7 +143,7 @@ def test_a_resnet_whose_rounding_doubles_every_step_is_equal(strategy: str):
     assert run.verdict.largest > 1e-5, "or this test says nothing"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer_fn", [sgd, adamw])
 @pytest.mark.parametrize("rate", [0.0, 0.2])
@@ -253,7 +253,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mistake", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | bf16", pytest.param("*: model", marks=SLOW)])
 @pytest.mark.parametrize("kind", ["words", pytest.param("images", marks=SLOW)])
@@ -315,7 +315,7 @@ ODD = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mistake", ODD)
 @pytest.mark.parametrize("optimizer_fn", [sgd, adamw])
 def test_a_model_that_computes_something_else_is_found(mistake: str, optimizer_fn: Any):

@@ -43,8 +43,8 @@ def test_one_message_has_what_was_changed_and_nothing_else(widget: LiveFigureWid
 
 
 def test_what_stayed_as_it_was_is_not_sent(widget: LiveFigureWidget, sent: list[dict[str, Any]]):
-    with widget.drawing() as figure:
-        live_figure.replace_all(figure, live_figure.empty_figure(1, 10))
+    with widget.drawing():
+        widget.figure = live_figure.empty_figure(1, 10)
     assert sent == []
 
 

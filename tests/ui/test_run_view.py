@@ -249,9 +249,10 @@ def test_a_failure_is_shown_once(view: RunView):
 def test_a_new_run_starts_from_an_empty_figure(view: RunView):
     view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model")])
     view.show_one_device([1.0, 2.0])
-    figure = view.figure
+    shown = view.shown
     view.begin("model", "*: model", 50)
-    assert view.figure is figure, "one figure, 5 MB, for all runs"
+    assert view.shown is shown, "one widget, 5 MB, for all runs"
+    figure = view.figure
     for name in ("throughput, newest", "this run, newest", "1 device"):
         assert len(trace(figure, name).x) == 0
     assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0

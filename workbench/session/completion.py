@@ -45,10 +45,26 @@ def uninstall(ipython: Any) -> None:
         del ipython.workbench_inspects
 
 
-def load_early() -> None:
-    """Import on a thread what the completion of ``wb.`` imports, torch above all: JupyterLab waits a second for it."""
-    if "workbench.api" not in sys.modules:
-        Thread(target=import_module, args=("workbench.api",), name="workbench-imports", daemon=True).start()
+def load_early(shell: Any, module: str = "workbench.api") -> None:
+    """Import what the completion of ``wb.`` imports, torch above all: JupyterLab waits a second for it.
+
+    A thread does it between this cell and the next one, which waits for its end. Cells import parts of torch, and two
+    threads of which one imports a package and the other a part of it break off each other's imports.
+    """
+    if module in sys.modules:
+        return
+    thread = Thread(target=import_module, args=(module,), name="workbench-imports", daemon=True)
+
+    def begin() -> None:
+        shell.events.unregister("post_execute", begin)
+        shell.events.register("pre_execute", finish)
+        thread.start()
+
+    def finish() -> None:
+        shell.events.unregister("pre_execute", finish)
+        thread.join()
+
+    shell.events.register("post_execute", begin)
 
 
 def propose(context: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class SessionMagics(Magics):
         options = _parse(self.line_workbench, line)
         COMMANDS[options.action](options)
         if cluster.find_current() is not None:
-            completion.load_early()
+            completion.load_early(self.shell)
 
     @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:

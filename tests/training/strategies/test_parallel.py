@@ -28,7 +28,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "skip"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_training_equals_one_device(kind, strategy, num_ranks):

@@ -27,7 +27,7 @@ class LiveFigureWidget(anywidget.AnyWidget):
     message, as they do while 5 MB of script load, stays wrong.)
 
     Args:
-        figure: changed inside ``drawing()`` only; its number of traces stays.
+        figure: changed, or replaced by another one, inside ``drawing()`` only; its number of traces stays.
 
     >>> import plotly.graph_objects as go
     >>> widget = LiveFigureWidget(go.Figure(go.Scatter(y=[1.0])))

@@ -199,15 +199,10 @@ def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) 
     _entitle(figure, 1, f"{record.losses[-1]:.4g}{difference}" if record.losses else "", colours)
 
 
-def replace_all(figure: go.Figure, fresh: go.Figure, keep: Sequence[str] = ()) -> None:
-    """Make ``figure`` look like ``fresh``, which ``empty_figure`` made for as many ranks: a new run, another theme.
-    Traces with names in ``keep`` keep their points.
-    """
-    for trace, new in zip(figure.data, fresh.data, strict=True):
-        points = {"x": trace.x, "y": trace.y} if trace.name in keep else {}
-        trace.update(new.to_plotly_json() | points, overwrite=True)
-    figure.layout.update(fresh.layout.to_plotly_json(), overwrite=True)
-    figure.layout.shapes = fresh.layout.shapes
+def keep_prediction(fresh: go.Figure, figure: go.Figure) -> None:
+    """Give a fresh figure the predicted throughput of the one that it replaces."""
+    new, old = _trace(fresh, "predicted"), _trace(figure, "predicted")
+    new.x, new.y = old.x, old.y
 
 
 def _set_bars(trace: Any, bars: Bars, place: Any, divisor: float, px_per_s: float) -> None:

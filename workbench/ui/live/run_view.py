@@ -137,8 +137,8 @@ class RunView:
 
     def _begin_figure(self) -> None:
         shown = self._make_figure()
-        with shown.drawing() as figure:
-            live_figure.replace_all(figure, self._fresh_figure())
+        with shown.drawing():
+            shown.figure = self._fresh_figure()
             self._draw_marks()
         if self.box.children:
             return
@@ -389,8 +389,9 @@ class RunView:
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:
-            live_figure.replace_all(figure, self._fresh_figure(), keep=("predicted",))
-            live_figure.show_legends(figure, self._colours)
+            self.shown.figure = fresh = self._fresh_figure()
+            live_figure.keep_prediction(fresh, figure)
+            live_figure.show_legends(fresh, self._colours)
             self._versions, self._step_shown = {}, -1
             if self.history.last_step:
                 self._draw_figure({"curves", "shares", "timeline"})
