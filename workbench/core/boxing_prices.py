@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from workbench.core.boxing import LinkCost, is_all_reduce, plan_boxing
-from workbench.core.layout import Layout, Region, Shape, balanced_bounds
+from workbench.core.layout import Layout, Shape
 from workbench.core.moves import owner
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Split
-from workbench.core.tiling import Place, num_elements, overlap
+from workbench.core.tiling import Place, num_elements, overlap, tiling_of
 
 _MAX_PAIRS = 1024
 """With more pairs of ranks, the price follows from sizes alone."""
@@ -126,29 +126,12 @@ class _Shards:
     """A layout's shards in the order of its grid: regions, and which set of copies and which term each belongs to."""
 
     def __init__(self, layout: Layout, shape: Shape) -> None:
-        self.layout = layout
-        self.num_copies = self.num_terms = 1
+        tiling = tiling_of(layout, shape)
+        self.layout, self.num_copies, self.num_terms = layout, len(tiling.copies), len(tiling.terms)
         self.index = {rank: place for place, rank in enumerate(layout.placement.grid)}
-        rows: list[tuple[Region, int, int]] = [(tuple((0, size) for size in shape), 0, 0)]
-        stride = layout.placement.num_ranks
-        for entry, parts in zip(layout.sbp, layout.placement.shape, strict=True):
-            stride //= parts
-            if isinstance(entry, Split):
-                dim = entry.dim
-                rows = [
-                    ((*region[:dim], (region[dim][0] + low, region[dim][0] + high), *region[dim + 1 :]), copy, term)
-                    for region, copy, term in rows
-                    for low, high in balanced_bounds(region[dim][1] - region[dim][0], parts)
-                ]
-            elif isinstance(entry, Broadcast):
-                self.num_copies *= parts
-                rows = [(region, copy + i * stride, term) for region, copy, term in rows for i in range(parts)]
-            else:
-                self.num_terms *= parts
-                rows = [(region, copy, term + i * stride) for region, copy, term in rows for i in range(parts)]
-        self.regions = [region for region, _, _ in rows]
-        self.copies = [copy for _, copy, _ in rows]
-        self.terms = [term for _, _, term in rows]
+        offsets = itertools.product(tiling.tiles(), tiling.terms, tiling.copies)
+        placed = sorted((tile + term + copy, region, copy, term) for (tile, region), term, copy in offsets)
+        _, self.regions, self.copies, self.terms = zip(*placed, strict=True)
         self.sizes = [num_elements(region) for region in self.regions]
 
     @cached_property

@@ -81,6 +81,11 @@ class Tiling:
         starts, stops, offsets = zip(*intervals, strict=True)
         return Cut(starts, stops, offsets)
 
+    def tiles(self) -> Iterator[tuple[int, Region]]:
+        """(offset, region) of every tile, also of an empty one."""
+        for cell in itertools.product(*(zip(cut.offsets, cut.starts, cut.stops, strict=True) for cut in self.cuts)):
+            yield sum(offset for offset, _, _ in cell), tuple((start, stop) for _, start, stop in cell)
+
     def place(self, rank: int) -> Place:
         """The tile, term and copy of ``rank``, which is in the placement."""
         tile = term = copy = 0
