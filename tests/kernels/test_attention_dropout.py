@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from workbench.kernels.attention_dropout import attention_dropout, attention_dropout_reference
+from workbench.kernels.attention_dropout import (
+    attention_dropout,
+    attention_dropout_backward_reference,
+    attention_dropout_reference,
+)
 
 SEED, P = 2**62 + 12345, 0.3
 BATCH, HEADS = 1, 2
@@ -65,6 +69,20 @@ def test_numbers_are_those_of_the_formula(case, dtype, device):
         torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_references_compute_in_the_type_of_the_operands(dtype):
+    operands, mask, settings = operands_of("choice", dtype, "cpu")
+    found = with_gradients(attention_dropout_reference, operands, mask, *settings)
+    grads = attention_dropout_backward_reference(torch.ones_like(found[0]), *operands, mask, *settings)
+    wide = [operand.double() for operand in operands]
+    wanted = [*with_gradients(attention_dropout_reference, wide, mask, *settings)]
+    wanted += attention_dropout_backward_reference(torch.ones_like(wanted[0]), *wide, mask, *settings)
+    for ours, theirs in zip((*found, *grads), wanted, strict=True):
+        assert ours.dtype in (dtype, torch.float32)
+        tolerance = TOLERANCES[dtype] * max(1.0, float(theirs.abs().amax()))
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance)
+
+
 def test_the_tolerance_tells_another_mask(device):
     operands, mask, settings = operands_of("causal", torch.float32, device)
     found = with_gradients(attention_dropout, operands, mask, *settings)
@@ -83,6 +101,12 @@ def test_slices_drop_what_the_whole_drops(device):
         part = query[:, head : head + 1, begin:end], key[:, head : head + 1], value[:, head : head + 1]
         found, _ = attention_dropout(*part, None, scale, begin, *random, position, strides)
         torch.testing.assert_close(found[:, 0], whole[:, head, begin:end])
+
+
+def test_gradients_of_gradients():
+    operands = [torch.randn(1, 1, n, 2, dtype=torch.float64, requires_grad=True) for n in (2, 3, 3)]
+    settings = None, 0.5, 1, P, SEED, 0, [6, 6, 3, 1]
+    assert torch.autograd.gradgradcheck(lambda *x: attention_dropout(*x, *settings)[0], operands)
 
 
 def test_everything_may_be_dropped(device):

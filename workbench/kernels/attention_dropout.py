@@ -160,4 +160,4 @@ def _weights(
     fill_random(keep, "bernoulli", seed, first, strides, 1.0 - probability, 0.0)
     gain = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
     lse = scores.detach().float().logsumexp(-1)
-    return torch._safe_softmax(scores, -1), keep * gain, lse.masked_fill(lse == -math.inf, 0.0)
+    return torch._safe_softmax(scores, -1), keep.to(scores.dtype) * gain, lse.masked_fill(lse == -math.inf, 0.0)
