@@ -48,8 +48,8 @@ def uninstall(ipython: Any) -> None:
 def load_early(shell: Any, module: str = "workbench.api") -> None:
     """Import what the completion of ``wb.`` imports, torch above all: JupyterLab waits a second for it.
 
-    A thread does it between this cell and the next one, which waits for its end. Cells import parts of torch, and two
-    threads of which one imports a package and the other a part of it break off each other's imports.
+    A thread does it after this cell. The next one that runs in the notebook waits for its end: cells import parts of
+    torch, and two threads of which one imports a package and the other a part of it break off each other's imports.
     """
     if module in sys.modules:
         return
@@ -57,12 +57,13 @@ def load_early(shell: Any, module: str = "workbench.api") -> None:
 
     def begin() -> None:
         shell.events.unregister("post_execute", begin)
-        shell.events.register("pre_execute", finish)
+        shell.events.register("pre_run_cell", finish)
         thread.start()
 
-    def finish() -> None:
-        shell.events.unregister("pre_execute", finish)
-        thread.join()
+    def finish(cell: Any) -> None:
+        if _GLOBAL_CELL.match(cell.raw_cell) is None:
+            shell.events.unregister("pre_run_cell", finish)
+            thread.join()
 
     shell.events.register("post_execute", begin)
 
