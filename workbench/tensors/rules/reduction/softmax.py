@@ -58,12 +58,13 @@ def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = 
     return result if keepdim else dropped(result, stages)
 
 
-def _softmax(input: Any, dim: int | None, dtype: torch.dtype | None, logarithm: bool) -> Any:
+def _softmax(input: Any, dim: int | None, options: tuple[Any, ...], logarithm: bool) -> Any:
     if type(input) is not GlobalTensor or dim is None:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
+    dtype = next((option for option in options if isinstance(option, torch.dtype)), None)
     x = sum_terms(input if dtype is None else input.to(dtype))
     stages, out_dtype = stages_of(x, dims), x.dtype
     wide = accumulation_dtype(out_dtype)
@@ -88,17 +89,13 @@ def _softmax(input: Any, dim: int | None, dtype: torch.dtype | None, logarithm: 
 @composite("softmax")
 def softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     """Softmax over a split dim: two exchanges of a row per rank in forward, one in backward."""
-    return _softmax(input, dim, _dtype_in(rest, dtype), logarithm=False)
+    return _softmax(input, dim, (*rest, dtype), logarithm=False)
 
 
 @composite("log_softmax")
 def log_softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     """Logarithm of the softmax over a split dim."""
-    return _softmax(input, dim, _dtype_in(rest, dtype), logarithm=True)
-
-
-def _dtype_in(rest: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
-    return dtype if not rest else next((arg for arg in rest if isinstance(arg, torch.dtype)), dtype)
+    return _softmax(input, dim, (*rest, dtype), logarithm=True)
 
 
 @composite("softmin")
@@ -106,7 +103,7 @@ def softmin(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype |
     """Softmax of the negated input."""
     if type(input) is not GlobalTensor or dim is None or not splits(input, normalize_dims(dim, input.dim())):
         return NotImplemented
-    return _softmax(-input, dim, _dtype_in(rest, dtype), logarithm=False)
+    return _softmax(-input, dim, (*rest, dtype), logarithm=False)
 
 
 @composite("_safe_softmax")
