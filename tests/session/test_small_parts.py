@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import SessionError
 from workbench.session import completion, protocol
 from workbench.session.cluster import offer_magics
+from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.processes import folder
 from workbench.session.processes.launch import rank_environment
@@ -170,3 +172,29 @@ def test_functions_that_travel_keep_the_name_of_their_file():
     """cloudpickle 3.1.3 leaves it out, and tracebacks would show no lines of the user's."""
     outer = protocol.load_strictly(protocol.dump(lambda: lambda: 1))
     assert outer.__code__.co_filename == outer().__code__.co_filename == __file__
+
+
+def test_a_request_goes_out_again_when_an_engine_ends_before_it():
+    """A killed engine is still registered when the pool looks, and has no address any more when the request is sent."""
+    registered, replaced = [1], []
+
+    class Pool(EnginePool):
+        live = SimpleNamespace(ids=lambda: registered)
+
+        def __init__(self):
+            pass
+
+        def prepare(self, targets):
+            replaced.append(targets)
+
+    addresses = {1: "b"}
+
+    def request(live):
+        if len(replaced) == 2:
+            addresses[0] = "a"
+        return [addresses[rank] for rank in (0, 1)]
+
+    assert Pool().send((0, 1), request) == ["a", "b"] and len(replaced) == 2
+    registered.append(0)
+    with pytest.raises(KeyError, match="other"):
+        Pool().send((0, 1), lambda live: addresses["other"])

@@ -204,8 +204,7 @@ class Session:
 
         def perform(call: RemoteCall) -> Outcome:
             with self._requests.exclusive(ticket):
-                self._pool.prepare(targets)
-                request = self._live().apply(targets, engine.call, (payload,), tag)
+                request = self._pool.send(targets, lambda live: live.apply(targets, engine.call, (payload,), tag))
                 return self._pool.follow(request, listener, wait=call.follow, label=tag.label, is_users=True)
 
         def control(operation: str, **arguments: str) -> None:
@@ -338,8 +337,7 @@ class Session:
             busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
         with self._requests.exclusive(ticket):
-            self._pool.prepare(targets)
-            return self._pool.follow(send(self._live()), listener, timeout_s, label=label, is_users=True)
+            return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
 
     def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)

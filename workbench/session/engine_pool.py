@@ -133,6 +133,16 @@ class EnginePool:
             self._join(OutputListener(self.ranks, self.num_engines))
         self._processes.record_oom_kills()
 
+    def send(self, targets: Sequence[int], request: Callable[[Engines], Request]) -> Request:
+        """Send a request to engines that are all there. One that ends just then has no address any more."""
+        while True:
+            self.prepare(targets)
+            try:
+                return request(self.live)
+            except KeyError:
+                if set(targets) <= set(self.live.ids()):
+                    raise
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers. All ranks join a new world."""
         progress = StartProgress(len(ranks))
