@@ -90,3 +90,15 @@ def test_star_import_gives_the_public_names() -> None:
     namespace: dict[str, object] = {}
     exec("from workbench import *", namespace)
     assert set(workbench.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_names_load_without_collections_of_garbage_and_leave_the_collector_as_it_was(collects):
+    program = (
+        "import gc\n"
+        f"{'' if collects else 'gc.disable()'}\n"
+        "num = lambda: gc.get_stats()[2]['collections']\n"
+        "import workbench as wb\nbefore = num()\nwb.init\n"
+        f"assert num() == before and gc.isenabled() is {collects}, (num(), before, gc.isenabled())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -34,7 +35,7 @@ def lazy_names(
     def find(name: str) -> Any:
         if name in where:
             module, attribute = where[name]
-            loaded = import_module(module)
+            loaded = _load(module)
             value = getattr(loaded, attribute) if attribute else loaded
         elif otherwise is not None and not name.startswith("_"):
             value = otherwise(name)
@@ -47,6 +48,17 @@ def lazy_names(
 
     names = sorted(where)
     return find, lambda: sorted({*filter(_is_special, vars(sys.modules[package])), *names}), names
+
+
+def _load(module: str) -> Any:
+    """Import a module without collections of garbage: imports make none, and a collection scans all of torch."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def address_of(package: str, name: str) -> str:
