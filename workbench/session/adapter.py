@@ -143,7 +143,10 @@ class Engines:
         calls = {}
         for rank in ranks:
             if rank in self.client.ids:
-                idents, _ = self.client._build_targets([rank])
+                try:
+                    idents, _ = self.client._build_targets([rank])
+                except KeyError:  # it has just ended
+                    continue
                 future = self.client._send(self.client._control_stream, kind, content=content, ident=idents[0])
                 calls[rank] = ControlCall(future)
         return calls
