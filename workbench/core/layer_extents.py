@@ -34,6 +34,43 @@ class WholeExtent(Extent):
         return self.sizes
 
 
+class ObservedCalls:
+    """The calls of layers in the first call of a model.
+
+    Attributes:
+        found: the layer and the extents of each, in order; empty until the model has returned.
+        are_followed: whether output hooks go by their order, see ``ShardingPlan.settle``.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, LayerExtents]] = []
+        self.are_followed = False
+        self._recorded: list[tuple[str, LayerExtents]] | None = None
+
+    def begin(self) -> None:
+        """The model is called."""
+        self._recorded = None if self.found else []
+
+    def end(self, has_returned: bool) -> None:
+        """The call of the model has ended."""
+        if has_returned and self._recorded is not None:
+            self.found = self._recorded
+        self._recorded = None
+
+    def add_input(self, name: str, extent: Extent, itemsize: int) -> None:
+        """A layer is called."""
+        if self._recorded is not None:
+            self._recorded.append((name, LayerExtents(extent, input_itemsize=itemsize)))
+
+    def add_output(self, name: str, extent: Extent, itemsize: int) -> None:
+        """The call that has begun last returns; of an input that is equal for all samples, so is the output."""
+        if self._recorded and self._recorded[-1][0] == name:
+            known = self._recorded[-1][1]
+            if known.input is not None and known.input.is_batchless:
+                extent = replace(extent, batch_dim=None)
+            self._recorded[-1] = name, replace(known, output=extent, output_itemsize=itemsize)
+
+
 def traced(
     layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: tuple[int, ...] | None
 ) -> list[LayerExtents]:
@@ -68,4 +105,4 @@ def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
     return replace(arriving, sizes=(*arriving.sizes[:-1], inputs))
 
 
-__all__ = ["LayerExtents", "WholeExtent", "of_linear_layers", "traced"]
+__all__ = ["LayerExtents", "ObservedCalls", "WholeExtent", "of_linear_layers", "traced"]

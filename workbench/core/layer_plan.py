@@ -72,6 +72,8 @@ class LayerEdge:
 class LayerPlan:
     """The plan of one layer, for one micro-batch.
 
+    The boxings are those of all its calls, one after the other; layouts and shapes are those of the first.
+
     Attributes:
         parameters: layouts by short name. Those of their gradients are the dual ones.
         input_layout: of its input.
@@ -102,7 +104,8 @@ class LayerPlan:
         over both axes.
         """
         shapes = self.layer.shapes
-        return sum((layout.num_replicas - 1) * 4 * prod(shapes[name]) for name, layout in self.parameters.items())
+        copies = sum((layout.num_replicas - 1) * prod(shapes[name]) for name, layout in self.parameters.items())
+        return copies * self.layer.itemsize
 
 
 def _least_dims(*layouts: Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -49,8 +50,9 @@ def _boxed(edge: LayerEdge, layout: Layout) -> str:
     """The layout, or the boxing from it or to it: ``"S(0) -> B, all-gather"``."""
     if not edge.plans:
         return _sbp(layout)
-    kinds = " + ".join(plan.kind for plan in edge.plans)
-    return f"{_sbp(edge.plans[0].source)} -> {_sbp(edge.plans[-1].destination)}, {kinds}"
+    kinds = Counter(plan.kind for plan in edge.plans)
+    listed = " + ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in kinds.items())
+    return f"{_sbp(edge.plans[0].source)} -> {_sbp(edge.plans[-1].destination)}, {listed}"
 
 
 def _sbp(layout: Layout) -> str:

@@ -17,6 +17,7 @@ class Layer:
         calls: the positions in a forward of its first call and of its last one on what other layers have made; None
             where no forward was seen.
         groups: of a convolution in groups, how many.
+        itemsize: bytes of an element of its parameters.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Layer:
     tied_to: str | None = None
     calls: tuple[int, int] | None = None
     groups: int = 1
+    itemsize: int = 4
 
 
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.core.boxing import LinkCost
-from workbench.core.layer_extents import LayerExtents
+from workbench.core.layer_extents import LayerExtents, ObservedCalls
 from workbench.core.layer_layouts import (
     Entry,
     boxed_output_entry,
@@ -58,7 +58,7 @@ class ShardingPlan:
         axes: by stage, the names of the axes of its placement: "data", "model". One of size one is left out: boxing
             along it would do nothing, at a price.
         placements: by stage, its ranks.
-        seen: by name of a layer, the extents in the first micro-batch that its layout hooks have seen.
+        calls: the calls of layers in the first call of the model, which its layout hooks have seen.
 
     >>> from workbench.core.strategy import Strategy
     >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("fc2", "Linear", {"weight": (2, 8)})]
@@ -79,7 +79,8 @@ class ShardingPlan:
         stages = range(resolved.num_stages)
         self.axes = [_axes(*resolved.stage_width(stage)) for stage in stages]
         self.placements = tuple(self._placement(stage, device_type) for stage in stages)
-        self.seen: dict[str, LayerExtents] = {}
+        self.calls, self._is_settled = ObservedCalls(), False
+        self._followings: dict[bool, dict[str, ResolvedLayer | None]] = {}
         self._input_layouts: dict[tuple[str, int, int | None], Layout] = {}
 
     def _placement(self, stage: int, device_type: str) -> Placement:
@@ -119,9 +120,10 @@ class ShardingPlan:
         return known
 
     def boxed_output_layout(
-        self, choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, batch_dim: int | None = 0
+        self, choice: ResolvedLayer, num_dims: int, batch_dim: int | None = 0, *, in_order_of_calls: bool
     ) -> Layout:
-        """The layout of a layer's output behind the output hook; ``following`` as ``following_of`` says."""
+        """The layout of a layer's output behind the output hook: that of the layer called next, or listed next."""
+        following = self._following(choice.name, in_order_of_calls)
         model = boxed_output_entry(choice, following, num_dims, self.resolved.options.sequence)
         return self._layout_of(_Activation(choice.stage, "samples", model), choice.kind, num_dims, batch_dim)
 
@@ -142,17 +144,25 @@ class ShardingPlan:
         m = self.resolved.num_micro_batches
         return {2: m + 1, 3: 3 * m}.get(self.resolved.options.zero, 2)
 
-    def record_input(self, name: str, extent: Extent, itemsize: int) -> None:
-        """Record the input of a layer in the first micro-batch, for its bytes."""
-        known = self.seen.get(name, LayerExtents())
-        self.seen[name] = replace(known, input=extent, input_itemsize=itemsize)
+    def settle(self) -> bool:
+        """Between two calls of the model, or two steps: from now on, output hooks go by the order of calls.
 
-    def record_output(self, name: str, extent: Extent, itemsize: int) -> None:
-        """Record the output of a layer; of an input that is equal for all samples, so is the output."""
-        known = self.seen.get(name, LayerExtents())
-        if known.input is not None and known.input.is_batchless:
-            extent = replace(extent, batch_dim=None)
-        self.seen[name] = replace(known, output=extent, output_itemsize=itemsize)
+        True if the order is known and not that of the list.
+        """
+        if self.calls.found and not self._is_settled:
+            names = [choice.name for choice in self.resolved.layers if has_output_hook(choice)]
+            differs = any(self._following(name, False) != self._following(name, True) for name in names)
+            self._is_settled, self.calls.are_followed = True, differs
+        return self.calls.are_followed
+
+    def _following(self, name: str, in_order_of_calls: bool) -> ResolvedLayer | None:
+        """The layer called, or listed, behind one, if it is on the same stage."""
+        by_calls = in_order_of_calls and bool(self.calls.found)
+        if by_calls not in self._followings:
+            order = self._in_order_of_calls() if by_calls else range(len(self.layers))
+            choices = [self.resolved.layers[index] for index in order]
+            self._followings[by_calls] = {each.name: following_of(choices, at) for at, each in enumerate(choices)}
+        return self._followings[by_calls][name]
 
     def layers_of(
         self, extents: Sequence[LayerExtents] | None = None, micro_batch: int = 1, itemsize: int = 4
@@ -163,31 +173,35 @@ class ShardingPlan:
         the tensor to which it is added; queries, keys and values have one input.
 
         Args:
-            extents: of the layers' inputs and outputs; None: those ``seen``, in the order of calls. Where one is
-                unknown, layouts are those of matrices.
+            extents: of the layers' inputs and outputs, in the order of calls; None: those of all ``calls``. Where one
+                is unknown, layouts are those of matrices.
             micro_batch: samples of a micro-batch, all ranks together.
             itemsize: bytes of an element of an activation.
         """
-        chain = _Chain(self, micro_batch, itemsize)
-        for index in range(len(self.layers)) if extents is not None else self._in_order_of_calls():
-            name = self.layers[index].name
-            extent = self.seen.get(name, LayerExtents()) if extents is None else extents[index]
-            chain.add(index, extent, is_called=extents is not None or not self.seen or name in self.seen)
-        return chain.plans
+        chain, everything = _Chain(self, micro_batch, itemsize), range(len(self.layers))
+        if extents is None and self.calls.found:
+            index_of = {layer.name: index for index, layer in enumerate(self.layers)}
+            for name, extent in self.calls.found:
+                chain.add(index_of[name], extent)
+            for index in set(everything) - chain.plans.keys():
+                chain.add(index, LayerExtents(), is_called=False)
+            return [chain.plans[index] for index in self._in_order_of_calls()]
+        for index in everything:
+            chain.add(index, LayerExtents() if extents is None else extents[index])
+        return list(chain.plans.values())
 
     def _in_order_of_calls(self) -> list[int]:
-        """The layers as the first micro-batch has called them; one that it has not called stays behind its
-        predecessor.
-        """
-        place, last, places = {name: place for place, name in enumerate(self.seen)}, -1, list[int]()
+        """The layers by their first calls; one that is not called stays behind its predecessor."""
+        place, last, places = dict[str, int](), -1, list[int]()
+        for name, _ in self.calls.found:
+            place.setdefault(name, len(place))
         for layer in self.layers:
             last = place.get(layer.name, last)
             places.append(last)
         return sorted(range(len(places)), key=places.__getitem__)
 
     def __str__(self) -> str:
-        layers = self.layers_of(itemsize=4 if self.resolved.options.precision == "fp32" else 2)
-        return plan_text(layers, self.resolved, self.half_sums_per_step)
+        return plan_text(self.layers_of(), self.resolved, self.half_sums_per_step)
 
     def _taken(self, choice: ResolvedLayer, num_dims: int) -> _Activation:
         if num_dims == 0:
@@ -203,20 +217,22 @@ class ShardingPlan:
 
 
 class _Chain:
-    """The plans of layers one after the other."""
+    """The plans of layers, by index, from their calls one after the other."""
 
     def __init__(self, plan: ShardingPlan, micro_batch: int, itemsize: int) -> None:
         self.plan, self.micro_batch, self.itemsize = plan, micro_batch, itemsize
-        self.plans: list[LayerPlan] = []
+        self.plans: dict[int, LayerPlan] = {}
+        self._latest: LayerPlan | None = None
         self._outputs: dict[bool, _Activation] = {}  # by whether the tensor is equal for all samples, like positions
         self._arriving: _Activation | None = None
 
     def add(self, index: int, extent: LayerExtents, is_called: bool = True) -> None:
-        """Plan the next layer. One that is not called boxes nothing: others use its weight."""
+        """Plan the next call. A layer that is not called boxes nothing: others use its weight."""
         plan, layer, choice = self.plan, self.plan.layers[index], self.plan.resolved.layers[index]
         taken = extent.input or _UNKNOWN
         given = extent.output or taken
-        shares = bool(self.plans) and share_input(self.plans[-1].layer, layer)
+        latest = self._latest
+        shares = latest is not None and share_input(latest.layer, layer)
         if not shares:  # a table takes ids
             self._arriving = self._outputs.get(taken.is_batchless) if layer.kind != TABLE else None
         takes = self._input(choice, taken)
@@ -230,14 +246,18 @@ class _Chain:
         before = behind = LayerEdge(cost=plan.cost)
         if is_called:
             self._outputs[given.is_batchless] = leaves
-            if self._arriving is not None and not (shares and layouts[0] == self.plans[-1].input_layout):
+            if self._arriving is not None and not (shares and latest and layouts[0] == latest.input_layout):
                 arriving = self._layout(self._arriving, taken, layer.kind)
                 before = self._edge(arriving, layouts[0], extent.input, extent.input_itemsize)
             behind = self._edge(layouts[1], layouts[2], extent.output, extent.output_itemsize)
         parameters = {name: plan.parameter_layout(choice, len(shape)) for name, shape in layer.shapes.items()}
         shapes = self._shape(extent.input), self._shape(extent.output)
         itemsize = extent.input_itemsize or self.itemsize
-        self.plans.append(LayerPlan(layer, parameters, *layouts, before, behind, *shapes, itemsize))
+        self._latest = LayerPlan(layer, parameters, *layouts, before, behind, *shapes, itemsize)
+        known = self.plans.setdefault(index, self._latest)
+        if known is not self._latest:
+            edges = known.boxes_input + before, known.boxes_output + behind
+            self.plans[index] = replace(known, boxes_input=edges[0], boxes_output=edges[1])
 
     def _layout(self, activation: _Activation, extent: Extent, kind: str) -> Layout:
         return self.plan._layout_of(activation, kind, extent.num_dims, extent.batch_dim)
@@ -262,11 +282,11 @@ class _Chain:
         return _Activation(choice.stage, data, entry)
 
     def _boxed(self, index: int, gives: _Activation, given: Extent) -> _Activation:
-        choices, options = self.plan.resolved.layers, self.plan.resolved.options
-        if not has_output_hook(choices[index]):
+        choice, options = self.plan.resolved.layers[index], self.plan.resolved.options
+        if not has_output_hook(choice):
             return gives
-        following = following_of(choices, index)
-        return replace(gives, model=boxed_output_entry(choices[index], following, given.num_dims, options.sequence))
+        following = self.plan._following(choice.name, in_order_of_calls=True)
+        return replace(gives, model=boxed_output_entry(choice, following, given.num_dims, options.sequence))
 
 
 def _axes(data: int, model: int) -> list[str]:

@@ -19,10 +19,12 @@ class ModuleCall(NamedTuple):
     Attributes:
         stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
         num_samples: rows of the module's inputs, where they agree.
+        in_order_of_calls: whether output hooks box for the layer that is called next; else for the one listed next.
     """
 
     stage_order: tuple[Placement, ...] = ()
     num_samples: int | None = None
+    in_order_of_calls: bool = False
 
 
 OUTSIDE = ModuleCall()

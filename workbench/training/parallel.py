@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.core.layer_layouts import following_of
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.tensors.agreement import check_same_on_all_ranks
@@ -111,11 +110,10 @@ def parallelize(
     owners = parameter_owners(module, resolved)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
-        following = following_of(resolved.layers, position)
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
-        state.handles += hook_layer(layer, state.in_use, choice, following, foreign, state.on_interrupt)
+        state.handles += hook_layer(layer, state.in_use, choice, foreign, state.on_interrupt)
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, state.in_use, state.on_interrupt)
     module.__dict__[STATE] = state

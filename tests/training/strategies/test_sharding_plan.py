@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -93,11 +94,7 @@ def test_hooks_send_the_bytes_of_the_plan_layer_by_layer(seed: int) -> None:
             both = (layer.boxes_input + layer.boxes_output).sent_bytes(rank)
             planned[layer.layer.name] = tuple(micro_batches * each for each in both)
         for name in planned:
-            records = [record for record in trace.records if record.function == name]
-            sent[name] = tuple(
-                sum(record.sent_bytes for record in records if record.direction == way)
-                for way in ("forward", "backward")
-            )
+            sent[name] = sent_for(trace, name)
         return planned, sent
 
     for planned, sent in run_ranks(program, num_ranks):
@@ -120,6 +117,84 @@ def test_the_cost_model_prices_and_the_panel_draws_the_bytes_of_the_plan(seed: i
     drawn = boxings_of(plan, extents, 24)
     end = end_of(drawn, resolved, is_cross_entropy=False)
     assert num_micro_batches * (drawn.bytes_per_micro_batch + end.num_bytes) == planned
+
+
+class NormsFirst(nn.Module):
+    """A transformer that lists its norms first, and calls its last block twice."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.head = nn.Linear(width, 6)
+        self.downs = nn.ModuleList(nn.Linear(24, width) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(width, 24) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (0, 1, 1):
+            x = self.downs[block](self.ups[block](self.norms[block](x)).relu())
+        return self.head(x)
+
+
+BY_CALLS = "norms: data; ups: model:column; downs: model:row; head: "
+
+
+@pytest.mark.parametrize("strategy", [f"{BY_CALLS}data", f"{BY_CALLS}model:column | 1x2x2 mb=2"])
+def test_hooks_prices_and_dry_runs_go_by_the_order_of_calls(strategy: str) -> None:
+    batch, ranks = torch.ones(24, 12), 4 if "x" in strategy else 2
+    torch.manual_seed(0)
+    kept = NormsFirst().state_dict()
+
+    def program(rank: int) -> tuple[list[float], list[dict[str, tuple[int, int]]]]:
+        model = NormsFirst()
+        model.load_state_dict(kept)
+        parallelize(model, strategy)
+        found, losses = [], []
+        for _ in range(2):
+            with wb.debug.trace() as trace:
+                losses.append(forward_backward(model, square, batch, batch).item())
+            found.append({name: sent_for(trace, name) for name, _ in model.named_modules()})
+        times = model.plan.resolved.num_micro_batches
+        for planned in model.plan.layers_of():
+            edge = planned.boxes_input + planned.boxes_output
+            assert found[1][planned.layer.name] == tuple(times * each for each in edge.sent_bytes(rank))
+        return losses, found
+
+    results = run_ranks(program, ranks)
+    assert results[0][0] == pytest.approx([square(NormsFirst.forward(loaded(kept), batch), 0).item()] * 2)
+    first, later = (sum(sum(map(sum, found[step].values())) for _, found in results) for step in (0, 1))
+    assert later < first, "by the order of calls, sums go to samples"
+    costs = layer_costs(NormsFirst(), batch, loss_fn=square, targets=batch)
+    resolved = Strategy(strategy).resolve(costs.layers, ranks)
+    assert estimate(costs, resolved, load_hardware("h200"), 24).sent.activations == pytest.approx(later, rel=1e-9)
+    counted = wb.planner.dry_run(NormsFirst, strategy, ranks, batch, batch, square).by_kind
+    assert sum(size for kind, size in counted.items() if kind != "gradients") == later
+
+
+def loaded(weights: dict[str, torch.Tensor]) -> NormsFirst:
+    model = NormsFirst()
+    model.load_state_dict(weights)
+    return model
+
+
+def sent_for(trace: Any, name: str) -> tuple[int, ...]:
+    records = [record for record in trace.records if record.function == name]
+    ways = ("forward", "backward")
+    return tuple(sum(record.sent_bytes for record in records if record.direction == way) for way in ways)
+
+
+def test_sums_of_gradients_in_16_bits_have_the_bytes_of_the_plan() -> None:
+    one = nn.Linear(8, 4).to(torch.bfloat16)
+
+    def program() -> tuple[int, int]:
+        model = parallelize(deepcopy(one), "data")
+        model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters())
+        with wb.debug.trace() as trace:
+            optimizer.step()
+        return model.plan.half_sums_per_step * model.plan.layers_of()[0].gradient_bytes, trace.sent_bytes
+
+    (planned, sent), (_, other) = run_ranks(program, 2)
+    assert planned == sent + other == 2 * 36 * 2
 
 
 def test_a_plan_prints_before_and_after_the_first_batch() -> None:

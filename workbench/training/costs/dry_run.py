@@ -35,7 +35,7 @@ from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch, LossFunction
-from workbench.training.parallel import describe, parallelize
+from workbench.training.parallel import describe, parallelize, state_of
 from workbench.training.pipelining.step import forward_backward
 from workbench.training.traced_calls import describe_with_calls
 from workbench.transport.fake import FakeTransport
@@ -336,14 +336,17 @@ class _Program:
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
         """A whole step of ``rank``: (what ranks send in the boxings that it sees, what it sends besides)."""
-        collector = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
-            world.context.tracer = collector
-            world.traffic.reset()
-            with _explaining_value_reads():
-                forward_backward(model, self.loss_fn, *batch)
-            optimizer.step()
+            plan = state_of(model).layouts.plan
+            for _ in range(2):
+                world.context.tracer = collector = _BoxingCollector()
+                world.traffic.reset()
+                with _explaining_value_reads():
+                    forward_backward(model, self.loss_fn, *batch)
+                optimizer.step()
+                if not plan.settle():
+                    break  # else the next step is like all later ones
             sent = collector.sent
             return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
 

@@ -65,6 +65,8 @@ def layer_costs(
     counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
     order = counter.order([layer.name for layer in layers])
     layers = [replace(layer, calls=(order.index(layer.name),) * 2) for layer in layers]
+    if dtype:
+        layers = [replace(layer, itemsize=DTYPES[dtype].itemsize) for layer in layers]
     layers = in_order_of_calls(layers)
     rows = tuple(counter.row(layer) for layer in layers)
     heads = tuple(sorted(counter.heads | heads_of(module)))

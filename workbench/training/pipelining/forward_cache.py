@@ -214,7 +214,7 @@ class ForwardCache(ABC):
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
         """The key of a call: everything that its result depends on. None where a value cannot be compared."""
-        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.context.call.num_samples]
+        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), *self.world.context.call[1:]]
         with local_torch():
             if self._settings is None:
                 if len(self._known_settings) >= _MAX_RECORDS:

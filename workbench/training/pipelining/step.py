@@ -174,6 +174,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
 def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
     resolved = state.resolved
+    state.layouts.plan.settle()
     table = _table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
     own = _stages_of(world.rank, resolved)
     if state.forward_caches is None:

@@ -30,7 +30,7 @@ class PrepareInput:
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer) -> None:
         self._in_use, self._choice, self.is_disabled = in_use, choice, False
-        self._has_recorded = False
+        self._is_first_operand = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments in the layer's layouts; None if they do not change."""
@@ -38,6 +38,7 @@ class PrepareInput:
 
     def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with every tensor in the layout that the layer expects."""
+        self._is_first_operand = True
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
             return (self._prepare(args[0]),), kwargs
         args, kwargs = tree_map(self._prepare, (args, kwargs))
@@ -59,9 +60,9 @@ class PrepareInput:
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_batchless and value._spec.layout.is_broadcast:
             layout, batch_dim = layout.broadcast(), None  # positions and masks, equal for all samples
-        if not self._has_recorded:
-            self._has_recorded = True
-            layouts.plan.record_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)
+        if self._is_first_operand:
+            self._is_first_operand = False
+            layouts.plan.calls.add_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)
         return _on_device(box_implicitly(value, layout, choice.name))
 
 
@@ -75,14 +76,14 @@ def _on_device(value: GlobalTensor) -> GlobalTensor:
 
 
 class PrepareOutput:
-    """The output hook of a layer: boxes sums, and columns of a table, to the layout of the ``following`` layer.
+    """The output hook of a layer: boxes sums, and columns of a table, to the layout of the next layer: the one called
+    next, or in the first call of the model the one listed next.
 
     Without it, every use of the result behind a residual would box it again.
     """
 
-    def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, following: ResolvedLayer | None) -> None:
-        self._in_use, self._choice, self._following = in_use, choice, following
-        self._has_recorded = False
+    def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer) -> None:
+        self._in_use, self._choice = in_use, choice
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output in the layout of the next layer."""
@@ -90,12 +91,10 @@ class PrepareOutput:
             return output
         choice, layout, last = self._choice, output._spec.layout, split(output.dim() - 1)
         layouts, spec = self._in_use.layouts, output._spec
-        num_samples = layouts.world.context.call.num_samples
+        _, num_samples, in_order_of_calls = layouts.world.context.call
         batch_dim = _batch_dim(spec, choice.kind, num_samples) if num_samples else 0
-        wanted = layouts.plan.boxed_output_layout(choice, self._following, output.dim(), batch_dim)
-        if not self._has_recorded:
-            self._has_recorded = True
-            layouts.plan.record_output(choice.name, WholeExtent(spec.shape, batch_dim), output.dtype.itemsize)
+        wanted = layouts.plan.boxed_output_layout(choice, output.dim(), batch_dim, in_order_of_calls=in_order_of_calls)
+        layouts.plan.calls.add_output(choice.name, WholeExtent(spec.shape, batch_dim), output.dtype.itemsize)
         target: NdSbp = tuple(
             b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
             for a, b in zip(layout.sbp, wanted.sbp, strict=True)
@@ -107,7 +106,6 @@ def hook_layer(
     layer: nn.Module,
     in_use: LayoutsInUse,
     choice: ResolvedLayer,
-    following: ResolvedLayer | None,
     foreign: list[str],
     on_interrupt: list[Callable[[], None]],
 ) -> list[Any]:
@@ -120,7 +118,7 @@ def hook_layer(
     if foreign:
         handles += _hook_tied(layer, foreign, in_use, choice, on_interrupt)
     if has_output_hook(choice):
-        handles.append(layer.register_forward_hook(PrepareOutput(in_use, choice, following)))
+        handles.append(layer.register_forward_hook(PrepareOutput(in_use, choice)))
     return handles
 
 
@@ -179,17 +177,21 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
         leaves = args if is_one else batch_leaves((args, kwargs))
         layouts = in_use.layouts
         context = layouts.world.context
-        if context.running is None:  # a scheduled step compares its batch before its ranks go their own ways
+        calls = layouts.plan.calls
+        if context.running is None:  # a scheduled step does both before its ranks go their own ways
             state_of(module).compare_first_batch(_named_arguments(args, kwargs), type(module).__name__)
+            layouts.plan.settle()
+        calls.begin()
         if _is_first_forward():  # recomputation passes them again
             context.batch = fingerprint(leaves)
             context.begin_action("F", layouts.own_stage)
-        context.call = ModuleCall(layouts.stage_order, count_samples(leaves))
+        context.call = ModuleCall(layouts.stage_order, count_samples(leaves), calls.are_followed)
         record_module_call(module)
 
-    def restore_call(*_: Any) -> None:
+    def restore_call(module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
         context = in_use.layouts.world.context
         context.call = OUTSIDE
+        in_use.layouts.plan.calls.end(has_returned=output is not None)
         if _is_first_forward():
             context.end_action("F")
 

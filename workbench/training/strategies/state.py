@@ -131,7 +131,8 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         num_parameters = sum(parameter.numel() for parameter in own.values())
         kind = known_kind([base.__name__ for base in type(module).__mro__])
         groups = getattr(module, "groups", 1) if kind in IMAGE_KINDS else 1
-        found.append(Layer(name, kind, shapes, num_parameters, owner if owner != name else None, where, groups))
+        tied_to, itemsize = owner if owner != name else None, next(iter(own.values())).dtype.itemsize
+        found.append(Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize))
     return found
 
 
