@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -13,7 +14,7 @@ from workbench import cli
 from workbench.cli import lab, results
 from workbench.errors import CommandError, StrategyError
 
-COMMANDS = ("demo", "compare", "doctor", "lab")
+COMMANDS = tuple(cli._COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -22,6 +23,11 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         cli.main([command, "--help"])
     assert ended.value.code == 0
     assert f"workbench {command}" in capsys.readouterr().out
+
+
+def test_the_reference_shows_the_help_of_every_command() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api" / "commands.md").read_text("utf-8")
+    assert sorted(re.findall(r"^<!-- help: (\w+) -->$", page, re.MULTILINE)) == sorted(COMMANDS)
 
 
 def test_python_m_workbench_is_the_command() -> None:

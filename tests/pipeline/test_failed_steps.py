@@ -8,9 +8,8 @@ from torch import nn
 import workbench as wb
 from tests.processes import run_processes
 from workbench.errors import CollectiveAborted
+from workbench.pipeline.schedules import GENERATORS
 from workbench.testing import run_ranks
-
-SCHEDULES = ["1f1b", "gpipe", "zero_bubble", "interleaved"]
 
 
 def make():
@@ -41,7 +40,7 @@ def loss_that_raises_in(call):
     return loss
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", GENERATORS)
 @pytest.mark.parametrize("call", [2, 4])
 def test_the_next_step_does_not_read_what_a_broken_one_has_left(schedule, call):
     models = [make() for _ in range(2)]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from workbench.core.options import SCHEDULES
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table, max_live_micro_batches
 from workbench.pipeline.schedules import (
@@ -21,6 +22,10 @@ from workbench.pipeline.simulate import simulate
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 16])
 def test_every_table_runs_to_its_end(schedule, num_stages, num_micro_batches):
     assert check_table(make_table(schedule, num_stages, num_micro_batches), num_stages, num_micro_batches) == []
+
+
+def test_strategies_know_every_schedule():
+    assert set(SCHEDULES) == set(GENERATORS)
 
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_are_left_gpipe_all():
@@ -44,7 +49,7 @@ def test_the_checker_finds_what_is_missing_twice_and_stuck():
 
 
 def test_an_unknown_schedule_names_those_there_are():
-    with pytest.raises(StrategyError, match="gpipe, 1f1b"):
+    with pytest.raises(StrategyError, match=", ".join(GENERATORS)):
         make_table("zigzag", 2, 2)
 
 

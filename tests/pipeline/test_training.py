@@ -9,9 +9,10 @@ from tests.training.training_runs import KINDS, Setup, assert_runs_agree, on_one
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
+from workbench.pipeline.schedules import GENERATORS
 from workbench.training.parallel import describe
 
-SCHEDULES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4}
+SCHEDULES = {name: 4 if name == "interleaved" else 2 for name in GENERATORS}
 """Stages on two slices of the pipeline axis."""
 
 

@@ -17,7 +17,7 @@ from workbench.planning.bounds import Bounds
 from workbench.planning.candidates import Candidate, Group, candidates_of, groups
 from workbench.planning.chooser import FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE, Chooser, Mode
 from workbench.planning.incumbents import Incumbents
-from workbench.planning.layer_prices import bytes_of_weights
+from workbench.planning.layer_prices import WAITS, bytes_of_weights
 from workbench.planning.problem import Choice, Problem
 from workbench.planning.reduce_memory import reduce_memory
 from workbench.planning.stage_balance import Unit, balanced_stages
@@ -180,7 +180,7 @@ class _BestFirstSearch:
             row += unit.num_rows
         m, ranks = candidate.options.num_micro_batches, candidate.degrees[0]
         # the wait for the stages before, at the start and at the end
-        waits = 0.0 if candidate.options.schedule == "zero_bubble" else 1.0
+        waits = {**WAITS, "interleaved": 1.0}.get(candidate.options.schedule, 0.0)
         slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
         bound = slowest / self.problem.hardware.alone_speedup + self._bounds.update_s(candidate)
         return self.incumbents.cannot_improve(candidate.degrees, bound)
