@@ -30,11 +30,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn`` on ``num_ranks`` simulated ranks, threads of this process, and return its results by rank.
 
-    The shards of all ranks are on ``device``.
-    ``fn`` takes the rank, or nothing (``wb.rank()`` tells it). The first rank to fail ends the waits of the others,
-    and its exception is raised here with a note that names the rank. A deadlock is an error at once, not a timeout.
-    torch's default generator belongs to the process, so ranks that build a model at the same time get different
-    weights: build it before, and give each rank a ``copy.deepcopy``.
+    ``fn`` takes the rank, or nothing (``wb.rank()`` is the rank). The shards of all ranks are on ``device``. ``seed``
+    is that of the ranks' random numbers. The first rank to fail ends the waits of the others, and its exception is
+    raised here with a note that names the rank. A deadlock is an error at once, not a timeout. torch's default
+    generator belongs to the process, so ranks that build a model at the same time get different weights: build it
+    before, and give each rank a ``copy.deepcopy``.
 
     >>> run_ranks(lambda rank: rank * 10, num_ranks=3)
     [0, 10, 20]

@@ -1,4 +1,4 @@
-"""Is a run equal to one device? Rounding alone parts any two runs of a model; a mistake parts them differently.
+"""Is a run equal to one device? Any two runs of a model differ by rounding; a mistake makes them differ in another way.
 
 A verdict compares the losses of the first steps, step by step, and how every tensor of the model has changed after two
 of them. Evidence is collected in the order of its cost, until the question is decided:

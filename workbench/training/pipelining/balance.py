@@ -69,9 +69,8 @@ def partition_stages(
     It runs forward and backward of one micro-batch on this rank, in plain torch, and takes the least time of each part
     over the repetitions and over the ranks, because other programs on the machine only make times longer. The loss
     counts with the last layer. Cuts fall between blocks and layers, never inside a block, in the order in which the
-    forward calls them. It compares cuts by the
-    simulated time of a step. With few micro-batches the best cut is not the one with the fastest slowest stage: early
-    stages may be slower than late ones.
+    forward calls them. Cuts are compared by the simulated time of a step. With few micro-batches the best cut is not
+    the one whose slowest stage is fastest: early stages may be slower than late ones.
 
     Args:
         module: the whole model, before ``wb.parallelize``. Its parameters, gradients and buffers do not change.
@@ -95,14 +94,12 @@ def partition_stages(
     if num_stages > len(parts):
         raise StrategyError(
             f"partition_stages: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut "
-            f"(blocks "
-            f"and single layers). Each stage needs one: use at most {len(parts)} stages."
+            f"(blocks and single layers). Each stage needs one: use at most {len(parts)} stages."
         )
     if num_micro_batches is not None and not (isinstance(num_micro_batches, int) and num_micro_batches >= 1):
         raise StrategyError(
             f"partition_stages: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at "
-            f"least 1. "
-            "Leave it out for as many as stages."
+            "least 1. Leave it out for as many as stages."
         )
     samples = _restoring_state(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
@@ -122,8 +119,7 @@ def _check(module: nn.Module) -> None:
     if STATE in module.__dict__ or any(isinstance(p, GlobalTensor) for p in module.parameters()):
         raise StrategyError(
             f"partition_stages: {type(module).__name__} is spread over {current().world_size} ranks already; layers "
-            f"are timed "
-            f"on 1. Call it on the plain module, before wb.parallelize."
+            "are timed on 1. Call it on the plain module, before wb.parallelize."
         )
 
 
