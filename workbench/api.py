@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
 import torch
 
 from workbench.core.boxing import BoxingPlan
 from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
-from workbench.core.placement import Placement
-from workbench.core.sbp import Sbp
+from workbench.core.placement import Placement, RanksLike
+from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.tensors import conversion
 from workbench.tensors.boxing.calibration import calibrate
@@ -33,7 +33,7 @@ from workbench.training.pipelining.step import evaluate, forward_backward
 class _PlacementFactory:
     """``wb.placement("cpu", ranks=[0, 1])``. Nested lists of ranks make a grid; the order counts."""
 
-    def __call__(self, type: str, ranks: Any) -> Placement:
+    def __call__(self, type: str, ranks: RanksLike) -> Placement:
         placement = Placement.of(type, ranks)
         placement.check_world(current().world_size)
         return placement
@@ -61,9 +61,7 @@ Raises:
 """
 
 
-SbpLike: TypeAlias = str | Sbp | Sequence[str | Sbp]
-"""One entry per axis of a placement: ``"S(0)"``, ``wb.sbp.split(0)``, or a list of them."""
-LayoutLike = Layout | tuple[Placement, SbpLike]
+LayoutLike: TypeAlias = Layout | tuple[Placement, SbpLike]
 
 
 def boxing_plan(
@@ -78,9 +76,19 @@ def boxing_plan(
     >>> wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
     64
     """
-    layouts = [value if isinstance(value, Layout) else Layout.of(*value) for value in (source, destination)]
-    source, destination = layouts
-    return find_boxing_path(source, destination, tuple(shape), dtype.itemsize, current().transport.cost)
+    a, b = map(_layout_of, (source, destination))
+    return find_boxing_path(a, b, tuple(shape), dtype.itemsize, current().transport.cost)
+
+
+def _layout_of(value: LayoutLike) -> Layout:
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise LayoutError(
+            f"boxing_plan: {value!r} is a {type(value).__name__}, not a layout. Give placement and sbp, e.g. "
+            '(wb.placement("cpu", ranks=[0, 1]), "S(0)"), or x.layout_on_ranks of a tensor.'
+        )
+    return Layout.of(*value)
 
 
 @overload
@@ -88,6 +96,11 @@ def to_global(
     tensor: torch.Tensor, placement: Placement, sbp: SbpLike, *, broadcast_from: int | None = None
 ) -> GlobalTensor:
     """A plain tensor of each rank as one global tensor."""
+
+
+@overload
+def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: SbpLike | None = None) -> GlobalTensor:
+    """A global tensor in another layout, as ``GlobalTensor.to_global``."""
 
 
 @overload
@@ -123,10 +136,10 @@ def to_global(
     message per pair of ranks and dtype, which saves time for small tensors.
 
     Args:
-        tensor: this rank's tensor, ignored on ranks outside the placement; or a list of global tensors, the same
-            tensors in the same order on all ranks.
-        placement: the ranks that hold the result. Default for a list: those of each tensor.
-        sbp: one entry per axis of the placement. Default for a list: those of each tensor.
+        tensor: this rank's tensor, ignored on ranks outside the placement; or a global tensor, or a list of them, the
+            same tensors in the same order on all ranks.
+        placement: the ranks that hold the result. Default for global tensors: their own.
+        sbp: one entry per axis of the placement. Default for global tensors: their own.
         broadcast_from: the rank whose plain tensor all ranks get, e.g. 0.
         async_op: for a list, return a handle whose ``wait()`` gives the results.
 
@@ -137,6 +150,8 @@ def to_global(
     On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
     """
+    if isinstance(tensor, GlobalTensor):
+        return tensor.to_global(placement, sbp)
     if not isinstance(tensor, torch.Tensor):
         return to_global_many(tensor, placement, sbp, async_op=async_op)
     if placement is None or sbp is None:

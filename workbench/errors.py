@@ -9,6 +9,7 @@
     ├── TableError (ValueError)          a table of runs with a missing or contradictory value
     ├── RunError (ValueError)            a training run that cannot be: no steps, more samples than there are
     ├── CaptureError (RuntimeError)      a step that cannot be replayed as a local program
+    ├── NonFiniteError (ArithmeticError) a nan or an infinity under ``wb.debug.find_nonfinite()``
     ├── ExplicitBoxingError              an implicit boxing under ``wb.debug.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +41,9 @@ def lazy_names(
         elif otherwise is not None and not name.startswith("_"):
             value = otherwise(name)
         else:
-            instead = f" It is {gone[name]} now." if gone and name in gone else ""
+            near = get_close_matches(name, where, 1)
+            instead = f" Did you mean {near[0]!r}?" if near else ""
+            instead = f" Write {gone[name]}." if gone and name in gone else instead
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{instead}")
         if package in sys.modules:  # not asked again
             setattr(sys.modules[package], name, value)

@@ -1,4 +1,4 @@
-"""Public names of version 0.1 that have another name now. Removed with 0.3."""
+"""Public names of version 0.1 that have another name now, each with what to write. Removed with 0.3."""
 
 RENAMED = {
     "Checkpoints": "wb.checkpoint.Checkpoints",

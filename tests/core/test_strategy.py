@@ -145,6 +145,21 @@ def test_a_convolution_in_groups_is_split_by_columns_whatever_its_name():
     assert [layer.split for layer in resolved.layers] == ["column", "column", "column", "row"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mb": 4}, r"with_options\(mb=4\): 'mb' is none of degrees, num_micro_batches, schedule"),
+        ({"schedule": "zero-bubble"}, "option 'zero-bubble' is none of .*zero_bubble"),
+        ({"num_micro_batches": 0, "zero": 7}, "mb=0: a step has at least 1.*zero=7: ZeRO has stages 0 to 3"),
+        ({"degrees": (2, 1)}, "option '2x1' is none of"),
+        ({"precision": "float16"}, "option 'float16' is none of .*fp16"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(StrategyError, match=message):
+        Strategy("*: data").with_options(**changes)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_presets_fit_and_round_trip(name, num_ranks):

@@ -52,7 +52,7 @@ def test_a_boxing_is_drawn_from_its_plan():
     picture = draw_boxing(one, theme="dark")
     assert picture.svg == plan_picture(one, DARK) and str(picture) == str(one)
     a, b = (Layout.of(Placement.of("cpu", ranks), sbp) for ranks, sbp in (([0, 1, 2, 3], "P"), ([4, 5, 6, 7], "B")))
-    with pytest.raises(ValueError, match="a boxing path of 2 boxings"):
+    with pytest.raises(ValueError, match="a path of 2 boxings"):
         draw_boxing(find_boxing_path(a, b, (1024, 1024), 4, LinkCost(1e-5, 1e9)))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, NdSbp, Partial, Sbp, Split, as_nd_sbp, broadcast, dual
-from workbench.errors import SbpError
+from workbench.core.sbp import Broadcast, NdSbp, Partial, Sbp, SbpLike, Split, as_nd_sbp, broadcast, dual
+from workbench.errors import PlacementError, SbpError
 
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]
@@ -43,8 +42,18 @@ class Layout:
     sbp: NdSbp
 
     @classmethod
-    def of(cls, placement: Placement, sbp: Sbp | str | Iterable[Sbp | str]) -> Layout:
-        """A layout from an sbp in any spelling; raises ``SbpError`` if it has not one entry per axis."""
+    def of(cls, placement: Placement, sbp: SbpLike) -> Layout:
+        """A layout from an sbp in any spelling.
+
+        Raises:
+            SbpError: the sbp has not one entry per axis.
+            PlacementError: the first argument is no placement.
+        """
+        if not isinstance(placement, Placement):
+            raise PlacementError(
+                f'placement={placement!r} is a {type(placement).__name__}. Write wb.placement("cpu", ranks=[0, 1]); an '
+                'sbp is given by name: sbp="S(0)".'
+            )
         entries = as_nd_sbp(sbp)
         if len(entries) != placement.num_axes:
             example = ", ".join(["S(0)", *["B"] * (placement.num_axes - 1)])

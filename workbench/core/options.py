@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from workbench.core.suggest import suggest
+from workbench.errors import StrategyError
 
 PRESETS = ("data", "model", "pipeline", "hybrid")
 """Names of strategies that are made for a model."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
+_OTHER_OPTIONS = ("recompute", "sequence", "zero=1", "zero=2", "zero=3", "mb=4")
+"""For suggestions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,25 @@ class Options:
         words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
         words += [self.schedule] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
-        words += ["recompute"] * self.recompute + ["sequence"] * self.sequence
+        words += ["recompute"] * bool(self.recompute) + ["sequence"] * bool(self.sequence)
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
+
+    def with_changes(self, **changes: Any) -> Options:
+        """Options with some changed, by name. A value is right if its text is.
+
+        Raises:
+            StrategyError: there is no such option, or it cannot have this value. It lists all mistakes.
+
+        >>> str(Options().with_changes(num_micro_batches=4, schedule="gpipe"))
+        'mb=4 gpipe'
+        """
+        known = [field.name for field in fields(Options)]
+        mistakes = [f"{name!r} is none of {', '.join(known)}" for name in changes if name not in known]
+        changed = self if mistakes else parse_options(str(replace(self, **changes)), mistakes)
+        if mistakes:
+            asked = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            raise StrategyError(f"with_options({asked}): " + "; ".join(mistakes) + ".")
+        return changed
 
 
 def format_widths(widths: Sequence[tuple[int, int]]) -> str:
@@ -72,7 +94,9 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
             found[word] = True
         else:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, fp16"
-            mistakes.append(f"option {word!r} is none of {known}")
+            meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
+            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            mistakes.append(f"option {word!r} is none of {known}{hint}")
     mistakes += _out_of_range(found)
     base = base or Options()
     if "degrees" in found or "widths" in found:  # one of them says where the ranks are

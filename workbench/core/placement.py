@@ -10,11 +10,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from workbench.errors import PlacementError
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
+
+
+class _Array(Protocol):
+    def tolist(self) -> Any: ...
+
+
+RanksLike: TypeAlias = "int | Sequence[RanksLike] | _Array"
+"""A rank, a list of ranks, or nested lists of equal lengths; an array counts as its lists."""
 
 
 def _flatten(ranks: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -53,7 +61,7 @@ class Placement:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, device_type: str, ranks: Any) -> Placement:
+    def of(cls, device_type: str, ranks: RanksLike) -> Placement:
         """A placement from nested lists of ranks; a plain list is one axis.
 
         Raises:

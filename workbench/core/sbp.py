@@ -14,8 +14,9 @@ The notion and the names are OneFlow's (Yuan et al., arXiv 2110.15032).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from workbench.errors import SbpError
 
@@ -69,6 +70,8 @@ class Partial:
 Sbp = Split | Broadcast | Partial
 NdSbp = tuple[Sbp, ...]
 """One entry per axis of a placement, outermost axis first."""
+SbpLike: TypeAlias = Sbp | str | Sequence[Sbp | str]
+"""An entry, a text, or a list of these: ``split(0)``, ``"S(0), B"``, ``["S(0)", broadcast]``."""
 
 broadcast = Broadcast()
 partial_sum = Partial("sum")
@@ -111,7 +114,7 @@ def _entry(match: re.Match[str]) -> Sbp:
     return Split(int(match[1])) if match[1] is not None else Partial(match[2] or "sum")
 
 
-def as_nd_sbp(value: Sbp | str | Iterable[Sbp | str]) -> NdSbp:
+def as_nd_sbp(value: SbpLike) -> NdSbp:
     """One entry per axis, from an entry, a text, or a list of these.
 
     >>> as_nd_sbp(split(0)), as_nd_sbp("S(0), B"), as_nd_sbp([broadcast])

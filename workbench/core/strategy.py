@@ -97,8 +97,8 @@ class Strategy:
     """Which layer is data parallel, which model parallel, and on which pipeline stage.
 
     Args:
-        rows: the text of rows and options, as described in this module (``"data"`` alone means ``"*: data"``); or the
-            rows as a dict, ``{pattern: choice}``. ``with_options`` adds options.
+        rows: the text of rows ``pattern: choice`` and, after a ``|``, of options (``"data"`` alone is ``"*: data"``);
+            or the rows as a dict, ``{pattern: choice}``. ``with_options`` adds options.
 
     Raises:
         StrategyError: a row or an option does not parse. It lists all mistakes.
@@ -136,8 +136,12 @@ class Strategy:
         return strategy
 
     def with_options(self, **changes: Any) -> Strategy:
-        """The same rows with some options changed."""
-        return Strategy.from_rows(self.rows, replace(self.options, **changes))
+        """The same rows with some options changed, by their names in ``Options``: ``num_micro_batches=4``, ``zero=3``.
+
+        Raises:
+            StrategyError: there is no such option, or it cannot have this value.
+        """
+        return Strategy.from_rows(self.rows, self.options.with_changes(**changes))
 
     def to_json(self) -> str:
         """The one-line text; ``Strategy(text)`` parses it."""
@@ -228,6 +232,8 @@ def _hint(clause: str, options: str | None) -> str:
         return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause + behind!r})"
     kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
     meant = suggest(kind, PRESETS if not colon and options is not None else ("data", "model"))
+    if not meant and not colon and options is not None:
+        return f"; presets are {', '.join(PRESETS)}"
     if not meant or kind in meant:
         return ""
     row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest + behind

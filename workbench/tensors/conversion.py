@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, partial_sum
+from workbench.core.sbp import Broadcast, Partial, SbpLike, Split, broadcast, dual, partial_sum
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash
 from workbench.tensors.boxing.box import box
@@ -149,7 +149,7 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     return leaves
 
 
-def to_local(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
+def to_local(tensor: GlobalTensor, grad_sbp: SbpLike | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor, with its history; ``grad_sbp`` as in ``GlobalTensor.to_local``."""
     spec = tensor._spec
     divisor = spec.layout.num_replicas if grad_sbp is None else _copies_of_gradient(spec.layout, grad_sbp)
@@ -157,7 +157,7 @@ def to_local(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
         return _ToLocal.apply(tensor, spec, divisor)
 
 
-def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
+def _copies_of_gradient(layout: Layout, grad_sbp: SbpLike) -> int:
     """Number of ranks that receive the same gradient, if its layout is ``grad_sbp``."""
     wanted, divisor = Layout.of(layout.placement, grad_sbp), 1
     for entry, given, size in zip(layout.sbp, wanted.sbp, layout.placement.shape, strict=True):
@@ -175,7 +175,7 @@ def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
 def to_global(
     local: torch.Tensor,
     placement: Placement,
-    sbp: Any,
+    sbp: SbpLike,
     *,
     broadcast_from: int | None = None,
 ) -> GlobalTensor:
@@ -199,8 +199,8 @@ def to_global(
     world = current()
     if isinstance(local, GlobalTensor):
         return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
-    placement.check_world(world.world_size)
     layout = Layout.of(placement, sbp)
+    placement.check_world(world.world_size)
     local = copy_to_device(local, world.device)
     if broadcast_from is not None:
         return _from_one(local, world, layout, broadcast_from)

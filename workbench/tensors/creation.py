@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
-from workbench.core.sbp import Partial, Sbp, broadcast
+from workbench.core.sbp import Partial, SbpLike, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 
-SbpLike = Sbp | str | Sequence[Sbp | str]
+Size: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
+"""A size, or all of them in one list."""
 Fill = Callable[[Layout, World], torch.Tensor]
 """Makes this rank's shard for a layout of splits and broadcasts."""
 
@@ -30,10 +31,6 @@ def create(
 ) -> GlobalTensor:
     """A global tensor whose shard on each rank ``fill`` makes; the terms of a partial sum are the whole and zeros."""
     world = current()
-    if not isinstance(placement, Placement):
-        raise LayoutError(
-            f'placement={placement!r} is a {type(placement).__name__}. Write wb.placement("cpu", ranks=[0, 1]).'
-        )
     wanted = Layout.of(placement, sbp).normalized(shape)
     whole = wanted.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in wanted.sbp))
     spec = spec_of(world, whole, shape)
@@ -53,14 +50,14 @@ def _check_device(world: World, placement: Placement) -> None:
         )
 
 
-def _shape_of(size: tuple[Any, ...]) -> Shape:
-    listed = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+def _shape_of(size: tuple[Size, ...]) -> Shape:
+    listed: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     return tuple(map(operator.index, listed))
 
 
 def _constant(
     make: Callable[..., torch.Tensor],
-    size: tuple[Any, ...],
+    size: tuple[Size, ...],
     placement: Placement,
     sbp: SbpLike,
     dtype: torch.dtype | None,
@@ -76,7 +73,7 @@ def _constant(
 
 
 def zeros(
-    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Size, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
     """``torch.zeros`` as a global tensor.
 
@@ -87,7 +84,7 @@ def zeros(
 
 
 def ones(
-    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Size, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
     """``torch.ones`` as a global tensor. As a partial sum one rank holds the ones, and the others hold zeros.
 
@@ -98,7 +95,7 @@ def ones(
 
 
 def empty(
-    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Size, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
     """``torch.empty`` as a global tensor: the values are undefined and differ between ranks.
 
@@ -192,7 +189,7 @@ def _random(
 
 
 def randn(
-    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Size, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
     """Standard normal numbers, the same for every layout.
 
@@ -204,7 +201,7 @@ def randn(
 
 
 def rand(
-    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Size, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
     """Uniform numbers in [0, 1), the same for every layout.
 

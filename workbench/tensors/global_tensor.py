@@ -19,7 +19,7 @@ from workbench.core.boxing import BoxingPlan
 from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import NdSbp
+from workbench.core.sbp import NdSbp, SbpLike
 from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, gradient_state
 from workbench.tensors.late_imports import later
 from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
@@ -219,7 +219,7 @@ class GlobalTensor(TensorState):
             if grad is not None and grad.shape == self.shape:
                 self.grad = grad.to(value.dtype)
 
-    def to_global(self, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
+    def to_global(self, placement: Placement | None = None, sbp: SbpLike | None = None) -> GlobalTensor:
         """The same logical tensor in another layout: a boxing. All ranks of the world call it.
 
         In the layout that it already has, the result is the tensor itself. In any other layout the result has its own
@@ -249,7 +249,7 @@ class GlobalTensor(TensorState):
         boxed: GlobalTensor = later.box_to(self, target)
         return boxed
 
-    def to_global_async(self, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
+    def to_global_async(self, placement: Placement | None = None, sbp: SbpLike | None = None) -> Handle[GlobalTensor]:
         """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
 
         It sends the present values, so the tensor may be written before the wait. The result has a gradient like that
@@ -262,7 +262,7 @@ class GlobalTensor(TensorState):
         handle: Handle[GlobalTensor] = later.to_global_async(self, placement, sbp)
         return handle
 
-    def boxing_plan(self, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingPath:
+    def boxing_plan(self, placement: Placement | None = None, sbp: SbpLike | None = None) -> BoxingPlan | BoxingPath:
         """The plan of ``to_global`` with the same arguments. It can be printed, and moves nothing.
 
         >>> p = wb.placement("cpu", ranks=[0, 1])
@@ -276,7 +276,7 @@ class GlobalTensor(TensorState):
             spec.layout, self._layout_of(placement, sbp), spec.shape, itemsize, spec.world.transport.cost
         )
 
-    def to_local(self, *, grad_sbp: Any = None) -> torch.Tensor:
+    def to_local(self, *, grad_sbp: SbpLike | None = None) -> torch.Tensor:
         """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
 
         A loss that is computed from it counts once per rank for splits and partial sums. For copies (B) on n ranks,
@@ -310,7 +310,7 @@ class GlobalTensor(TensorState):
         value: torch.Tensor = later.to_local(later.on_all_ranks(self))
         return value
 
-    def _layout_of(self, placement: Placement | None, sbp: Any) -> Layout:
+    def _layout_of(self, placement: Placement | None, sbp: SbpLike | None) -> Layout:
         """The layout that the arguments of ``to_global`` ask for."""
         current = self._spec.layout
         layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)

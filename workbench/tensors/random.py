@@ -173,7 +173,13 @@ def cauchy_sampler(median: float = 0.0, sigma: float = 1.0) -> Sampler:
 
 
 def integer_sampler(low: int, high: int) -> Sampler:
-    """Integers in [low, high)."""
+    """Integers in [low, high).
+
+    Raises:
+        ValueError: there are none.
+    """
+    if low >= high:
+        raise ValueError(f"randint(low={low}, high={high}): no integer lies in [{low}, {high}). Give a larger high.")
     fits = -(2**53) <= low < high <= 2**53  # the kernel's parameters are doubles
     return Sampler(
         lambda key, at, dtype: philox.integers(key, at, low, high), ("integers", low, high) if fits else None

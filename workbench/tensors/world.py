@@ -161,7 +161,7 @@ def init(
             return _process_world
         raise WorldError(
             f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
-            f"{_process_world.world_size} already. Call workbench.tensors.world.shutdown() first."
+            f"{_process_world.world_size} already. Call wb.shutdown() first."
         )
     chosen = _use(torch.device(device)) if device is not None else _default_device(world_size)
     transport: Transport

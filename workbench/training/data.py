@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, Split, broadcast, split
+from workbench.core.sbp import Broadcast, SbpLike, Split, broadcast, split
 from workbench.errors import LayoutError
 from workbench.tensors import default_generator
 from workbench.tensors.copy_to_device import copy_to_device
@@ -45,7 +45,7 @@ class GlobalDataLoader:
         batch_size: samples of a global batch, over all ranks.
         module: a parallelized module. Its strategy gives the layouts: inputs are split over the data axis of the first
             stage, targets over the data axis of the last. Targets are a tuple's last entry, or a dict's
-            ``TARGET_KEYS``.
+            ``label``, ``labels``, ``label_ids``, ``target`` and ``targets``.
         placement, sbp: a layout of S(0) and B, without a module. Default: all ranks of the world, S(0) on the first
             axis.
         shuffle: a new order in every epoch. Default: the dataset's order. An iterable data set shuffles itself; its
@@ -74,7 +74,7 @@ class GlobalDataLoader:
         *,
         module: nn.Module | None = None,
         placement: Placement | None = None,
-        sbp: Any = None,
+        sbp: SbpLike | None = None,
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
@@ -228,7 +228,7 @@ def _check_arguments(batch_size: int, module: Any, placement: Any) -> None:
         )
 
 
-def _checked_layout(placement: Placement, sbp: Any) -> Layout:
+def _checked_layout(placement: Placement, sbp: SbpLike | None) -> Layout:
     layout = Layout.of(placement, (split(0), *[broadcast] * (placement.num_axes - 1)) if sbp is None else sbp)
     if any(not isinstance(entry, Broadcast) and entry != Split(0) for entry in layout.sbp):
         raise LayoutError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 from IPython.display import display
@@ -32,6 +32,10 @@ from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_editor import StrategyEditor, facts_of
 from workbench.ui.tabs import Tabs, tab_class
 from workbench.units import format_count
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 _CLOSED = (
     "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, or "
@@ -95,14 +99,14 @@ class Panel(widgets.VBox):
     def __init__(
         self,
         session: Session | None,
-        model_fn: Callable[[], Any],
+        model_fn: Callable[[], nn.Module],
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
         strategy: StrategyLike | None = None,
         batch_size: int = 128,
         steps: int = 200,
-        optimizer_fn: Callable[[Any], Any] | None = None,
+        optimizer_fn: Callable[[Any], Optimizer] | None = None,
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shuffle: bool = True,
@@ -385,7 +389,7 @@ def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
     return made
 
 
-def _title(model_fn: Callable[[], Any], trainer: Trainer, batch_size: int) -> str:
+def _title(model_fn: Callable[[], nn.Module], trainer: Trainer, batch_size: int) -> str:
     """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
     num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
     name = getattr(model_fn, "__name__", type(model_fn).__name__)

@@ -57,7 +57,7 @@ def _by_hand(ctx, grad):
 
 
 scaled_operator.register_autograd(_by_hand, setup_context=_keep)
-wb.register_rule("wbtests::scaled", "b d, d -> b d")
+assert wb.register_rule("wbtests::scaled", "b d, d -> b d") == "wbtests::scaled"
 
 
 def overridable(x, weight, factor=1.0):
@@ -212,7 +212,7 @@ def test_shapes_follow_the_shards_and_lists_share_an_entry():
     def program(rank):
         p = wb.placement("cpu", ranks=[0, 1, 2])
         x = wb.tensor(X, placement=p, sbp="S(0)")
-        sums = wb.local_map(lambda x: x.sum(0, keepdim=True), ["S(0)"], "S(0)")(x)
+        sums = wb.local_map(lambda x: x.sum(0, keepdim=True), "S(0)", "S(0)")(x)  # an entry alone
         assert sums.shape == (3, 4)  # one row per rank
         joined = wb.local_map(lambda parts: torch.cat(parts, 1), [["S(0)"]], "S(0)")([x, x])
         assert joined.shape == (5, 8)

@@ -24,6 +24,8 @@ from workbench.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 @dataclass
@@ -123,14 +125,14 @@ def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
 
 
 def compare(
-    model_fn: Callable[[], Any],
+    model_fn: Callable[[], nn.Module],
     dataset: Any,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike] = PRESETS,
     *,
     batch_size: int,
     steps: int = 20,
-    optimizer_fn: Callable[[Any], Any] | None = None,
+    optimizer_fn: Callable[[Any], Optimizer] | None = None,
     seed: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
-from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.assembly import assemble, region_shape, without_view_relations
@@ -42,7 +42,11 @@ Pair = tuple[Spec, Spec]
 
 
 def to_global_many(
-    tensors: Sequence[GlobalTensor], placement: Placement | None = None, sbp: Any = None, *, async_op: bool = False
+    tensors: Sequence[GlobalTensor],
+    placement: Placement | None = None,
+    sbp: SbpLike | None = None,
+    *,
+    async_op: bool = False,
 ) -> list[GlobalTensor] | Handle[list[GlobalTensor]]:
     """``x.to_global(placement, sbp)`` of several tensors at once: one message per pair of ranks for each dtype.
 
@@ -73,7 +77,9 @@ def to_global_many(
     return handle if async_op else handle.wait()
 
 
-def to_global_async(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
+def to_global_async(
+    tensor: GlobalTensor, placement: Placement | None = None, sbp: SbpLike | None = None
+) -> Handle[GlobalTensor]:
     """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
 
     It sends the present values, so the tensor may be written before the wait. The result has a gradient like that of
@@ -86,11 +92,8 @@ def to_global_async(tensor: GlobalTensor, placement: Placement | None = None, sb
     return Handle(lambda: many.wait()[0])
 
 
-def _target(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Spec:
-    current = tensor._spec.layout
-    layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)
-    layout.placement.check_world(tensor._spec.world.world_size)
-    return spec_of(tensor._spec.world, layout.normalized(tensor._spec.shape), tensor._spec.shape)
+def _target(tensor: GlobalTensor, placement: Placement | None, sbp: SbpLike | None) -> Spec:
+    return spec_of(tensor._spec.world, tensor._layout_of(placement, sbp), tensor._spec.shape)
 
 
 def box_many(tensors: Sequence[GlobalTensor], targets: Sequence[Spec], is_later: bool) -> Handle[list[GlobalTensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -34,6 +34,27 @@ _FORM = (
     'wb.register_rule("name", "b d, D -> b D"), wb.register_rule(function, "b d, D -> b D"), or '
     '@wb.register_rule("b d, D -> b D")'
 )
+
+
+_Function = TypeVar("_Function")
+
+
+@overload
+def register_rule(
+    function: str, *, prove: Sequence[Any] | None = None, meta: Callable[..., Any] | None = None
+) -> Callable[[_Function], _Function]:
+    """As a decorator."""
+
+
+@overload
+def register_rule(
+    function: _Function,
+    equation: str,
+    *,
+    prove: Sequence[Any] | None = None,
+    meta: Callable[..., Any] | None = None,
+) -> _Function:
+    """By the function or its name."""
 
 
 def register_rule(
@@ -92,7 +113,7 @@ def register_rule(
             RULES.pop(name) if before is None else RULES.update({name: before})
             forget_function(name, current().plans)
             raise
-    return called
+    return function if isinstance(function, str) else called
 
 
 def _register_name(function: Any, meta: Any) -> tuple[str, Any]:
@@ -199,18 +220,16 @@ def _prove(name: str, equation: str, called: Any, arguments: Sequence[Any]) -> N
     if called is None:
         raise LayoutError(
             f"wb.register_rule({name!r}, prove=...): a name alone cannot be called. Give the function itself: "
-            f"wb.register_rule(function, "
-            f"{equation!r}, prove=[...])."
+            f"wb.register_rule(function, {equation!r}, prove=[...])."
         )
     proof = prove_function(called, *arguments, finds_missing=False)
     if proof.wrong:
         listed = "\n".join(f"  {finding}" for finding in proof.wrong[:5])
         raise LayoutError(
             f"wb.register_rule({name!r}, {equation!r}): {len(proof.wrong)} of {proof.num_checked} layouts that the "
-            f"equation "
-            f"allows give other numbers than one device:\n{listed}\nAn operand split at a letter must give that part "
-            "of the result, or a term of it where the result lacks the letter. Write dims that the function needs "
-            "whole as capitals."
+            f"equation allows give other numbers than one device:\n{listed}\nAn operand split at a letter must give "
+            "that part of the result, or a term of it where the result lacks the letter. Write dims that the function "
+            "needs whole as capitals."
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
-from workbench.core.sbp import Partial
+from workbench.core.sbp import Partial, Sbp, SbpLike
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
@@ -22,16 +22,19 @@ from workbench.tensors.dispatch.placeholder_calls import TENSOR, autocast_state,
 from workbench.tensors.dispatch.plan_keys import key_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 
 def local_map(
-    function: Callable[..., Any],
-    in_sbp: Sequence[Any],
-    out_sbp: Any,
+    function: Callable[_Arguments, _Result],
+    in_sbp: str | Sbp | Sequence[SbpLike | None],
+    out_sbp: SbpLike | Sequence[SbpLike],
     *,
-    in_grad_sbp: Sequence[Any] | None = None,
-    out_shape: Any = None,
+    in_grad_sbp: str | Sbp | Sequence[SbpLike | None] | None = None,
+    out_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
     meta: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_Arguments, _Result]:
     """``function`` on shards: operands are boxed to ``in_sbp``, and each rank's result is its shard of layout
     ``out_sbp``.
 
@@ -41,7 +44,8 @@ def local_map(
     Args:
         function: any function of tensors, such as the ``apply`` of a custom ``autograd.Function``.
         in_sbp: one entry per positional argument, each as in ``to_global(sbp=)``; None for an argument that is not a
-            tensor. One entry serves all tensors of a list. Plain tensors count as B.
+            tensor. Of a function of one argument, the entry alone. One entry serves all tensors of a list. Plain
+            tensors count as B.
         out_sbp: the layout of the result; for several tensors, a list with one per result.
         in_grad_sbp: the layouts of the gradients that the function's backward returns, where they are not the dual of
             ``in_sbp`` (S to S, B to P, P to B). Example: B for an operand B whose backward returns the whole gradient
@@ -67,28 +71,31 @@ def local_map(
     mapping = _Mapping(function, in_sbp, out_sbp, in_grad_sbp, out_shape, meta or function)
 
     @functools.wraps(function, updated=())
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
         return mapping(args, kwargs)
 
     return mapped
 
 
+def _by_argument(sbp: Any) -> list[Any]:
+    """The entries of all arguments; an entry alone is that of the only one."""
+    return [sbp] if isinstance(sbp, (str, Sbp)) else list(sbp)
+
+
 class _Mapping:
     """One declared function; ``name`` is what errors and traces call it."""
 
-    def __init__(
-        self, function: Any, in_sbp: Sequence[Any], out_sbp: Any, in_grad_sbp: Any, out_shape: Any, meta: Any
-    ) -> None:
-        self.function, self.in_sbp, self.out_sbp, self.meta = function, list(in_sbp), out_sbp, meta
+    def __init__(self, function: Any, in_sbp: Any, out_sbp: Any, in_grad_sbp: Any, out_shape: Any, meta: Any) -> None:
+        self.function, self.in_sbp, self.out_sbp, self.meta = function, _by_argument(in_sbp), out_sbp, meta
         owner = getattr(function, "__self__", None)
         short = getattr(function, "__name__", type(function).__name__)
         self.name = f"local_map({f'{owner.__name__}.apply' if isinstance(owner, type) else short})"
-        if in_grad_sbp is not None and len(in_grad_sbp) != len(self.in_sbp):
+        self.in_grad_sbp = [None] * len(self.in_sbp) if in_grad_sbp is None else _by_argument(in_grad_sbp)
+        if len(self.in_grad_sbp) != len(self.in_sbp):
             raise SbpError(
-                f"{self.name}: in_grad_sbp has {len(in_grad_sbp)} entries, in_sbp {len(self.in_sbp)}. Both have one "
-                "per argument: give None where the gradient lies as the dual of the operand."
+                f"{self.name}: in_grad_sbp has {len(self.in_grad_sbp)} entries, in_sbp {len(self.in_sbp)}. Both have "
+                "one per argument: give None where the gradient lies as the dual of the operand."
             )
-        self.in_grad_sbp = list(in_grad_sbp) if in_grad_sbp is not None else [None] * len(self.in_sbp)
         self.out_shape = out_shape
         try:
             self.parameters = tuple(inspect.signature(function).parameters)

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -27,6 +27,8 @@ from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
 _log = logging.getLogger("workbench.capture")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class CaptureWarning(UserWarning):
@@ -111,7 +113,7 @@ class _InputKind:
             return tuple([held_grad(leaf) is not None for leaf in self.leaves])
 
 
-def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedStep:
+def capture(step: Callable[_Arguments, _Result], *, max_recordings: int = 8) -> CapturedStep[_Arguments, _Result]:
     """A training step that runs as a local program: no layouts, no dispatch, no autograd, the same numbers.
 
     The first call with inputs of some shapes and layouts runs ``step`` normally. The second records this rank's work.
@@ -148,7 +150,7 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
     return CapturedStep(step, max_recordings)
 
 
-class CapturedStep:
+class CapturedStep(Generic[_Arguments, _Result]):
     """What ``wb.capture`` returns; call it like the step.
 
     Attributes:
@@ -156,7 +158,7 @@ class CapturedStep:
         num_replays: how often a recording was replayed.
     """
 
-    def __init__(self, step: Callable[..., Any], max_recordings: int) -> None:
+    def __init__(self, step: Callable[_Arguments, _Result], max_recordings: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._max_recordings = step, max_recordings
         self._kinds: dict[Any, _InputKind] = {}
@@ -168,7 +170,7 @@ class CapturedStep:
         """The recorded programs; ``print`` one."""
         return [recording.trace for kind in self._kinds.values() for recording in kind.recordings.values()]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         """Run the step, record it, or replay it."""
         world = current()
         leaves, structure = tree_flatten((args, kwargs))

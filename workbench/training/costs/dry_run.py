@@ -37,6 +37,7 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize, state_of
 from workbench.training.pipelining.step import forward_backward
+from workbench.training.runs.job_checks import check_functions
 from workbench.training.traced_calls import describe_with_calls
 from workbench.transport.fake import FakeTransport
 from workbench.transport.threads import ThreadTransport
@@ -107,12 +108,14 @@ def dry_run(
     Raises:
         DryRunEnded: ``is_ended`` said so.
         StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
+        RunError: a model or an optimizer in place of the function that makes it.
 
     >>> batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
     >>> run = dry_run(lambda: nn.Linear(4, 6), "data", 2, *batch, nn.functional.cross_entropy)
     >>> run.by_kind                                     # 30 gradients of 4 bytes, from each rank to the other
     {'gradients': 240}
     """
+    check_functions({"model_fn": model_fn, "loss_fn": loss_fn, "optimizer_fn": optimizer_fn})
     given = Batch.of_arguments(inputs, targets, loss_fn)
     with META:
         model = model_fn()
@@ -171,8 +174,8 @@ def _described(layer: Layer, choice: ResolvedLayer) -> Any:
 
 def _boxings_of_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
     """The bytes that each rank of a stage sends, and the number of ranks that were run: the corners of its grid, and
-    all
-    ranks where the corners differ."""
+    all ranks where the corners differ.
+    """
     boxed = program.boxings(grid[0][0])
     corners = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
     around = {rank: program.around_step(rank) for rank in corners}

@@ -25,8 +25,8 @@ def check_functions(functions: Mapping[str, Any]) -> None:
         kind = type(value).__name__
         if isinstance(value, nn.Module) and name == "model_fn":
             raise RunError(
-                f"model_fn is a {kind}, but every run starts from fresh weights. Give the function or class that makes "
-                f"the model, without calling it: make_model, not make_model()."
+                f"model_fn is a {kind}, but every run makes its own, with fresh weights. Give the function or class "
+                f"that makes the model, without calling it: make_model, not make_model()."
             )
         if isinstance(value, torch.optim.Optimizer):
             raise RunError(

@@ -48,7 +48,7 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     """
     if not isinstance(plan, BoxingPlan):
         raise ValueError(
-            f"draw_boxing: a boxing path of {len(plan.steps)} boxings, but a picture shows 1. Draw each of plan.steps."
+            f"wb.draw.boxing: a path of {len(plan.steps)} boxings, but a picture shows 1. Draw each of plan.steps."
         )
     return Picture(plan_picture(plan, palette(theme)), str(plan))
 

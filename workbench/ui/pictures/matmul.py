@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from workbench.core.layout import Region
 from workbench.theme import Palette, palette
 from workbench.ui.pictures.matmul_layouts import NAMES, Product, ShardedMatrix, product
 from workbench.ui.pictures.svg import Box, Picture, document, lengths, line, rect, text, text_width
 from workbench.units import format_bytes, format_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_RANKS = 16
 _FEW_RANKS = 4
@@ -23,7 +26,7 @@ _MOST_CELLS = 16
 """Matrices with more rows or columns are drawn without their elements."""
 
 
-def draw_matmul(x: Any, w: Any, out: Any, *, names: Sequence[str] = NAMES, theme: str = "light") -> Picture:
+def draw_matmul(x: Tensor, w: Tensor, out: Tensor, *, names: Sequence[str] = NAMES, theme: str = "light") -> Picture:
     """A picture of ``out = x @ w`` of live tensors, with the slice of each matrix on every rank.
 
     It reads the tensors' layouts and moves no data. In the last line of a ``%%global`` cell it appears once. Plain
@@ -65,7 +68,7 @@ def matmul_picture(one: Product, colours: Palette) -> str:
     Raises:
         ValueError: more than 16 ranks.
     """
-    check_ranks(one.ranks, "draw_matmul")
+    check_ranks(one.ranks, "wb.draw.matmul")
     ranks = one.ranks if one.out.layout else ()
     columns = Columns.of(one, _LONGEST if len(ranks) <= _FEW_RANKS else _LONGEST / 2, _SHORTEST)
     height = max(columns.rows, columns.inner)
@@ -94,7 +97,7 @@ def check_ranks(ranks: Sequence[int], where: str) -> None:
     if len(ranks) > MAX_RANKS:
         raise ValueError(
             f"{where}: tensors on {len(ranks)} ranks ({format_ranks(list(ranks))}); a picture has room for "
-            f"{MAX_RANKS}. Draw the tensors of one stage, or the whole grid with draw_stages."
+            f"{MAX_RANKS}. Draw the tensors of one stage, or the whole grid with wb.draw.stages."
         )
 
 

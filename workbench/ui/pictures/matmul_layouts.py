@@ -105,7 +105,7 @@ def layout_of(tensor: Any) -> Layout | None:
     return getattr(tensor, "layout_on_ranks", None)
 
 
-def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str = "draw_matmul") -> Product:
+def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str = "wb.draw.matmul") -> Product:
     """The description of ``out``, the product of ``x`` and ``w`` or, in a linear layer, of ``x`` and ``w.T``.
 
     Raises:

@@ -71,18 +71,24 @@ def read_network(layers: Sequence[Layer], names: Sequence[str] | None = None) ->
     """The products and the boxings between them."""
     if not layers:
         raise ValueError(
-            "draw_network(): 0 layers; give (x, w, out) of at least one, as in draw_network((x, w, x @ w))."
+            "wb.draw.network(): 0 layers; give (x, w, out) of at least one, as in wb.draw.network((x, w, x @ w))."
         )
     weights = names or [f"w{i}" for i in range(len(layers))]
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, (tuple, list)) or len(layer) != 3:
+            raise ValueError(
+                f"wb.draw.network: layer {i} is a {type(layer).__name__}, not (x, w, out). Give the three tensors of "
+                "each layer, as in wb.draw.network((x, w, x @ w))."
+            )
     data = ["x", *(f"h{i}" for i in range(1, len(layers))), "out"]
     read = [
-        product(*layer, (data[i], weights[i], data[i + 1]), f"draw_network, layer {i}")
+        product(*layer, (data[i], weights[i], data[i + 1]), f"wb.draw.network, layer {i}")
         for i, layer in enumerate(layers)
     ]
     for i, (before, after) in enumerate(itertools.pairwise(read)):
         if before.out.shape != after.x.shape:
             raise ValueError(
-                f"draw_network: layer {i} gives {before.out.shape} and layer {i + 1} takes {after.x.shape}; a layer "
+                f"wb.draw.network: layer {i} gives {before.out.shape} and layer {i + 1} takes {after.x.shape}; a layer "
                 "takes what the one before gives. Draw unlike parts in pictures of their own."
             )
     joints = tuple(joint(before.result, after) for before, after in itertools.pairwise(read))
@@ -129,7 +135,7 @@ def network_picture(network: Network, backward: bool, colours: Palette) -> str:
     Raises:
         ValueError: more than 16 ranks.
     """
-    check_ranks(network.ranks, "draw_network")
+    check_ranks(network.ranks, "wb.draw.network")
     return _Picture(network, colours).draw(backward)
 
 

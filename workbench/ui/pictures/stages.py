@@ -58,7 +58,7 @@ def draw_stages(
     GPU: model parallel on 8
     """
     if not stages:
-        raise ValueError("draw_stages(): 0 stages; give a weight of each, as in draw_stages(w0, w1).")
+        raise ValueError("wb.draw.stages(): 0 stages; give a weight of each, as in wb.draw.stages(w0, w1).")
     grid = Grid(tuple(_stage(stage, number) for number, stage in enumerate(stages)), tuple(names), itemsize)
     return Picture(stages_picture(grid, palette(theme)), grid.text)
 
@@ -68,8 +68,8 @@ def _stage(stage: Stage, number: int) -> ShardedMatrix:
     if layout is None or len(shape) != 2 or layout.placement.num_axes > 2:
         axes = f"{layout.placement.num_axes} axes" if layout else "no placement"
         raise ValueError(
-            f"draw_stages: stage {number} has a weight of {len(shape)} dims and {axes}. A stage is drawn from a global "
-            "tensor of 2 dims on a placement of 1 or 2 axes (data, model)."
+            f"wb.draw.stages: stage {number} has a weight of {len(shape)} dims and {axes}. A stage is drawn from a "
+            "global tensor of 2 dims on a placement of 1 or 2 axes (data, model)."
         )
     return ShardedMatrix(f"w{number}", tuple(shape), layout)
 

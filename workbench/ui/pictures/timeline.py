@@ -51,7 +51,7 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
     rows = [spans for spans in timeline.spans if spans]
     if not rows or len(rows) > MAX_RANKS:
         raise ValueError(
-            f"draw_timeline: a timeline of {len(rows)} ranks with actions; a picture has room for 1 to "
+            f"wb.draw.timeline: a timeline of {len(rows)} ranks with actions; a picture has room for 1 to "
             f"{MAX_RANKS}. Give the timeline of a step that ran, or of fewer stages."
         )
     ranks, num_actions = f"{len(rows)} rank{'s' * (len(rows) > 1)}", sum(map(len, rows))

@@ -1,0 +1,48 @@
+"""Mistakes that a newcomer makes with the public names: the error says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from workbench.testing import run_ranks
+
+
+def test_errors_say_what_to_write() -> None:
+    def program(rank: int) -> None:
+        here = wb.placement("cpu", ranks=[0, 1])
+        x = wb.ones(4, 4, placement=here, sbp="S(0)")
+        model = nn.Linear(4, 2)
+        mistakes = [
+            (lambda: wb.parallelize(model, "pipline"), r"did you mean 'pipeline'\?"),
+            (lambda: wb.parallelize(model, "fsdp"), "presets are data, model, pipeline, hybrid"),
+            (lambda: wb.parallelize(model, "data | mb=4 1fb1"), r"option '1fb1' .*did you mean '1f1b'\?"),
+            (lambda: wb.parallelize(model, "data | zero3"), r"did you mean 'zero=3'\?"),
+            (lambda: x.to_global("B"), "placement='B' is a str.*by name: sbp="),
+            (lambda: wb.to_global(torch.ones(2), [0, 1], "B"), r"placement=\[0, 1\] is a list. Write wb.placement"),
+            (lambda: wb.ones(2, placement=[0, 1], sbp="B"), r"placement=\[0, 1\] is a list. Write wb.placement"),
+            (lambda: wb.randint(5, 2, (3,), placement=here, sbp="B"), r"no integer lies in \[5, 2\)"),
+            (lambda: wb.debug.boxing_plan("S(0)", "B", (4, 4)), "'S.0.' is a str, not a layout.*layout_on_ranks"),
+            (lambda: wb.draw.network(x), r"layer 0 is a GlobalTensor, not \(x, w, out\).*wb.draw.network\(\("),
+            (
+                lambda: wb.planner.dry_run(model, "data", 2, torch.ones(4, 4)),
+                "model_fn is a Linear.*without calling",
+            ),
+            (lambda: wb.paralelize, r"Did you mean 'parallelize'\?"),
+            (lambda: wb.debug.trac, r"Did you mean 'trace'\?"),
+        ]
+        for mistake, message in mistakes:
+            with pytest.raises((ValueError, AttributeError), match=message):
+                mistake()
+
+    run_ranks(program, 2)
+
+
+def test_a_single_global_tensor_keeps_what_is_left_out() -> None:
+    def program(rank: int) -> None:
+        x = wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        assert wb.to_global(x, sbp="B").to_local().shape == (4, 4)
+
+    run_ranks(program, 2)
