@@ -71,7 +71,7 @@ def write_page(rows: Iterable[dict[str, Any]], page: Path, versions: str, tolera
             most_used=_of_most_used(ran),
         )
     ]
-    parts += [_of_library(library, ran) for library in dict.fromkeys(row["library"] for row in ran)]
+    parts += [_of_library(library, ran) for library in sorted({row["library"] for row in ran})]
     parts += [_others([row for row in latest.values() if "plain" in row])]
     page.write_text("\n".join(parts))
 
