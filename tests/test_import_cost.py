@@ -38,6 +38,30 @@ def loaded_by(*modules: str) -> frozenset[str]:
     return frozenset(json.loads(output))
 
 
+_PROGRAM_WITH_TORCH = """
+import importlib, json, os, sys, torch
+for part, modules in json.load(sys.stdin).items():
+    if os.fork() == 0:
+        for name in modules:
+            importlib.import_module(name)
+        print(json.dumps([part, sorted(sys.modules)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, part
+"""
+"""Loads torch once, which takes seconds."""
+
+
+@cache
+def loaded_with_torch() -> dict[str, frozenset[str]]:
+    """By part of the package, names of all modules of a process that has imported torch and then the part."""
+    floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
+    on_engines = [name for name in modules_in("flow") if name != "workbench.flow.jobs.driver"]
+    parts = {"ranks": [*floors, *EAGER], "engine": ["workbench.session.engine"], "jobs": on_engines}
+    command = [sys.executable, "-c", _PROGRAM_WITH_TORCH]
+    done = subprocess.run(command, input=json.dumps(parts), check=True, capture_output=True, text=True, cwd=ROOT)
+    return {part: frozenset(names) for part, names in map(json.loads, done.stdout.splitlines())}
+
+
 def modules_in(room: str) -> list[str]:
     folder = ROOT / "workbench" / room
     assert folder.is_dir(), room
@@ -55,15 +79,14 @@ def test_the_algebra_loads_no_torch() -> None:
 
 
 def test_ranks_and_eager_programs_load_nothing_of_a_notebook() -> None:
-    floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
-    loaded = loaded_by(*floors, *EAGER)
+    loaded = loaded_with_torch()["ranks"]
     assert {"torch", "workbench.tensors.world", *EAGER} <= loaded
     assert not loaded & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
 
 
 def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:
     """`torch._dynamo` is no part of the notebook; loading it takes two seconds, once for all forked engines."""
-    loaded = loaded_by("workbench.session.engine")
+    loaded = loaded_with_torch()["engine"]
     assert not loaded & (NOTEBOOK_SIDE - {"IPython.display"} | {"torch._dynamo", "workbench.session.cluster"})
 
 
@@ -92,13 +115,12 @@ def test_star_import_gives_the_public_names() -> None:
     assert set(workbench.__all__) <= set(namespace)
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_names_load_without_collections_of_garbage_and_leave_the_collector_as_it_was(collects):
+def test_names_load_without_collections_of_garbage_and_leave_the_collector_as_it_was() -> None:
     program = (
         "import gc\n"
-        f"{'' if collects else 'gc.disable()'}\n"
         "num = lambda: gc.get_stats()[2]['collections']\n"
         "import workbench as wb\nbefore = num()\nwb.init\n"
-        f"assert num() == before and gc.isenabled() is {collects}, (num(), before, gc.isenabled())"
+        "assert num() == before and gc.isenabled(), (num(), before, gc.isenabled())\n"
+        "assert 'capture' not in vars(wb)\ngc.disable()\nwb.capture\nassert not gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -53,7 +53,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def free_pages(browser: Any) -> list[LabPage]:
-    """A page of JupyterLab that shows no notebook, if there is one: to load JupyterLab takes 10 CPU seconds."""
+    """The page of JupyterLab that the file before has left, if it has: to load JupyterLab takes 10 CPU seconds."""
     return []
 
 
@@ -63,8 +63,8 @@ def open_notebook(
 ) -> Iterator[Any]:
     """A function that opens a notebook and waits for its kernel; console errors fail the module's last test.
 
-    The page goes from file to file, until a test has failed. What JupyterLab's server could not answer JupyterLab
-    itself is a warning, with the end of the server's log.
+    The page goes from file to file, until a test has failed, and files that open the same notebook share its kernel.
+    What JupyterLab's server could not answer JupyterLab itself is a warning, with the end of the server's log.
     """
     opened: list[LabPage] = []
     failed = request.session.testsfailed
@@ -72,6 +72,9 @@ def open_notebook(
     def open_page(name: str, app: str = "lab") -> LabPage:
         if app == "lab" and free_pages:
             opened.append(free_pages.pop())
+            if not opened[-1].shows(name):
+                opened[-1].leave_notebook()
+                lab.shut_down_kernels()
             opened[-1].show_notebook(name)
         else:
             opened.append(LabPage(new_page(browser, viewport=WIDE), app))
@@ -84,11 +87,11 @@ def open_notebook(
     for number, lab_page in enumerate(opened):  # to look at after a failure
         lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}-{number}.png")
         if lab_page.app == "lab" and not free_pages and not errors and request.session.testsfailed == failed:
-            lab_page.leave_notebook()
             free_pages.append(lab_page)
         else:
             lab_page.page.close()
-    lab.shut_down_kernels()
+    if not free_pages:
+        lab.shut_down_kernels()
     for error in server_errors:
         with warnings.catch_warnings():
             warnings.simplefilter("always")

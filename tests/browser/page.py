@@ -58,14 +58,22 @@ class LabPage:
         self.page.goto(url)
         self.page.wait_for_function(IDLE)
 
+    def shows(self, name: str) -> bool:
+        """Whether this notebook is open."""
+        return bool(self.page.evaluate(f"path => {SHOWN_PATH} === path", name))
+
     def show_notebook(self, name: str) -> None:
-        """Open a notebook in JupyterLab as it is loaded, and wait for the kernel; the page is as after `open`."""
+        """Open a notebook in JupyterLab as it is loaded, and wait for the kernel; the page is as after `open`.
+
+        A notebook that is open already goes on with its kernel, and shows no outputs.
+        """
         self.errors.clear()
         self.server_errors.clear()
         self.page.set_viewport_size(WIDE)
         script = """path => {
             const { shell, commands } = window.jupyterapp;
             shell.expandLeft();
+            for (const cell of shell.currentWidget?.content?.widgets ?? []) cell.model.outputs?.clear();
             return commands.execute('docmanager:open', { path }).then(() => 1);
         }"""
         self.page.evaluate(script, name)

@@ -13,35 +13,24 @@ from typing import Any
 
 import pytest
 
+from tests.browser.cells import RUNS, open_cells, show
 from tests.browser.page import LabPage, new_page
-from tests.browser.server import LabServer, write_notebook
+from tests.browser.server import LabServer
 
 pytestmark = pytest.mark.browser
-NOTEBOOK = "comparison.ipynb"
 NUM_RUNS = 6
-RUNS = Path(__file__).with_name("six_runs.json")
-CELLS = [
-    "import workbench as wb\nfrom workbench.session.comparison.compare import CompareResult",
-    f"wb.draw.runs(CompareResult.from_json(open({str(RUNS)!r}).read()))",
-    "",
-]
 NAMES = {"*: data | 1x2x1 zero=3": "data, ZeRO 3", "*: data | 1x2x1 recompute": "data, recompute"}
 
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Any, lab: LabServer) -> Any:
-    """A page whose second cell shows the table."""
-    write_notebook(lab.folder / NOTEBOOK, CELLS)
-    lab_page = open_notebook(NOTEBOOK)
-    lab_page.run_cell(0)
-    return lab_page
+    return open_cells(open_notebook, lab)
 
 
 @pytest.fixture
 def opened(notebook: Any) -> LabPage:
     """The table of six finished runs, as it is before anybody has touched it."""
-    notebook.show(1, ".wb-panel .wb-comparison tbody tr")
-    return notebook  # type: ignore[no-any-return]
+    return show(notebook, RUNS, ".wb-panel .wb-comparison tbody tr")
 
 
 def rows(page: Any) -> list[str]:

@@ -6,21 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.browser.cells import FIGURE, open_cells, show
 from tests.browser.page import LabPage
 from tests.browser.server import LabServer, write_notebook
 
 pytestmark = pytest.mark.browser
-NOTEBOOK = "live-figure.ipynb"
-SHOW = """
-import ipywidgets
-from workbench.ui.live.figure_widget import LiveFigureWidget
-from workbench.ui.live.live_figure import empty_figure, show_one_device, show_steps
-
-widget = LiveFigureWidget(empty_figure(2, 1000))
-box = ipywidgets.VBox([widget])
-box.add_class("wb-live-view")
-box
-"""
+SLOW_NOTEBOOK = "live-figure.ipynb"
 DRAW = """
 for step in range(1, 8):
     with widget.drawing() as figure:
@@ -39,15 +30,13 @@ PLOTLY_WAITS = """() => {
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
-    """A page whose first cell shows a figure."""
-    write_notebook(lab.folder / NOTEBOOK, [SHOW, DRAW])
-    return open_notebook(NOTEBOOK)  # type: ignore[no-any-return]
+    return open_cells(open_notebook, lab)
 
 
 @pytest.fixture
 def opened(notebook: LabPage) -> LabPage:
     """A new figure, in which 300 steps of one device are drawn."""
-    notebook.show(0, PLOT_SELECTOR)
+    show(notebook, FIGURE, PLOT_SELECTOR)
     notebook.ask_kernel(DRAW.replace("range(1, 8)", "range(1, 31)"))
     notebook.wait_for_points("1 device", 299)
     return notebook
@@ -55,8 +44,8 @@ def opened(notebook: LabPage) -> LabPage:
 
 @pytest.mark.slow
 def test_a_slow_page_shows_what_was_drawn_while_it_loaded_plotly(open_notebook: Any, lab: LabServer) -> None:
-    write_notebook(lab.folder / f"slow-{NOTEBOOK}", [SHOW, DRAW])
-    opened = open_notebook(f"slow-{NOTEBOOK}")
+    write_notebook(lab.folder / SLOW_NOTEBOOK, [FIGURE, DRAW])
+    opened = open_notebook(SLOW_NOTEBOOK)
     opened.page.evaluate(PLOTLY_WAITS)
     opened.run_cells(1)
     opened.page.wait_for_selector(".wb-live-view", state="attached")

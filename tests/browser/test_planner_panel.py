@@ -7,28 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.browser.cells import PANEL, SETUP
+from tests.browser.cells import PANEL, open_cells, show
 from tests.browser.page import LabPage
-from tests.browser.server import LabServer, write_notebook
+from tests.browser.server import LabServer
 from tests.ui.models import GPT_HYBRID
 
 pytestmark = pytest.mark.browser
-NOTEBOOK = "planner-panel.ipynb"
 
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
-    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, ""])
-    lab_page = open_notebook(NOTEBOOK)
-    lab_page.run_cell(0)
-    return lab_page  # type: ignore[no-any-return]
+    return open_cells(open_notebook, lab)
 
 
 @pytest.fixture
 def opened(notebook: LabPage) -> LabPage:
     """A panel that nobody has touched."""
-    notebook.show(1, ".wb-row[data-row='lm_head']")
-    return notebook
+    return show(notebook, PANEL, ".wb-row[data-row='lm_head']")
 
 
 def wait_for(lab_page: LabPage, selector: str, words: str) -> None:

@@ -7,53 +7,30 @@ from typing import Any
 
 import pytest
 
-from tests.browser.cells import PANEL, SETUP
-from tests.browser.server import LabServer, write_notebook
+from tests.browser.cells import CONVOLUTIONS, DEEP, PANEL, open_cells, show
+from tests.browser.server import LabServer
 from tests.ui.models import GPT_HYBRID
 
 pytestmark = pytest.mark.browser
-NOTEBOOK = "strategy-panel.ipynb"
-DEEP = """
-strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 * n + 5}]: model@{n}" for n in range(4))
-            + "; ln_f: data; lm_head: model | 4x2x8 mb=8 1f1b")
-wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batch_size=256, hardware="v100-dgx2",
-         num_ranks=64, costs=gpt(24, 768, 50304, 256))
-"""
-CONVOLUTIONS = """
-def convolutions():
-    up = nn.ModuleDict({f"conv{n}": nn.Conv2d(32, 32, 3, padding=1) for n in (1, 2)})
-    return nn.ModuleDict({"down1": up, "out": nn.Conv3d(128, 128, 3)})
-
-from workbench.core.model_costs import LayerCost, ModelCosts
-from workbench.core.rows import Layer
-layers = [Layer(f"down1.conv{n}", "Conv2d", {"weight": (32, 32, 3, 3)}, 9216) for n in (1, 2)]
-layers.append(Layer("out", "Conv3d", {"weight": (128, 128, 3, 3, 3)}, 442368))
-wb.Panel(None, convolutions, (32, 3, 16, 16), cross_entropy, num_ranks=2,
-         costs=ModelCosts(tuple(map(LayerCost, layers))))
-"""
 
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Any, lab: LabServer) -> Any:
-    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, DEEP, CONVOLUTIONS, ""])
-    lab_page = open_notebook(NOTEBOOK)
+    lab_page = open_cells(open_notebook, lab)
     lab_page.close_sidebar()
-    lab_page.run_cell(0)
     return lab_page
 
 
 @pytest.fixture
 def lab_page(notebook: Any) -> Any:
     """A panel that nobody has touched: 8 blocks on 4 ranks."""
-    notebook.show(1, ".wb-row[data-row='blocks.[0-3]']")
-    return notebook
+    return show(notebook, PANEL, ".wb-row[data-row='blocks.[0-3]']")
 
 
 @pytest.fixture
 def both(lab_page: Any) -> Any:
     """That panel, and below it one of 24 blocks on 64 ranks."""
-    lab_page.show(2, ".wb-row[data-row='blocks.[0-23]']")
-    return lab_page
+    return show(lab_page, DEEP, ".wb-row[data-row='blocks.[0-23]']")
 
 
 def panel(lab_page: Any, number: int = 0) -> Any:
@@ -145,26 +122,6 @@ def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:
     lab_page.screenshot("panel-toggle.png", panel(lab_page))
 
 
-def test_tips_come_on_hover_and_go_with_escape(lab_page: Any) -> None:
-    row(lab_page, "lm_head").locator(".area").last.hover()
-    tip = panel(lab_page).locator(".wb-tip:not([hidden])")
-    tip.wait_for()
-    assert "rank 3" in tip.inner_text() and "rows 2048-4095 of 4096" in tip.inner_text()
-    lit = panel(lab_page).locator(".hot[data-ranks='3']")
-    from playwright.sync_api import expect
-
-    expect(lit.nth(1)).to_be_attached()  # column and memory bar light up together
-    number = lit.count()
-    panel(lab_page).evaluate(
-        """panel => panel.querySelectorAll(".hot").forEach(element => {
-            const anew = element.cloneNode(true)
-            anew.classList.remove("hot")
-            element.replaceWith(anew)
-        })"""
-    )
-    expect(lit).to_have_count(number)
-
-
 def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
     panel(lab_page).locator(".wb-tensor-link").click()
     row(lab_page, "lm_head").locator(".label").click()
@@ -204,38 +161,17 @@ def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_show
     assert seen == {width: ([], [], set()) for width in WIDTHS}
 
 
-@pytest.mark.parametrize("width", [1920, 1200])
-def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any, width: int) -> None:
-    notebook.show(3, ".wb-row[data-row='out']")
-    notebook.page.set_viewport_size({"width": width, "height": 1400})
-    notebook.settle()
-    assert notebook.page.evaluate(OVERLAPS) == []
-    assert row(notebook, "out", -1).locator(".weight").inner_text() == "128 \u00d7 128 \u00d7 3 \u00d7 3 \u00d7 3"
+def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any) -> None:
+    show(notebook, CONVOLUTIONS, ".wb-row[data-row='out']")
+    for width in (1920, 1200):
+        notebook.page.set_viewport_size({"width": width, "height": 1400})
+        notebook.settle()
+        assert notebook.page.evaluate(OVERLAPS) == [], width
+        shown = row(notebook, "out", -1).locator(".weight").inner_text()
+        assert shown == "128 \u00d7 128 \u00d7 3 \u00d7 3 \u00d7 3", width
 
 
-def test_tabs_are_chosen_with_keys_and_stay_chosen(lab_page: Any) -> None:
-    page = lab_page.page
-    first = panel(lab_page)
-    first.locator("[role='tab'][aria-selected='true']").focus()
-    press(lab_page, "ArrowRight", "ArrowRight")
-    first.locator(".wb-on-compare", has_text="No finished runs yet").wait_for()
-    assert page.evaluate("() => document.activeElement.dataset.tab") == "compare"
-    assert first.locator("[role='tab'][tabindex='0']").count() == 1
-    assert not first.locator(".wb-grid").is_visible()
-    press(lab_page, "Home")
-    first.locator(".wb-grid").wait_for()
-
-
-def test_the_bar_stays_in_sight_while_the_page_scrolls(lab_page: Any) -> None:
-    page = lab_page.page
-    page.set_viewport_size({"width": 1280, "height": 600})
-    row(lab_page, "cross_entropy").or_(panel(lab_page).locator(".wb-predictions")).first.scroll_into_view_if_needed()
-    tops = page.evaluate(TOPS)
-    assert tops["panel"] < tops["page"] - 100, "it is scrolled"
-    assert abs(tops["bar"] - tops["page"]) <= 1
-
-
-def test_the_legend_says_what_the_words_mean(lab_page: Any) -> None:
+def the_legend_says_what_the_words_mean(lab_page: Any) -> None:
     question = panel(lab_page).locator(".wb-legend-button")
     question.focus()
     press(lab_page, "Enter")
@@ -248,7 +184,20 @@ def test_the_legend_says_what_the_words_mean(lab_page: Any) -> None:
     assert lab_page.page.evaluate("() => document.activeElement.classList.contains('wb-legend-button')")
 
 
-def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
+def tabs_are_chosen_with_keys_and_stay_chosen(lab_page: Any) -> None:
+    page = lab_page.page
+    first = panel(lab_page)
+    first.locator("[role='tab'][aria-selected='true']").focus()
+    press(lab_page, "ArrowRight", "ArrowRight")
+    first.locator(".wb-on-compare", has_text="No finished runs yet").wait_for()
+    assert page.evaluate("() => document.activeElement.dataset.tab") == "compare"
+    assert first.locator("[role='tab'][tabindex='0']").count() == 1
+    assert not first.locator(".wb-grid").is_visible()
+    press(lab_page, "Home")
+    first.locator(".wb-grid").wait_for()
+
+
+def the_dark_theme_reaches_everything(lab_page: Any) -> None:
     unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")
     lab_page.dark(True)
     lab_page.screenshot("panel-dark.png", panel(lab_page))
@@ -259,6 +208,44 @@ def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
     lab_page.dark(False)
     assert (dark, lab_page.page.evaluate(script)) == ("#a45cff", "#6a1b9a")
     assert "rgb" in dark_arrow and dark_arrow != lab_page.page.evaluate(arrow), "arrows of lists can be seen"
+
+
+def tips_come_on_hover_and_go_with_escape(lab_page: Any) -> None:
+    row(lab_page, "lm_head").locator(".area").last.hover()
+    tip = panel(lab_page).locator(".wb-tip:not([hidden])")
+    tip.wait_for()
+    assert "rank 3" in tip.inner_text() and "rows 2048-4095 of 4096" in tip.inner_text()
+    lit = panel(lab_page).locator(".hot[data-ranks='3']")
+    from playwright.sync_api import expect
+
+    expect(lit.nth(1)).to_be_attached()  # column and memory bar light up together
+    number = lit.count()
+    panel(lab_page).evaluate(
+        """panel => panel.querySelectorAll(".hot").forEach(element => {
+            const anew = element.cloneNode(true)
+            anew.classList.remove("hot")
+            element.replaceWith(anew)
+        })"""
+    )
+    expect(lit).to_have_count(number)
+
+
+def the_bar_stays_in_sight_while_the_page_scrolls(lab_page: Any) -> None:
+    page = lab_page.page
+    page.set_viewport_size({"width": 1280, "height": 600})
+    row(lab_page, "cross_entropy").or_(panel(lab_page).locator(".wb-predictions")).first.scroll_into_view_if_needed()
+    tops = page.evaluate(TOPS)
+    assert tops["panel"] < tops["page"] - 100, "it is scrolled"
+    assert abs(tops["bar"] - tops["page"]) <= 1
+
+
+def test_looking_at_the_panel(lab_page: Any) -> None:
+    """What changes no strategy, one after the other in one panel: to show a panel anew takes seconds."""
+    the_legend_says_what_the_words_mean(lab_page)
+    tabs_are_chosen_with_keys_and_stay_chosen(lab_page)
+    the_dark_theme_reaches_everything(lab_page)
+    tips_come_on_hover_and_go_with_escape(lab_page)
+    the_bar_stays_in_sight_while_the_page_scrolls(lab_page)
 
 
 TOPS = """() => {

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tests.test_import_cost import NOTEBOOK_SIDE, loaded_by, modules_in
+from tests.test_import_cost import NOTEBOOK_SIDE, loaded_by, loaded_with_torch
 from workbench import flow
 from workbench.flow import nn
 
@@ -16,9 +16,8 @@ def test_the_table_of_names_loads_nothing() -> None:
 
 
 def test_an_engine_loads_nothing_of_the_notebooks_side_to_run_jobs() -> None:
-    on_engines = [name for name in modules_in("flow") if name != "workbench.flow.jobs.driver"]
-    assert "workbench.flow.jobs.remote" in on_engines
-    loaded = loaded_by(*on_engines)
+    loaded = loaded_with_torch()["jobs"]
+    assert "workbench.flow.jobs.remote" in loaded
     assert not loaded & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session.cluster", "sklearn"})
 
 

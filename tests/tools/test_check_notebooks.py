@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,24 +10,29 @@ import pytest
 from tools import check_notebooks
 
 
-def notebook_with(tmp_path: Path, *cells: str) -> Path:
-    import nbformat  # takes two seconds to load
-
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    path = tmp_path / "a.ipynb"
-    nbformat.write(notebook, path)
+def notebook_with(path: Path, *cells: str) -> Path:
+    bare = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+    made = [{**bare, "id": f"cell-{number}", "source": cell} for number, cell in enumerate(cells)]
+    path.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
     return path
 
 
-@pytest.mark.parametrize("magic", ["%%global", "%%global --ranks 0,2", "# %%global"])
-def test_a_clean_cell_passes(tmp_path: Path, magic: str) -> None:
-    assert check_notebooks.check([notebook_with(tmp_path, "%load_ext workbench", f"{magic}\nx = 1\nx")]) == 0
+def test_clean_cells_pass(tmp_path: Path) -> None:
+    sources = [f"{magic}\nx = 1\nx" for magic in ("%%global", "%%global --ranks 0,2", "# %%global")]
+    assert check_notebooks.check([notebook_with(tmp_path / "a.ipynb", "%load_ext workbench", *sources)]) == 0
 
 
-@pytest.mark.parametrize("code", ["import os", "x=1", "undefined_name"])
-@pytest.mark.parametrize("magic", ["%%global", "# %%global", "# plain"])
-def test_a_mistake_is_found(tmp_path: Path, magic: str, code: str) -> None:
-    assert check_notebooks.check([notebook_with(tmp_path, f"{magic}\n{code}")]) == 1
+def test_every_mistake_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    codes = {"unused": "import os", "layout": "x=1", "undefined": "undefined_name"}
+    magics = {"magic": "%%global", "spelling": "# %%global", "plain": "# plain"}
+    notebooks = [
+        notebook_with(tmp_path / f"{name}-under-{kind}.ipynb", f"{magic}\n{code}")
+        for name, code in codes.items()
+        for kind, magic in magics.items()
+    ]
+    assert check_notebooks.check(notebooks) == 1
+    told = "".join(capfd.readouterr())
+    assert [path.name for path in notebooks if path.name not in told] == []
 
 
 def test_other_magics_are_unchanged() -> None:
