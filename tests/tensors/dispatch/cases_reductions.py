@@ -136,6 +136,7 @@ CASES = [
     _several("cumulative", lambda x: x.cumsum(0), lambda x: x.cumprod(0), lambda x: torch.logcumsumexp(x, 0)),
     Case("cummax", lambda x: _exact(x).cummax(0).values - 2 * _exact(x).cummin(1)[0], (), _ties),
     _case("diff", lambda x, y: torch.diff(x, 2, 1, prepend=y) + x.diff(dim=1, append=y)[:, :4], (5, 4), (5, 2)),
+    _case("gradient", lambda x: torch.gradient(x, dim=1)[0] + torch.gradient(x, spacing=0.5, edge_order=2)[0], (5, 4)),
     _case("histc", lambda x: torch.histc(x.detach(), 4, -1, 1), (5, 4)),
     _case("cov", lambda x: torch.cov(x) + torch.corrcoef(x), (5, 4)),
     _case("empty split", lambda x: x.amax(1).sum() + x.prod(1).sum(), (0, 4)),

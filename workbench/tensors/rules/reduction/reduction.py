@@ -179,6 +179,15 @@ def _diff(call: Call) -> Resolution:
     return Resolution(f"{', '.join([addend + text] * len(call.operands))} -> {text}")
 
 
+@rule("gradient")
+def _gradient(call: Call) -> Resolution | None:
+    """Differences of neighbours along some dims; the others may be split."""
+    if len(call.operands) > 1:  # coordinates along the dims
+        return None
+    ndim = len(call.shapes[0])
+    return _several(call, elementwise_except(ndim, normalize_dims(call.kwargs.get("dim"), ndim), addend=True))
+
+
 @rule("histc")
 def _histc(call: Call) -> Resolution:
     """The counts of shards add up if the bins do not depend on the values."""
