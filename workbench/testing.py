@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,11 +23,12 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 _SEED = 0x5EED
+_Result = TypeVar("_Result")
 
 
 def run_ranks(
-    fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED, device: str | torch.device = "cpu"
-) -> list[Any]:
+    fn: Callable[..., _Result], num_ranks: int = 2, *, seed: int = _SEED, device: str | torch.device = "cpu"
+) -> list[_Result]:
     """Run ``fn`` on ``num_ranks`` simulated ranks, threads of this process, and return its results by rank.
 
     ``fn`` takes the rank, or nothing (``wb.rank()`` is the rank). The shards of all ranks are on ``device``. ``seed``

@@ -41,13 +41,18 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
-        ValueError: the timeline has no actions, or more than 64 ranks.
+        ValueError: something else than a timeline, or one that has no actions or more than 64 ranks.
 
     >>> from workbench.pipeline.schedules import make_table
     >>> from workbench.pipeline.simulate import simulate
     >>> wb.draw.timeline(simulate(make_table("1f1b", 2, 4), 2, lambda action: 1.0))
     2 ranks, 16 actions in 10.0 s, ranks wait 20% of the time
     """
+    if not hasattr(timeline, "spans"):
+        raise ValueError(
+            f"wb.draw.timeline: a {type(timeline).__name__} is no timeline. Give that of a module's last step: "
+            "wb.draw.timeline(wb.debug.timeline(model))."
+        )
     rows = [spans for spans in timeline.spans if spans]
     if not rows or len(rows) > MAX_RANKS:
         raise ValueError(
