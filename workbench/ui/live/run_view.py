@@ -69,7 +69,7 @@ class RunView:
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
         self._versions: dict[str, int] = {}
         self._step_shown = -1
-        self._seen, self._status_seen, self._label, self._num_runs = True, True, "", 0
+        self._seen, self._status_seen, self._label, self._ended, self._num_runs = True, True, "", "", 0
         self._expected: Any = None
         self._peak_bytes: tuple[float, ...] = ()
         self._limit_bytes: float | None = None
@@ -77,9 +77,8 @@ class RunView:
         self._places: tuple[tuple[int, int], ...] = ()
         self._one_device: list[float] = []
         self._record: RunRecord | None = None
-        self._ended = ""
         self.shown: LiveFigureWidget | None = None
-        self._making, self._in_thread = threading.Lock(), guarded(self._make_figure)
+        self._making, self._in_thread = threading.RLock(), guarded(self._make_figure)
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.failure, self.status = html(), html(), RunStatus()
         self.devices = html("", "wb-quiet")
@@ -136,9 +135,10 @@ class RunView:
         self.log_section.show()
 
     def _begin_figure(self) -> None:
-        shown = self._make_figure()
+        with self._making:
+            has_old, shown = self.shown is not None, self._make_figure()
         with shown.drawing():
-            shown.figure = self._fresh_figure()
+            shown.figure = self._fresh_figure() if has_old else shown.figure
             self._draw_marks()
         if self.box.children:
             return
