@@ -1,5 +1,6 @@
 """Random faults in one session, with training between: control is back, the loop goes on, nothing leaks."""
 
+import itertools
 import os
 import random
 import signal
@@ -12,11 +13,14 @@ import pytest
 
 from workbench.errors import CellError
 from workbench.session import Session
+from workbench.session.divergence import FIRST_PROBE_S, LOCAL_S
 from workbench.session.output.tracebacks import Interrupted
 
 pytestmark = [pytest.mark.engines, pytest.mark.timed]
 
 NUM_ENGINES = 2
+CERTAIN_AFTER_S = FIRST_PROBE_S + LOCAL_S
+"""When it is certain that a wait in plain torch.distributed has no end: nothing has moved on this host for so long."""
 BACK_WITHIN_S = 2.0
 """After the fault, not counting what a busy machine adds to a cell that does nothing (measured beside it)."""
 
@@ -42,6 +46,20 @@ def train():
 """
 FOREVER = "while True: train()"
 DIVERGED = "(inputs if wb.rank() else targets).to_global(sbp=wb.sbp.broadcast)"
+PLAIN = {
+    "plain collective": "if wb.rank() == {rank}: dist.all_reduce(x)",
+    "plain receive": "if wb.rank() == {rank}: dist.recv(x, src=1 - {rank})",
+    "plain barrier": "if wb.rank() == {rank}: dist.barrier()",
+    "plain group": "if wb.rank() == {rank}: dist.new_group([0, 1])",
+    "two plain calls": "dist.all_reduce(x) if wb.rank() == {rank} else dist.recv(x, src={rank})",
+    "plain call and boxing": "dist.all_reduce(x) if wb.rank() == {rank} else inputs.to_global(sbp='B')",
+    "backward of DDP": "loss = ddp(torch.ones(2, 8)).sum()\nif wb.rank() == {rank}: loss.backward()",
+}
+"""Cells of plain torch.distributed, written by somebody who does not know that all ranks must call it."""
+PLAIN_SETUP = """
+import torch.distributed as dist
+x, ddp = torch.ones(1000), torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+"""
 
 
 def raises(session, rank):
@@ -56,6 +74,17 @@ def diverges(session, rank):
     with pytest.raises(CellError, match=r"diverged|other ranks"):
         session.run(DIVERGED)
     return began
+
+
+def diverges_in_plain_torch(code):
+    def fault(session, rank):
+        session.run(PLAIN_SETUP)
+        began = time.monotonic()
+        with pytest.raises(CellError, match="diverged"):
+            session.run(code.format(rank=rank))
+        return began + CERTAIN_AFTER_S
+
+    return fault
 
 
 def times_out(session, rank):
@@ -103,6 +132,7 @@ def interrupts(session, rank):
 FAULTS = {
     "raise": raises,
     "diverge": diverges,
+    **{name: diverges_in_plain_torch(code) for name, code in PLAIN.items()},
     "timeout": times_out,
     "interrupt": interrupts,
     "kill": signals("SIGKILL", "died while running"),
@@ -184,8 +214,13 @@ def test_eight_faults(tmp_path):
     assert_endures(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
 
 
+def test_faults_of_plain_torch_among_others(tmp_path):
+    others = iter(("kill", "interrupt", "stop", "raise"))
+    assert_endures([name for plain in PLAIN for name in (plain, *itertools.islice(others, 1))], 4, tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_hundred_faults(tmp_path):
+@pytest.mark.timeout(3600)
+def test_two_hundred_faults(tmp_path):
     chance = random.Random(2)
-    assert_endures([chance.choice(list(FAULTS)) for _ in range(100)], 3, tmp_path)
+    assert_endures([chance.choice(list(FAULTS)) for _ in range(200)], 3, tmp_path)

@@ -67,9 +67,14 @@ def test_after_a_mistake_in_a_pipelines_step_the_same_cell_runs_again(session):
     assert loss == pytest.approx(again, rel=1e-6)
 
 
-def at(divergence, now, **waits):
-    statuses = {int(rank[1:]): protocol.RankStatus(int(rank[1:]), True, waits=wait) for rank, wait in waits.items()}
-    return divergence.is_certain(statuses, now)
+def at(divergence, now, num_ranks=3, hosts=("here",) * 3, work=None, **waits):
+    """Asks after ``now`` seconds. Ranks without a wait are done; ``work``: the processor time of each process."""
+    running = {int(rank[1:]): wait for rank, wait in waits.items()}
+    activities = {
+        rank: protocol.RankActivity(running.get(rank, ""), hosts[rank], (work or {}).get(rank, 0.0))
+        for rank in range(num_ranks)
+    }
+    return divergence.is_certain(activities, running.keys(), now)
 
 
 class TestDivergence:
@@ -88,13 +93,36 @@ class TestDivergence:
     def test_who_computes_may_still_send(self):
         divergence = Divergence()
         assert not any(at(divergence, now, r1="near 7", r2="") for now in (0.0, LOCAL_S, 100.0))
-        assert not any(Divergence().is_certain({1: None}, now) for now in (0.0, 100.0))
+        assert not any(Divergence().is_certain({0: None, 1: None}, [1], now) for now in (0.0, 100.0))
 
-    def test_what_comes_over_a_network_has_more_time_and_two_may_exchange_with_one_another(self):
+    @pytest.mark.parametrize("kind", [protocol.REMOTE, protocol.PLAIN])
+    def test_on_one_host_everything_that_was_sent_arrives_as_long_as_a_process_works(self, kind):
+        waits = {"r1": f"{kind} 7", "r2": f"{kind} 3"}
         divergence = Divergence()
-        assert not at(divergence, 0.0, r1="far 7") and not at(divergence, LOCAL_S, r1="far 7")
-        assert at(divergence, REMOTE_S, r1="far 7")
-        assert not any(at(divergence, now, r1="far 7", r2="far 7") for now in (20.0, 100.0))
+        assert not at(divergence, 0.0, **waits) and at(divergence, LOCAL_S, **waits)
+        for worker in range(3):  # rank 0 has finished: it may send what its program has left to other threads
+            divergence = Divergence()
+            assert not any(at(divergence, now, work={worker: 0.1 * now}, **waits) for now in range(100))
+
+    def test_what_comes_from_another_host_has_more_time(self):
+        divergence, hosts = Divergence(), ("here", "here", "there")
+        assert not any(at(divergence, now, hosts=hosts, r1="far 7", r2="far 7") for now in (0.0, REMOTE_S / 2))
+        assert at(divergence, REMOTE_S, hosts=hosts, r1="far 7", r2="far 7")
+
+    def test_one_rank_that_waits_alone_waits_for_nobody(self):
+        divergence = Divergence()
+        assert not any(at(divergence, now, work={1: now}, r1="far 7") for now in (0.0, REMOTE_S / 2))
+        assert at(divergence, REMOTE_S, work={1: REMOTE_S}, r1="far 7")
+
+    def test_where_all_run_only_plain_waits_need_the_notebook(self):
+        for kind, found in ((protocol.LOCAL, False), (protocol.REMOTE, False), (protocol.PLAIN, True)):
+            divergence, waits = Divergence(), {"r0": f"{kind} 7", "r1": "near 3"}
+            assert not at(divergence, 0.0, 2, **waits) and at(divergence, LOCAL_S, 2, **waits) is found
+
+    def test_a_stopped_process_never_comes(self):
+        for kind, found in ((protocol.LOCAL, False), (protocol.PLAIN, True)):
+            divergence, waits = Divergence(), {"r0": f"{kind} 7", "r1": protocol.STOPPED}
+            assert not at(divergence, 0.0, 2, **waits) and at(divergence, LOCAL_S, 2, **waits) is found
 
 
 @pytest.mark.engines

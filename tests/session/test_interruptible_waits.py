@@ -1,26 +1,27 @@
 """A thread that waits for other ranks is recognised by the file whose function waits."""
 
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from workbench.session.on_engine import control
+from workbench.session.on_engine import activity
 from workbench.transport.messaging import waiter
 from workbench.transport.messaging.message_transport import MessageTransport
 from workbench.transport.network.helper_thread import HelperThread
 
 
 def test_the_files_of_waits_exist():
-    assert all(Path(file).is_file() for file in (control._LOCAL_WAITS, *control._REMOTE_WAITS))
+    assert all(Path(file).is_file() for file in (activity.LOCAL_WAITS, activity.REMOTE_WAITS, activity.PLAIN_WAITS))
 
 
 def test_a_wait_in_a_helper_thread_is_recognised():
     release, found = threading.Event(), []
 
     def look() -> None:
-        found.append(control._wait_of(control.sys._current_frames()[main], None))
+        found.append(activity.wait_of(sys._current_frames()[main], None))
         release.set()
 
     main = threading.get_ident()
@@ -28,7 +29,7 @@ def test_a_wait_in_a_helper_thread_is_recognised():
     helper.run(release.wait, look)
     helper.close()
     assert found[0].startswith("far 0.")
-    assert control._wait_of(control.sys._current_frames()[main], None) == ""
+    assert activity.wait_of(sys._current_frames()[main], None) == ""
 
 
 class Waiting(MessageTransport):
@@ -52,7 +53,7 @@ def test_a_rank_that_has_not_taken_its_message_yet_does_not_wait(has_message, fo
     seen = []
 
     def sleep(seconds):
-        seen.append(control._wait_of(control.sys._current_frames()[threading.get_ident()], world))
+        seen.append(activity.wait_of(sys._current_frames()[threading.get_ident()], world))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(waiter.time, "sleep", sleep)

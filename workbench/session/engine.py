@@ -14,6 +14,7 @@ from typing import Any
 
 from workbench.session import protocol
 from workbench.session.on_engine import completion as engine_assist
+from workbench.session.on_engine import connections as engine_connections
 from workbench.session.on_engine import control as engine_control
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
@@ -26,11 +27,14 @@ from workbench.session.processes import oom_kills
 __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 
 
-def join(rank: int, world_size: int, init_method: str, device: str | None, search_path: list[str]) -> dict[str, Any]:
+def join(
+    rank: int, world_size: int, init_method: str, device: str | None, search_path: list[str], pids: list[int]
+) -> dict[str, Any]:
     """Become ``rank`` of a new world and answer to the notebook; returns facts about this engine.
 
-    It first leaves its earlier world, whose ranks may have diverged; variables stay.
-    ``search_path``: the notebook's search path of modules, so that the engine can import what sent functions need.
+    It first leaves its earlier world, whose ranks may have diverged; variables stay. ``search_path``: the notebook's
+    search path of modules, so that the engine can import what sent functions need. ``pids``: processes of this host in
+    the earlier world. Calls that they still wait in would also hold up whoever frees a process group of that world.
     """
     import socket
 
@@ -38,6 +42,8 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     os.environ.setdefault("LOCAL_RANK", str(rank))
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
+    engine_connections.break_to(pids)
+    engine_connections.forget()
     oom_kills.raise_oom_score()
 
     from workbench.tensors import world

@@ -182,7 +182,8 @@ class EnginePool:
     def _join(self, listener: Listener) -> None:
         """Have all engines join a new world."""
         store = self._choose_store(listener)
-        arguments = [(rank, self.num_engines, store, self.device, sys.path) for rank in self.ranks]
+        pids = self._processes.pids() if self._world_is_stale else []
+        arguments = [(rank, self.num_engines, store, self.device, sys.path, pids) for rank in self.ranks]
         request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
         outcome = self.follow(request, listener)
         if outcome.stop_reason == "interrupt":
@@ -232,6 +233,9 @@ class _IgnoredProcesses:
 
     def kill(self, ranks: Sequence[int]) -> None:
         pass
+
+    def pids(self) -> list[int]:
+        return []
 
     def how_ended(self, rank: int) -> str:
         return ""

@@ -16,8 +16,9 @@ from typing import Any
 #: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
-#: The name of a wait between ranks that share memory begins with it: their messages arrive at once.
-LOCAL = "near"
+#: The name of a wait begins with one of them. Ranks that share memory: their messages arrive at once. Over a network.
+#: In plain torch.distributed: nobody but the notebook finds out that such a wait has no end. Of a stopped process.
+LOCAL, REMOTE, PLAIN, STOPPED = "near", "far", "plain", "stopped"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
 #: A larger value of a cell's last expression is not sent with the cell's reply.
@@ -143,7 +144,16 @@ class RankStatus:
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
+
+
+@dataclass(frozen=True, slots=True)
+class RankActivity:
+    """Whether a rank can continue by itself."""
+
     waits: str = ""  #: the main thread's wait for other ranks: ``"near 17"``, ``"far 3"``; empty if it does not wait
+    host: str = ""
+    processor_s: float = 0.0  #: the time that its process has used so far
+    wanted_s: float = 0.0  #: that time, and the time for which its threads have waited for a processor
 
 
 class TooLarge(ValueError):

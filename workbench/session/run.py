@@ -58,7 +58,7 @@ class Outcome:
     dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
-    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence" or ""
+    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
     replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
     killed: tuple[int, ...] = ()
     killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
@@ -93,6 +93,9 @@ class Processes(Protocol):
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
 
+    def pids(self) -> list[int]:
+        """The engines' processes on this host."""
+
     def how_ended(self, rank: int) -> str:
         """How a dead engine ended, in words."""
 
@@ -115,11 +118,12 @@ class Run:
         report: Callable[[str], None] = print,
     ) -> None:
         self.label, self._report = label, report
-        self._num_ranks = num_ranks  # of the session, if ranks that wait for ranks that are done are to be stopped
-        self._divergence, self._probes, self._next_probe_s = Divergence(), dict[int, ControlCall](), 0.0
+        self._num_ranks = num_ranks  # of the session, if ranks that wait for one another without end are to be stopped
+        self._divergence, self._probes = Divergence(), dict[int, ControlCall]()
         self._engines, self._request, self._listener = engines, request, listener
         self._processes = processes
         self._started_s = time.monotonic()
+        self._next_probe_s = self._started_s + FIRST_PROBE_S
         self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
         self._pending = set(request.ranks)
         self._output_complete: set[int] = set()  # ranks whose output is complete
@@ -203,7 +207,7 @@ class Run:
         times = [self._deadline_s, self._listener.wakeup(), self._escalation.wakeup() if self._escalation else None]
         if self._first_failure_s is not None and self._escalation is None:
             times.append(self._first_failure_s + FAILURE_GRACE_S)
-        if 0 < len(self._pending) < self._num_ranks and self._escalation is None:
+        if self._num_ranks and self._escalation is None:
             times.append(self._next_probe_s)
         now = time.monotonic()
         return min([max(0.001, moment - now) for moment in times if moment is not None], default=_POLL_S)
@@ -225,6 +229,7 @@ class Run:
             return
         self._pending.discard(event.rank)
         self._last_reply_s = event.time_s
+        self._next_probe_s = min(self._next_probe_s, event.time_s + FIRST_PROBE_S)
         self.outcome.replies[event.rank] = event.content
         self.outcome.replied_s[event.rank] = event.time_s - self._started_s
         failed = isinstance(event.content, Exception)
@@ -252,19 +257,21 @@ class Run:
             return "failure"
         if self._deadline_s is not None and now >= self._deadline_s:
             return "timeout"
-        return "divergence" if self._have_diverged(now) else ""
+        if not self._have_diverged(now):
+            return ""
+        return "divergence" if len(self._pending) < self._num_ranks else "deadlock"
 
     def _have_diverged(self, now: float) -> bool:
-        """Probe the ranks that still run, from time to time, once others have finished."""
-        if len(self._pending) >= self._num_ranks:
+        """Ask all ranks from time to time what they do: often once some have finished, and else every second."""
+        if not self._num_ranks or now < self._next_probe_s:
             return False
-        if now < self._next_probe_s:
-            return False
-        found = {rank: call.answer(timeout_s=0.0) for rank, call in self._probes.items() if rank in self._pending}
-        is_certain = bool(found) and set(found) == self._pending and self._divergence.is_certain(found, now)
-        is_first = not self._next_probe_s
-        self._probes = {} if is_first else self._engines.control(sorted(self._pending), "status")
-        self._next_probe_s = now + (FIRST_PROBE_S if is_first else self._divergence.period_s)
+        found = {rank: call.answer(timeout_s=0.0) for rank, call in self._probes.items()}
+        silent = [rank for rank in self._pending if self._probes and found.get(rank) is None]
+        stopped = protocol.RankActivity(waits=protocol.STOPPED)
+        found |= {rank: stopped for rank in silent if self._processes.is_stopped(rank)}
+        is_certain = bool(found) and self._divergence.is_certain(found, self._pending, now)
+        self._probes = self._engines.control(range(self._num_ranks), "activity")
+        self._next_probe_s = now + self._divergence.period_s
         return is_certain
 
     def _begin_stopping(self, reason: str, now: float) -> None:
@@ -272,16 +279,16 @@ class Run:
         self.outcome.stopped = tuple(sorted(self._pending))
         self._escalation, self._stopping_s = StopEscalation(now), now
         self._places = self._engines.control(self.outcome.stopped, "status")
-        for rank, status in self._poll_places(timeout_s=0.1).items():
-            self.outcome.places[rank] = status.doing
+        self._poll_places(timeout_s=0.1)
 
-    def _poll_places(self, timeout_s: float = 0.0) -> dict[int, protocol.RankStatus]:
-        """The answers of the ranks that were asked last. Waits at most ``timeout_s`` for each."""
+    def _poll_places(self, timeout_s: float = 0.0) -> None:
+        """Take the answers of the ranks that were asked last. Waits at most ``timeout_s`` for each."""
         found = {rank: call.answer(timeout_s) for rank, call in self._places.items()}
         answered = {rank: status for rank, status in found.items() if status is not None}
         self._importing -= set(answered)
         self._importing |= {rank for rank, status in answered.items() if status.importing}
-        return answered
+        for rank, status in answered.items():
+            self.outcome.places.setdefault(rank, status.doing)
 
     def _run_step(self, step: str, now: float) -> None:
         ranks = sorted(self._pending)
@@ -291,7 +298,8 @@ class Run:
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             self._interrupts += self._engines.signal(ranks, "SIGINT").items()
         elif step == "abort":
-            self._engines.control(ranks, "abort", reason=f"stopped by the notebook ({self.outcome.stop_reason})")
+            reason = f"stopped by the notebook ({self.outcome.stop_reason})"
+            self._engines.control(ranks, "abort", reason=reason, pids=self._processes.pids())
         else:
             self._kill_unless_importing(ranks, now)
 

@@ -3,6 +3,7 @@
 Operations:
 
 * ``status``: a `RankStatus` with the main thread's stack.
+* ``activity``: a `RankActivity`, cheap enough to be asked every second.
 * ``abort``: end waits for other ranks.
 * ``stop``: make `stop_requested` true for one run.
 * ``command``: let a training run pause, resume, change its strategy or stop.
@@ -16,15 +17,14 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from workbench.errors import WorldError
 from workbench.session import protocol
+from workbench.session.on_engine import activity as engine_activity
 from workbench.session.on_engine import completion as engine_assist
+from workbench.session.on_engine import connections as engine_connections
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
 from workbench.session.on_engine import interruptible_waits as engine_waits
@@ -32,13 +32,11 @@ from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
 
-if TYPE_CHECKING:
-    from workbench.transport.messaging.message_transport import MessageTransport
-
-_PACKAGE = Path(__file__).parents[2]
-_LOCAL_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
-_REMOTE_WAITS = (str(_PACKAGE / "transport" / "network" / "helper_thread.py"), engine_waits.__file__)
-"""Files in whose functions a thread waits for other ranks."""
+_WRAPPERS = (
+    os.path.join("torch", "distributed", "c10d_logger.py"),
+    os.path.join("workbench", "tensors", "torch_patches"),
+)
+"""Calls of torch go through them."""
 _num_requests = 0
 
 
@@ -88,35 +86,16 @@ def status() -> protocol.RankStatus:
         doing=describe_place(stack, importing),
         stack=stack,
         importing=importing,
-        waits=_wait_of(sys._current_frames().get(_main_thread_id()), world),
     )
 
 
-def abort(reason: str) -> None:
-    """End the main thread's wait for other ranks."""
+def abort(reason: str, pids: Sequence[int] = ()) -> None:
+    """End the main thread's wait for other ranks. ``pids``: the processes of the engines on this host."""
     engine_waits.abort(reason)
     world = _world()
     if world is not None:
         world.abort(reason)
-
-
-def _wait_of(frame: FrameType | None, world: Any) -> str:
-    """A name for the wait that a thread is in. Each wait has a name of its own."""
-    files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
-    number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
-    if _LOCAL_WAITS in files and (transport := _message_transport(world)) is not None:
-        # a rank whose message has arrived can go on, though it may not have got a processor yet
-        return "" if transport.has_pending_message() else f"{protocol.LOCAL} {number}"
-    return f"far {number}" if any(file in files for file in (_LOCAL_WAITS, *_REMOTE_WAITS)) else ""
-
-
-def _message_transport(world: Any) -> MessageTransport | None:
-    """The world's transport if all its messages are in memory of this host. Loads torch, which a world needs anyway."""
-    if world is None:
-        return None
-    from workbench.transport.messaging.message_transport import MessageTransport
-
-    return world.transport if isinstance(world.transport, MessageTransport) else None
+    engine_connections.break_to(pids)
 
 
 def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:
@@ -127,7 +106,8 @@ def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> st
     if not stack:
         return ""
     last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
-    called = stack[last_cell + 1] if last_cell + 1 < len(stack) else None
+    inner = [frame for frame in stack[last_cell + 1 :] if not any(part in frame.file for part in _WRAPPERS)]
+    called = inner[0] if inner else None
     inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
     if importing:
         inside = f"importing {importing}"
@@ -152,6 +132,7 @@ def _world() -> Any:
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
+    "activity": lambda: engine_activity.activity(_world()),
     "abort": abort,
     "stop": engine_shell.request_stop,
     "command": engine_commands.add,

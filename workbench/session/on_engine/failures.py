@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.errors import CollectiveAborted
 from workbench.session import protocol
+from workbench.session.on_engine import connections
 from workbench.session.on_engine.shell import current_tag, send, shell
 
 _LINES_AROUND = 2
@@ -70,7 +71,7 @@ def failure_of(error: BaseException) -> protocol.Failure:
         message=_safe_str(error),
         frames=frames_of_traceback(error.__traceback__),
         time_s=time.time(),
-        was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)),
+        was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)) or connections.are_broken(),
         chain=tuple(_chain(error)),
         syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
         broke_off_step=_broke_off_step(),

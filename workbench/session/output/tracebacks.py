@@ -63,7 +63,7 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
-    if outcome.stop_reason == "divergence":
+    if outcome.stop_reason in ("divergence", "deadlock"):
         lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
     for rank in _died(outcome):
         died = f"rank {rank} died while running this {what} ({outcome.dead[rank]}): its variables are lost. "
@@ -213,6 +213,11 @@ def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
 def _divergence_line(outcome: Outcome, what: str) -> str:
     """Which ranks wait for which others, why these do not come, and the fix."""
     done = sorted(set(outcome.replies) - set(outcome.stopped))
+    if outcome.stop_reason == "deadlock":
+        return (
+            f"The ranks have diverged in this {what}: all of them wait for one another, in different calls. All ranks "
+            f"must run the same calls that move data, in the same order."
+        )
     waiting = f"{describe_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
     them = f"{describe_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"
     return (

@@ -247,6 +247,10 @@ class LocalProcesses:
             except (KeyError, psutil.NoSuchProcess):
                 continue
 
+    def pids(self) -> list[int]:
+        """The engines' processes."""
+        return [process.pid for process in self.engines.values()]
+
     def is_stopped(self, rank: int) -> bool:
         """Whether the engine's process is stopped, by SIGSTOP for example."""
         try:

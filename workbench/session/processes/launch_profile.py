@@ -99,6 +99,10 @@ class ProfileProcesses:
             if alive:
                 self._client.send_signal("SIGKILL", targets=alive, block=False)
 
+    def pids(self) -> list[int]:
+        """The notebook does not see the processes of a profile."""
+        return []
+
     def is_stopped(self, rank: int) -> bool:
         """The notebook does not see the processes of a profile."""
         return False
