@@ -217,6 +217,3 @@ def _called_in(frame: FrameType) -> str:
     if name == "__torch_function__":
         return fold_name(frame.f_locals["func"]).folded
     return name if name.isidentifier() and not name.startswith("_") else ""
-
-
-__all__ = ["BoxingRecord", "BoxingTrace", "Site", "Totals", "find_site", "trace"]

@@ -42,6 +42,3 @@ class DeviceMeter:
             except Exception:  # noqa: BLE001 - NVML's errors are of a package that may be missing; slices (MIG) have none
                 self._has_nvml = False
         return found
-
-
-__all__ = ["DeviceMeter"]

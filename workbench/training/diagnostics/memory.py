@@ -15,15 +15,20 @@ from torch import nn
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of this rank's shards; a placeholder's single zero does not count."""
-    sizes: dict[int, int] = {}
+def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+    """Bytes of the distinct storages of this rank's shards, without those whose addresses are in ``seen``, which gets
+    them all; a placeholder's single zero does not count.
+    """
+    total, seen = 0, set() if seen is None else seen
+    found = list(tensors)  # an iterator over gradients takes them as the program does
     with local_torch():
-        for tensor in tensors:
-            if not (isinstance(tensor, GlobalTensor) and tensor.is_placeholder):
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+        for tensor in found:
+            storage = tensor.untyped_storage()
+            is_placeholder = isinstance(tensor, GlobalTensor) and tensor.is_placeholder
+            if not is_placeholder and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
 
 
 def model_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -53,9 +58,9 @@ class ActivationMeter:
     Under a schedule that is only some of the micro-batches: what a backward has used is given back.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         with local_torch():
-            self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            self._own = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
         self._holders: dict[int, int] = {}  # by address of a storage
         self._held_bytes = 0
         self.size_bytes = 0
@@ -142,7 +147,7 @@ class PeakMeter:
             return self._largest
         now = _allocated_bytes()
         grown = sum(max(0, size - self._allocated[kind]) for kind, size in now.items())
-        self._largest = max(self._largest, _peak_resident_bytes() - self._baseline, grown)
+        self._largest = max(self._largest, _status_bytes("VmHWM")["VmHWM"] - self._baseline, grown)
         return self._largest
 
 
@@ -160,10 +165,6 @@ def _reset_peak() -> bool:
         return True
     except OSError:
         return False
-
-
-def _peak_resident_bytes() -> int:
-    return _status_bytes("VmHWM")["VmHWM"]
 
 
 def _allocated_bytes() -> dict[str, int]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
-from workbench.training.diagnostics.memory import gradients, optimizer_state
+from workbench.training.diagnostics.memory import ActivationMeter, gradients, optimizer_state, storage_bytes
 from workbench.units import format_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "transport")
@@ -25,8 +23,8 @@ class MemoryReport:
 
     def __init__(self, modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         self._modules, self._optimizers = modules, optimizers
-        self._saved: _Saved | None = None
-        self._hooks: Any = None
+        self._activations: ActivationMeter | None = None
+        self._measured: Any = None
         self._ranks: list[dict[str, int]] = []
         self.refresh()
 
@@ -53,28 +51,27 @@ class MemoryReport:
     __repr__ = __str__
 
     def __enter__(self) -> MemoryReport:
-        own = (parameter for module in self._modules for parameter in module.parameters())
-        self._saved = _Saved(own)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, _unpack)
-        self._hooks.__enter__()
+        self._activations = ActivationMeter(*self._modules)
+        self._measured = self._activations.measure()
+        self._measured.__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._hooks.__exit__(*exc)
+        self._measured.__exit__(*exc)
         if exc[0] is None:
             self.refresh()
 
     def _count(self, world: World) -> dict[str, int]:
         seen: set[int] = set()
         held = {
-            "parameters": _bytes_of((p for m in self._modules for p in m.parameters()), seen),
-            "buffers": _bytes_of((b for m in self._modules for b in m.buffers()), seen),
-            "gradients": _bytes_of((g for m in self._modules for g in gradients(m)), seen),
-            "optimizer": _bytes_of((t for o in self._optimizers for t in optimizer_state(o)), seen),
+            "parameters": storage_bytes((p for m in self._modules for p in m.parameters()), seen),
+            "buffers": storage_bytes((b for m in self._modules for b in m.buffers()), seen),
+            "gradients": storage_bytes((g for m in self._modules for g in gradients(m)), seen),
+            "optimizer": storage_bytes((t for o in self._optimizers for t in optimizer_state(o)), seen),
         }
-        if self._saved is not None:
-            held["activations"] = self._saved.most_bytes
-        held["transport"] = _transport_bytes(world)
+        if self._activations is not None:
+            held["activations"] = self._activations.size_bytes
+        held["transport"] = getattr(world.transport, "idle_bytes", 0)
         return {kind: held[kind] for kind in KINDS if kind in held}
 
 
@@ -111,67 +108,3 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
         [thing for thing in things if isinstance(thing, nn.Module)],
         [thing for thing in things if isinstance(thing, torch.optim.Optimizer)],
     )
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        if isinstance(tensor, GlobalTensor) and tensor.is_placeholder:
-            continue
-        with local_torch():
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-    return total
-
-
-def _transport_bytes(world: World) -> int:
-    found: int = getattr(world.transport, "idle_bytes", 0)
-    return found
-
-
-class _Saved:
-    """The storages that autograd keeps at the moment, and their largest sum so far."""
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        with local_torch():
-            self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
-        self._holders: dict[int, int] = {}
-        self._now = self.most_bytes = 0
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        with local_torch():
-            storage = tensor.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-            is_placeholder = tensor.numel() * tensor.element_size() > size
-        if address in self._own or is_placeholder:
-            return tensor
-        if self._holders.setdefault(address, 0) == 0:
-            self._now += size
-            self.most_bytes = max(self.most_bytes, self._now)
-        self._holders[address] += 1
-        return _SavedTensor(tensor, address, size, self)
-
-    def release(self, address: int, size: int) -> None:
-        """Record that one of a storage's keepers has released it."""
-        self._holders[address] -= 1
-        if self._holders[address] == 0:
-            self._now -= size
-
-
-class _SavedTensor:
-    """The object that autograd keeps instead of a tensor. It reports its release."""
-
-    __slots__ = ("address", "saved", "size", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, address: int, size: int, saved: _Saved) -> None:
-        self.tensor, self.address, self.size, self.saved = tensor, address, size, saved
-
-    def __del__(self) -> None:
-        self.saved.release(self.address, self.size)
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    tensor: torch.Tensor = kept.tensor if isinstance(kept, _SavedTensor) else kept
-    return tensor
