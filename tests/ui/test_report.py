@@ -41,7 +41,8 @@ def test_all_figures_come_in_both_themes(result: Comparison):
     block = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
     assert block
     figures = json.loads(block.group(1))
-    assert {"throughput", "scatter", "loss", "difference", "throughput-by-step", "memory"} <= figures.keys()
+    assert {"throughput", "loss", "difference", "throughput-by-step", "memory"} <= figures.keys()
+    assert html.count('<svg class="wb-scatter"') == 1
     for name, themes in figures.items():
         assert f'<div id="{name}">' in html
         assert themes["light"]["layout"]["font"]["color"] != themes["dark"]["layout"]["font"]["color"]

@@ -17,7 +17,6 @@ from workbench.ui.run_figures import (
     memory_figure,
     throughput_figure,
 )
-from workbench.ui.runs.scatter_figure import scatter_figure
 
 
 def trace_of(figure: go.Figure, name: str, mode: str | None = None) -> go.Scatter | go.Bar:
@@ -108,7 +107,6 @@ def test_figures_use_the_theme_and_numpy(colours, runs: list[RunRecord], baselin
         throughput_figure(runs, colours),
         memory_figure(runs, colours),
         comparison_figure(runs, baseline, colours),
-        scatter_figure(runs, baseline, colours),
     ]
     for figure in figures:
         assert figure.layout.font.color == colours.ink
@@ -122,7 +120,6 @@ def test_figures_of_nothing_are_empty_not_errors(baseline: RunRecord):
         throughput_figure([]),
         memory_figure([]),
         comparison_figure([]),
-        scatter_figure([]),
     ):
         assert isinstance(figure, go.Figure)
     assert isinstance(loss_difference_figure([], baseline), go.Figure)

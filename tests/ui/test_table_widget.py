@@ -20,7 +20,15 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
-from workbench.ui.runs.table_rows import filter_rows, key_of, prediction_errors, rows_csv, run_rows, sorted_rows
+from workbench.ui.runs.table_rows import (
+    filter_rows,
+    key_of,
+    pareto_front,
+    prediction_errors,
+    rows_csv,
+    run_rows,
+    sorted_rows,
+)
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.static_panel import static_text
 
@@ -98,6 +106,20 @@ def test_how_good_predictions_were(runs: list[RunRecord]):
 # ---- the scatter ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("memory", "rate", "front"),
+    [
+        ([], [], []),
+        ([1], [1], [0]),
+        ([3, 1, 2, 2], [9, 5, 4, 7], [1, 3, 0]),
+        ([1, 1], [5, 5], [0]),
+        ([1, 2, 3], [3, 2, 1], [0]),
+    ],
+)
+def test_the_front_holds_what_nothing_beats(memory: list[int], rate: list[int], front: list[int]):
+    assert pareto_front(memory, rate) == front
+
+
 def parsed(svg: str) -> ElementTree.Element:
     return ElementTree.fromstring(svg)
 
@@ -136,7 +158,7 @@ def test_a_long_name_does_not_cover_the_numbers_of_the_axis(runs: list[RunRecord
     for text in texts:
         width, x = text_width(text.text or "", 12), float(text.attrib["x"])
         css = text.attrib["class"].split()
-        left = x - (width if "e" in css else width / 2 if "c" in css else 0)
+        left = x - (width if "end" in css else width / 2 if "middle" in css else 0)
         assert left >= 38, "numbers of the axis end at 34"
 
 

@@ -98,6 +98,3 @@ def failure_html(error: BaseException) -> str:
     rest = "\n".join([*lines[_LONGEST_WORDS:], "".join(traceback.format_exception(error))])
     fold = element("details", element("summary", text="traceback"), element("pre", text=rest))
     return element("div", element("div", text="\n".join(lines[:_LONGEST_WORDS])), fold, css="wb-failure")
-
-
-__all__ = ["Failures", "failure_html", "guarded"]

@@ -106,6 +106,3 @@ def _slice(held: dict[str, Any], stage: int, width: float, height: float, left: 
         for part in held["parts"]
     ]
     return [*filled, panel_svg.bar(left, top, width, height, "none", css="outline")]
-
-
-__all__ = ["static_grid_html"]

@@ -41,6 +41,3 @@ def _known(devices: Iterable[dict[str, float]], kind: str) -> list[float]:
 
 def _from_to(texts: list[str]) -> str:
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
-
-
-__all__ = ["device_line"]

@@ -12,7 +12,12 @@ from workbench.core.strategy import Strategy
 
 
 class Run(Protocol):
-    """A training run in the background (``workbench.session.comparison.comparison.TrainingRun``)."""
+    """A training run in the background (``workbench.session.comparison.comparison.TrainingRun``).
+
+    ``one_device_losses`` are those of the same steps on one device; None until they are known.
+    """
+
+    one_device_losses: Sequence[float] | None
 
     def poll(self) -> Sequence[object]:
         """The messages since the last call."""

@@ -45,6 +45,3 @@ def running_medians(values: Sequence[float] | np.ndarray, times_s: Sequence[floa
     running = RunningMedian()
     known = [(float(value), float(time)) for value, time in zip(values, times_s, strict=True)]
     return np.array([running.add(value, time) if value == value else np.nan for value, time in known])
-
-
-__all__ = ["RunningMedian", "running_medians"]

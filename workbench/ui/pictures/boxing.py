@@ -8,15 +8,13 @@ its rank has no line. Terms of one sum are drawn side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from html import escape
 
 from workbench.core.boxing import BoxingPlan
 from workbench.core.boxing_path import BoxingPath
 from workbench.core.layout import Region, format_sbp
 from workbench.core.moves import Move
-from workbench.theme import LIGHT, UI_FONT, Palette, palette
-from workbench.ui.pictures.svg import Picture
+from workbench.theme import LIGHT, Palette, palette
+from workbench.ui.pictures.svg import Box, Picture, curve, document, rect, text
 from workbench.units import format_bytes
 
 MAX_RANKS = 16
@@ -24,16 +22,6 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 190.0, 96.0
 _LEFT, _TOP, _ROW_GAP = 118.0, 66.0, 26.0
 _BETWEEN = 250.0
 _RIGHT_MARGIN = 132.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A rectangle on the page."""
-
-    x: float
-    y: float
-    width: float
-    height: float
 
 
 def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Picture:
@@ -78,38 +66,23 @@ class _Picture:
         self.right = _LEFT + self.panel[0] + _BETWEEN
 
     def draw(self) -> str:
-        width = self.right + self.panel[0] + _RIGHT_MARGIN
-        height = self._row_top(len(self.ranks)) + 14
-        size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        font = f'font-family="{escape(UI_FONT)}" font-size="12" fill="{self.colours.ink}"'
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-            f"<title>{escape(self.plan.title)}</title>",
-            f'<rect width="{width:.0f}" height="{height:.0f}" rx="8" fill="{self.colours.background}"/>',
-            *self._heading(width),
-            *self._lines(),
-            *(part for index, rank in enumerate(self.ranks) for part in self._row(index, rank)),
-            "</svg>",
-        ]
-        return "\n".join(parts) + "\n"
+        size = (self.right + self.panel[0] + _RIGHT_MARGIN, self._row_top(len(self.ranks)) + 14)
+        rows = (part for index, rank in enumerate(self.ranks) for part in self._row(index, rank))
+        return document(size, self.plan.title, self.colours, [*self._heading(), *self._lines(), *rows])
 
-    def _heading(self, width: float) -> Iterator[str]:
+    def _heading(self) -> Iterator[str]:
         plan = self.plan
         for x, layout, verb in ((_LEFT, plan.source, "has"), (self.right, plan.destination, "gets")):
-            text = escape(f"{verb} {format_sbp(layout.sbp)}")
-            yield f'<text x="{x + self.panel[0] / 2:.1f}" y="50" text-anchor="middle" font-weight="600">{text}</text>'
+            yield text(x + self.panel[0] / 2, 50, f"{verb} {format_sbp(layout.sbp)}", bold=True)
         shape = " × ".join(map(str, plan.shape))
-        text = f"{plan.kind} of a tensor of {shape}: {format_bytes(plan.wire_bytes)} on the wire"
-        yield (
-            f'<text x="{(_LEFT + self.panel[0] + self.right) / 2:.1f}" y="24" text-anchor="middle" font-size="14">'
-            f"{escape(text)}</text>"
-        )
+        words = f"{plan.kind} of a tensor of {shape}: {format_bytes(plan.wire_bytes)} on the wire"
+        yield text((_LEFT + self.panel[0] + self.right) / 2, 24, words, size=14)
 
     def _row(self, index: int, rank: int) -> Iterator[str]:
         plan, top = self.plan, self._row_top(index)
         middle = top + self.panel[1] / 2
         sent, received = plan.bytes_sent.get(rank, 0), plan.bytes_received.get(rank, 0)
-        yield f'<text x="16" y="{middle - 3:.1f}" font-weight="600">rank {rank}</text>'
+        yield text(16, middle - 3, f"rank {rank}", anchor="start", bold=True)
         if rank in plan.source.placement:
             yield self._note(16, middle + 13, f"sends {format_bytes(sent)}")
             yield self._outline(_LEFT, top)
@@ -139,13 +112,13 @@ class _Picture:
         name = "own" if move.source == move.destination else str(move.source)
         return f"+ {name}" if self.plan.reduction == "sum" and self._sharing(move)[0] is not move else name
 
-    def _place(self, move: Move, top: float) -> _Box:
+    def _place(self, move: Move, top: float) -> Box:
         """The place where a slice arrives. Terms of one sum share it."""
         shard = self.plan.destination.region(self.plan.shape, move.destination)
         box = self._box(self.right, top, _shifted(move.destination_region, shard))
         sharing = self._sharing(move)
         width = box.width / len(sharing)
-        return _Box(box.x + sharing.index(move) * width, box.y, width, box.height)
+        return Box(box.x + sharing.index(move) * width, box.y, width, box.height)
 
     def _lines(self) -> Iterator[str]:
         """One line per slice that moves. Its width grows with the slice's elements."""
@@ -155,42 +128,25 @@ class _Picture:
             shard = self.plan.source.region(self.plan.shape, move.source)
             start = self._box(_LEFT, self._row_top(self.ranks.index(move.source)), _shifted(move.source_region, shard))
             end = self._place(move, self._row_top(self.ranks.index(move.destination)))
-            x, y = _LEFT + self.panel[0] + 3, start.y + start.height / 2
-            to_x, to_y = self.right - 3, end.y + end.height / 2
-            bend = _BETWEEN / 2
-            yield (
-                f'<path d="M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {to_x - bend:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}" '
-                f'fill="none" stroke="{self._colour(move.source)}" opacity="0.85" '
-                f'stroke-width="{1 + 2 * move.num_elements / largest:.1f}"/>'
-            )
+            from_left, to_right = (_LEFT + self.panel[0] + 3, start.middle[1]), (self.right - 3, end.middle[1])
+            yield curve(from_left, to_right, self._colour(move.source), 1 + 2 * move.num_elements / largest)
 
-    def _slice(self, box: _Box, source: int, label: str) -> Iterator[str]:
-        yield (
-            f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
-            f'fill="{self._colour(source)}" stroke="{self.colours.background}"/>'
-        )
+    def _slice(self, box: Box, source: int, label: str) -> Iterator[str]:
+        yield rect(box, self._colour(source), self.colours.background)
         if box.height >= 11 and box.width >= 6.5 * len(label):
-            ink = self.colours.background if source % 2 == 0 else self.colours.ink
-            if self.colours.name == "dark":
-                ink = self.colours.background
-            yield (
-                f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:.1f}" text-anchor="middle" '
-                f'font-size="11" fill="{ink}">{label}</text>'
-            )
+            is_pale = source % 2 == 1 and self.colours.name != "dark"
+            ink = self.colours.ink if is_pale else self.colours.background
+            yield text(box.middle[0], box.middle[1] + 4, label, size=11, fill=ink)
 
-    def _note(self, x: float, y: float, text: str) -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" fill="{self.colours.muted}">{escape(text)}</text>'
+    def _note(self, x: float, y: float, words: str) -> str:
+        return text(x, y, words, anchor="start", fill=self.colours.muted)
 
     def _outline(self, x: float, y: float) -> str:
-        width, height = self.panel
-        return (
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{self.colours.sunk}" '
-            f'stroke="{self.colours.strong_line}"/>'
-        )
+        return rect(Box(x, y, *self.panel), self.colours.sunk, self.colours.strong_line)
 
-    def _box(self, left: float, top: float, region: Region) -> _Box:
+    def _box(self, left: float, top: float, region: Region) -> Box:
         (row, end_row), (column, end_column) = ((0, 1), *region)[-2:]
-        return _Box(
+        return Box(
             left + column * self.scale_x,
             top + row * self.scale_y,
             (end_column - column) * self.scale_x,

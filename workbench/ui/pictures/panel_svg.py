@@ -14,10 +14,10 @@ FEW_ROWS = 8
 _MAX_LABELLED_ROWS = 16
 
 
-def section(title: str, detail: str, picture: str, legend: str, css: str) -> str:
-    """A titled picture with its legend."""
+def section(title: str, detail: str, *parts: str, css: str = "") -> str:
+    """A title with a quiet detail, and what it is the title of: a picture and its legend."""
     head = element("h4", element("span", text=title), element("span", text=detail, css="wb-quiet"))
-    return element("section", head, picture, legend, css=css)
+    return element("section", head, *parts, css=css)
 
 
 def svg(width: float, height: float, summary: str, *parts: str) -> str:

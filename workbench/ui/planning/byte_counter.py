@@ -90,6 +90,3 @@ class ByteCounter:
             if self._wanted is None:
                 self._thread = None
             return self._wanted
-
-
-__all__ = ["MOST_RANKS", "ByteCounter", "Counter"]

@@ -135,6 +135,3 @@ def _ranks(num_ranks: int) -> list[tuple[str, int]]:
     """Powers of two, and the present number of ranks."""
     powers = {2**power for power in range(MOST_RANKS.bit_length()) if 2**power <= MOST_RANKS}
     return [(str(number), number) for number in sorted(powers | {num_ranks})]
-
-
-__all__ = ["MachineBar"]

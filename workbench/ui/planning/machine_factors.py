@@ -66,6 +66,3 @@ def machine_number(machine: Hardware, name: str, precision: str = "fp32") -> str
 def factor_text(factor: float) -> str:
     """``2.0`` -> ``"\u00d72"``; nothing where it is 1."""
     return "" if factor == 1 else f"{TIMES}{factor:.3g}"
-
-
-__all__ = ["MachineFactors", "factor_text", "machine_number"]

@@ -45,9 +45,8 @@ def memory_html(estimate: Estimate, resolved: ResolvedStrategy, limit_bytes: flo
         title, height, parts = "Predicted peak memory", *_cells(stages, peak, limit_bytes)
         detail = detail or (f"of {format_bytes(limit_bytes)}" if limit_bytes is not None else "")
     css = "memory over" if too_much else "memory"
-    return panel_svg.section(
-        title, detail, panel_svg.svg(WIDTH, height, summary, *parts), panel_svg.legend(legend), css
-    )
+    picture = panel_svg.svg(WIDTH, height, summary, *parts)
+    return panel_svg.section(title, detail, picture, panel_svg.legend(legend), css=css)
 
 
 # ---- few ranks: a bar each -------------------------------------------------------------------------------------------
@@ -150,6 +149,3 @@ def _row_of_cells(
     over = " limit" if limit is not None and largest > limit else ""
     description = format_bytes(largest) if len(row) == 1 else f"max {format_bytes(largest)}"
     return [*parts, panel_svg.text(x + 5, top + 11, description, f"value{over}")]
-
-
-__all__ = ["memory_html"]

@@ -21,6 +21,7 @@ from workbench.planning.strategy_comparison import PARTS, StrategyDifference, Wh
 from workbench.planning.write_strategy import write_strategy
 from workbench.ui.assets import element
 from workbench.ui.number_text import MINUS, TIMES, signed_percent, three_digits
+from workbench.ui.pictures.panel_svg import section
 from workbench.units import format_bytes, format_seconds
 
 _MOST_OTHERS = 6
@@ -116,11 +117,6 @@ def _priced(problem: Problem, found: PricedStrategy) -> PricedStrategy:
     return PricedStrategy(found.strategy, estimate, problem.value(found.strategy, estimate))
 
 
-def _section(title: str, detail: str, *parts: str) -> str:
-    head = element("h4", element("span", text=title), element("span", text=detail, css="wb-quiet"))
-    return element("section", head, *parts)
-
-
 def _table(titles: Sequence[str], rows: Sequence[str]) -> str:
     head = element("thead", element("tr", *(element("th", text=title, scope="col") for title in titles)))
     return element("table", head, element("tbody", *rows))
@@ -147,7 +143,7 @@ def _why(priced: PricedPlan) -> str:
     description = _alone_text(priced)
     alone = element("p", element("b", text=description), css="verdict") if description else ""
     stale = element("p", text=_stale_text(priced), css="stale") if priced.is_stale else ""
-    return _section(
+    return section(
         "Planner's choice", rate, _table(titles, rows), alone, element("p", text=note, css="wb-quiet"), stale
     )
 
@@ -214,19 +210,18 @@ def _split(estimate: Estimate, slowest: float) -> str:
 def _why_not(priced: PricedPlan, strategy: Strategy) -> str:
     verdict = priced.why_not(strategy)
     if verdict.difference is None or verdict.estimate is None:
-        return _section("Why not the rows above", "", element("p", text=verdict.text, css="verdict bad"))
+        return section("Why not the rows above", "", element("p", text=verdict.text, css="verdict bad"))
     difference = verdict.difference
     if not difference.options and not difference.layers:
-        return _section(
-            "Why not the rows above", "", element("p", text="They are the planner's choice.", css="verdict")
-        )
+        same = element("p", text="They are the planner's choice.", css="verdict")
+        return section("Why not the rows above", "", same)
     head, _, rest = verdict.text.partition(": ")
     detail = rest if verdict.reason == "memory" else ""
     css = "verdict bad" if verdict.reason == "memory" else "verdict"
     description = element("p", element("b", text=head), css=css)
     parts = [element("p", text=detail, css="bad")] if detail else []
     changes = _changes(priced.chosen.estimate, verdict.estimate)
-    return _section("Why not the rows above", "", description, *parts, changes, _differs(difference))
+    return section("Why not the rows above", "", description, *parts, changes, _differs(difference))
 
 
 def _changes(plan: Estimate, shown: Estimate) -> str:
@@ -297,11 +292,11 @@ def _layer(priced: PricedPlan, layer: str) -> str:
     found = priced.explain(layer) if layer else None
     if found is None:
         text = "Select a layer above to see what else it could do, and what that would cost."
-        return _section("What else a layer could do", "", element("p", text=text, css="wb-quiet"))
+        return section("What else a layer could do", "", element("p", text=text, css="wb-quiet"))
     chosen = found.alternatives[0].estimate
     rows = [_alternative(one, chosen) for one in found.alternatives]
     note = "in the planner's choice, all other layers left as they are"
-    return _section("What else a layer could do", layer, _table(("", "step", "", "peak per rank"), rows),
+    return section("What else a layer could do", layer, _table(("", "step", "", "peak per rank"), rows),
                     element("p", text=note, css="wb-quiet"))  # fmt: skip
 
 
@@ -320,6 +315,3 @@ def _alternative(one: Alternative, chosen: Estimate | None) -> str:
         _number(format_bytes(one.estimate.peak_bytes), "" if one.fits else "over"),
         css=css,
     )
-
-
-__all__ = ["PricedPlan", "note_html", "priced_plan_html", "problem_html"]

@@ -105,6 +105,3 @@ class PlannerSection:
         if self._priced_plan is None or self._priced_plan.problem.hardware != hardware:
             self._priced_plan = PricedPlan.of(self.plan, hardware)
         return priced_plan_html(self._priced_plan, strategy, layer)
-
-
-__all__ = ["PlannerSection", "search_for"]

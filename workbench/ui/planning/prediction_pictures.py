@@ -106,9 +106,8 @@ def _time(prediction: Prediction, ident: str) -> str:
         if seconds > _NOTHING * estimate.step_s
     )
     detail = f"{grouped_rate(estimate.samples_per_s)} samples/s"
-    return panel_svg.section(
-        "Predicted step time", detail, panel_svg.svg(width, 98, summary, *parts), panel_svg.legend(legend), "time"
-    )
+    picture = panel_svg.svg(width, 98, summary, *parts)
+    return panel_svg.section("Predicted step time", detail, picture, panel_svg.legend(legend), css="time")
 
 
 def grouped_rate(rate: float) -> str:
@@ -147,7 +146,7 @@ def _timeline(prediction: Prediction, ident: str) -> str:
     title = "Simulated pipeline" if has_stages else "Simulated step"
     if timeline is None or not any(timeline.spans):
         num_actions = 2 * resolved.num_stages * resolved.num_micro_batches
-        return panel_svg.section(title, f"{grouped(num_actions)} actions, too many to draw", "", "", "timeline")
+        return panel_svg.section(title, f"{grouped(num_actions)} actions, too many to draw", css="timeline")
     width, largest = _WIDTHS["timeline"], timeline.makespan_s or 1.0
     rows = timeline_rows(timeline, resolved, width - _TIMELINE_LEFT, prediction.estimate.boxing_shares)
     step = 28 if len(rows) <= 2 else 22 if len(rows) <= 4 else panel_svg.row_height(len(rows))
@@ -159,7 +158,8 @@ def _timeline(prediction: Prediction, ident: str) -> str:
     detail = f"{resolved.schedule}, {num} micro-batch{'es' if num > 1 else ''}, one step \u00b7 {bubble}"
     summary = f"simulated step of {format_seconds(largest)} on {len(rows)} pipeline ranks, {bubble}"
     picture = panel_svg.svg(width, bottom + 20, summary, *parts)
-    return panel_svg.section(title, detail, picture, panel_svg.legend(_timeline_legend(rows, has_stages)), "timeline")
+    legend = panel_svg.legend(_timeline_legend(rows, has_stages))
+    return panel_svg.section(title, detail, picture, legend, css="timeline")
 
 
 def _timeline_row(row: TimelineRow, index: int, num_rows: int, step: float, ident: str) -> list[str]:

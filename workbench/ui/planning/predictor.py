@@ -152,6 +152,3 @@ def counted(found: Estimate, sent: SentBytes | None) -> Estimate:
 def _num_actions(resolved: ResolvedStrategy) -> int:
     """Forward and backward of every micro-batch on every stage."""
     return 2 * resolved.num_stages * resolved.num_micro_batches
-
-
-__all__ = ["Predictor", "counted"]

@@ -223,6 +223,3 @@ def _fits(point: Point) -> bool:
 def _share(point: Point, name: str) -> float:
     row = point.row()
     return float(row[name] / row["step_s"])
-
-
-__all__ = ["METRICS", "parts_figure", "pipeline_figure", "sweep_figure"]

@@ -1,7 +1,6 @@
 """The comparison of finished runs.
 
 `table_rows` is the comparison as plain data, `table_widget` its widget, `render_table` its HTML and text.
-`scatter_figure` (plotly) and `scatter_picture` (SVG) show memory against throughput, `detail_pictures` predictions and
-time by layer, `report` the page that stands alone. `runs_section` follows the panel's runs, `trainer` starts them, and
-`runs_view` is ``wb.draw.runs``.
+`scatter_picture` shows memory against throughput, `detail_pictures` predictions and time by layer, `report` the page
+that stands alone. `runs_section` follows the panel's runs, `trainer` starts them, and `runs_view` is ``wb.draw.runs``.
 """

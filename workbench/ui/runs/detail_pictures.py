@@ -61,7 +61,7 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
         parts.append(panel_svg.text(x, y, name, anchor))
     description = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
     picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {description}", *parts)
-    return panel_svg.section("Prediction against measurement", "", picture, "", "predicted")
+    return panel_svg.section("Prediction against measurement", "", picture, css="predicted")
 
 
 def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
@@ -159,7 +159,7 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
     note = f"computing in a step, slowest rank{rest}"
     columns = f"grid-template-columns: fit-content(45%) repeat({len(drawn)}, minmax(0, 1fr))"
     picture = element("div", *cells, css="wb-layers", style=columns, role="img", aria_label=description)
-    return panel_svg.section("Time by layer", note, picture, panel_svg.legend(legend), "layers")
+    return panel_svg.section("Time by layer", note, picture, panel_svg.legend(legend), css="layers")
 
 
 def _layer_cell(layer: LayerTime | None, longest_s: float) -> str:
@@ -175,6 +175,3 @@ def _layer_cell(layer: LayerTime | None, longest_s: float) -> str:
     ]
     number = element("span", text=format_seconds(layer.total_s), css="quiet")
     return element("span", element("span", *bars, css="bars", style=length), number, css="row", data_tip=tip)
-
-
-__all__ = ["LayerTime", "layer_times", "layers_picture", "prediction_picture"]

@@ -51,22 +51,16 @@ def comparison_table_html(
     listed = [*others, *(row for row in rows if row.is_truth)]
     below = below_html(listed, [*runs, *([baseline] if baseline is not None else [])], chosen)
     table = rows_table_html(listed, selected=chosen)
-    return element("div", table_style(), table, below, footnote_html(rows), css="wb-comparison")
+    return element("div", table_style(), table, below, _footnote(rows), css="wb-comparison")
 
 
-def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None, below: str = "") -> str:
-    """Table and scatter side by side, ``below`` under them, with their style, for a page without a kernel."""
-    picture = element(
-        "div",
-        element("div", text="Memory against throughput", css="wb-scatter-title"),
-        scatter_picture(rows, selected, limit_bytes),
-        scatter_legend_html(),
-        css="wb-scatter-box",
-    )
-    table = element("div", rows_table_html(sorted_rows(rows), selected=selected), css="wb-table-box")
-    both = element("div", table, picture, css="wb-comparison-grid")
-    page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
-    return element("div", table_style(), page, css="wb-comparison")
+def comparison_html(
+    rows: Sequence[Row], sort: str, ascending: bool, selected: str, limit_bytes: float | None, below: str
+) -> str:
+    """Table and scatter side by side, ``below`` under them. ``sort`` and ``ascending`` say how the rows are sorted."""
+    table = element("div", rows_table_html(rows, sort, ascending, selected), css="wb-table-box")
+    both = element("div", table, scatter_html(rows, selected, limit_bytes), css="wb-comparison-grid")
+    return element("div", both, below, _footnote(rows), css="wb-comparison-page")
 
 
 def below_html(rows: Sequence[Row], runs: Sequence[RunRecord], selected: str = "") -> str:
@@ -196,7 +190,7 @@ def _peak(run: RunRecord) -> str:
     return format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else DASH
 
 
-def footnote_html(rows: Sequence[Row]) -> str:
+def _footnote(rows: Sequence[Row]) -> str:
     """The meaning of dot, tick and cross, and the errors of predictions."""
     errors = prediction_errors(rows)
     description = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
@@ -210,8 +204,14 @@ def footnote_html(rows: Sequence[Row]) -> str:
     )
 
 
-def scatter_legend_html() -> str:
-    """The legend of the scatter."""
+def scatter_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
+    """Memory against throughput: title, picture and legend."""
     keys = (("full", "Pareto"), ("hollow", "others"), ("square", "baseline"))
     spans = [element("span", element("i", css=css), element("span", text=name)) for css, name in keys]
-    return element("div", *spans, css="wb-scatter-legend")
+    return element(
+        "div",
+        element("div", text="Memory against throughput", css="wb-scatter-title"),
+        scatter_picture(rows, selected, limit_bytes),
+        element("div", *spans, css="wb-scatter-legend"),
+        css="wb-scatter-box",
+    )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import TOLERANCE, RunRecord
 from workbench.core.segments import by_strategy
+from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
@@ -25,21 +26,13 @@ from workbench.ui.run_figures import (
     memory_figure,
     throughput_figure,
 )
-from workbench.ui.runs.render_table import comparison_table_html
-from workbench.ui.runs.scatter_figure import scatter_figure
+from workbench.ui.runs.render_table import comparison_table_html, scatter_html
+from workbench.ui.runs.table_rows import key_of, run_rows
 from workbench.ui.short_names import short_names
 from workbench.units import format_count
 
 
-class Comparison(Protocol):
-    """The parts of ``wb.compare``'s result that a report needs."""
-
-    baseline: RunRecord | None
-    runs: list[RunRecord]
-    settings: dict[str, Any]
-
-
-def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str = "Comparison of strategies") -> Path:
+def write_report(result: CompareResult, path: str | os.PathLike[str], *, title: str = "Comparison of strategies") -> Path:
     """Write the page for ``result`` to ``path`` (folders are made) and return the path.
 
     The page holds all it needs (plotly.js included, some 5 MB), so it can be mailed or put on any web server.
@@ -53,11 +46,14 @@ def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str
     return target
 
 
-def report_html(result: Comparison, title: str = "Comparison of strategies") -> str:
+def report_html(result: CompareResult, title: str = "Comparison of strategies") -> str:
     """The whole page as a string."""
     state, sentence = verdict(result.runs)
     figures = _figures(result)
     boxes = [element("div", element("div", id=name), css="frame") for name in figures]
+    parts, truth = by_strategy(result.runs), [result.baseline] if result.baseline is not None else []
+    rows = run_rows([*parts, *truth], truth=key_of(truth[0]) if truth else "")
+    boxes.insert(1, element("div", scatter_html(rows), css="frame wb-comparison"))
     body = element(
         "main",
         element("h1", text=title),
@@ -66,7 +62,7 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
         element(
             "section",
             element("h2", text="Runs"),
-            comparison_table_html(by_strategy(result.runs), result.baseline),
+            comparison_table_html(parts, result.baseline),
             css="frame",
         ),
         element("section", *boxes, css="figures"),
@@ -79,21 +75,12 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n{scripts}</body></html>\n'
 
 
-@dataclass
-class _Runs:
-    """A report's runs that need not be of one comparison."""
-
-    runs: list[RunRecord]
-    baseline: RunRecord | None
-    settings: dict[str, Any]
-
-
 def runs_report_html(
     runs: Sequence[RunRecord], truth: RunRecord | None, title: str = "Comparison of strategies"
 ) -> str:
     """The page for runs that need not be of one comparison, with the one-device run if there is one."""
     settings = next((run.settings for run in runs if run.settings), {})
-    return report_html(_Runs(list(runs), truth, settings), title)
+    return report_html(CompareResult(truth, list(runs), settings), title)
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
@@ -122,12 +109,11 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     return ("warning", f"{sentence}, but {notes}") if notes else ("equal", sentence)
 
 
-def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
+def _figures(result: CompareResult) -> dict[str, Callable[[Palette], go.Figure]]:
     runs, parts, baseline = _shortly_named(result.runs), _shortly_named(by_strategy(result.runs)), result.baseline
     difference = (lambda colours: loss_difference_figure(runs, baseline, colours=colours)) if baseline else None
     return {
         "throughput": lambda colours: comparison_figure(parts, baseline, colours),
-        "scatter": lambda colours: scatter_figure(parts, baseline, colours),
         "loss": lambda colours: loss_figure(runs, baseline, colours),
         **({"difference": difference} if difference is not None else {}),
         "throughput-by-step": lambda colours: throughput_figure(runs, colours),
@@ -150,7 +136,7 @@ def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
     return f'<script type="application/json" id="figures">{text}</script>'
 
 
-def _facts(result: Comparison) -> str:
+def _facts(result: CompareResult) -> str:
     first = next((run for run in (*result.runs, result.baseline) if run is not None), None)
     num_ranks = sorted({run.num_ranks for run in result.runs})
     settings = result.settings

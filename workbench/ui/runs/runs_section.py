@@ -23,11 +23,11 @@ from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.live.chrome_trace import chrome_trace
 from workbench.ui.live.history import Message
-from workbench.ui.live.poller import Poller
+from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
-from workbench.ui.runs.trainer import OneDeviceSteps, PanelRun, Trainer
+from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunsSection:
         self._trainer, self._steps, self._callbacks = trainer, steps, callbacks
         self._lock = threading.RLock()
         self._poller: Poller | None = None
-        self._run: PanelRun | None = None
+        self._run: Run | None = None
         self._names: dict[str, str] = {}
         self._spans: list[StepSpans] = []
         self._is_changing = self._is_stopping = self.is_paused = False

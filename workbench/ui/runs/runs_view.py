@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import ipywidgets as widgets
 from IPython.display import display
 
 from workbench.core.metrics import RunRecord
+from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
@@ -17,18 +18,6 @@ from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.table_widget import RunTable
-
-
-class Compared(Protocol):
-    """The parts of ``wb.compare``'s result that the view needs."""
-
-    @property
-    def baseline(self) -> RunRecord | None:
-        """The run on one device; None without the check."""
-
-    @property
-    def runs(self) -> list[RunRecord]:
-        """The strategies' runs."""
 
 
 class RunsView(widgets.VBox):
@@ -48,7 +37,7 @@ class RunsView(widgets.VBox):
         display({"text/html": static, "text/plain": text}, raw=True)
 
 
-def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:
+def show_runs(runs: CompareResult | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:
     """Table and scatter plot of finished runs: sort, filter, hide, rename, compare with a baseline, export.
 
     Args:

@@ -41,8 +41,8 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
-        parts.append(_line(x, _TOP - 8, x, bottom, "wb-limit"))
-        parts.append(_text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "e error"))
+        parts.append(panel_svg.line(x, _TOP - 8, x, bottom, "wb-limit"))
+        parts.append(panel_svg.text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "end error"))
     order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
     labels = _labels([(drawn[i], points[i]) for i in order], points)
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
@@ -55,14 +55,14 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
 
 
 def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
-    parts, bottom = [_text(0, 16, "samples/s (more is better)", "m")], y_axis.start
+    parts, bottom = [panel_svg.text(0, 16, "samples/s (more is better)", "quiet")], y_axis.start
     for value in y_axis.ticks(5):
         y = y_axis.at(value)
-        parts += [_line(_LEFT, y, _RIGHT, y, "rule"), _text(_LEFT - 6, y + 4, _short(value), "m e")]
+        parts += [panel_svg.line(_LEFT, y, _RIGHT, y, "rule"), panel_svg.text(_LEFT - 6, y + 4, _short(value), "quiet end")]
     for value in x_axis.ticks(5):
-        parts.append(_text(x_axis.at(value), bottom + 16, _short(value), "m c"))
-    parts.append(_line(_LEFT, bottom, _RIGHT, bottom, "axis"))
-    parts.append(_text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
+        parts.append(panel_svg.text(x_axis.at(value), bottom + 16, _short(value), "quiet middle"))
+    parts.append(panel_svg.line(_LEFT, bottom, _RIGHT, bottom, "axis"))
+    parts.append(panel_svg.text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "quiet end"))
     return "".join(parts)
 
 
@@ -98,13 +98,6 @@ def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tu
     on_front = {short_name(row.name) for row, _ in rows if row.on_front}
     names = [(short_name(row.name), point) for row, point in rows]
     placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), _RING)
-    short = {"middle": "c", "end": "e", "": ""}
-    return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
-
-
-def _text(x: float, y: float, content: str, css: str) -> str:
-    return f'<text class="{css.strip()}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
-    return f'<path class="{css}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'
+    return [
+        panel_svg.text(x, y, name, f"{anchor} strong" if name in on_front else anchor) for x, y, anchor, name in placed
+    ]

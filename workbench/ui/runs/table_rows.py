@@ -19,7 +19,6 @@ from workbench.ui.number_text import (
     speedup_text,
     three_digits,
 )
-from workbench.ui.runs.scatter_figure import pareto_front
 from workbench.units import format_bytes, format_seconds
 
 TICK, CROSS = "\u2713", "\u2717"
@@ -74,6 +73,20 @@ class Row:
 def key_of(run: RunRecord) -> str:
     """The key of a run: the id of its file, or its name without a file."""
     return run.run_id or run.name
+
+
+def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) -> list[int]:
+    """Indices of the points that no other one beats in both less memory and more throughput, by memory.
+
+    >>> pareto_front([3, 1, 2, 2], [9, 5, 4, 7])
+    [1, 3, 0]
+    """
+    by_memory = sorted(range(len(memory_bytes)), key=lambda i: (memory_bytes[i], -samples_per_s[i]))
+    front: list[int] = []
+    for index in by_memory:
+        if not front or samples_per_s[index] > samples_per_s[front[-1]]:
+            front.append(index)
+    return front
 
 
 def run_rows(

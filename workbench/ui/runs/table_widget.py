@@ -18,15 +18,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded
-from workbench.ui.runs.render_table import (
-    below_html,
-    comparison_html,
-    footnote_html,
-    rows_table_html,
-    scatter_legend_html,
-    table_style,
-)
-from workbench.ui.runs.scatter_picture import scatter_picture
+from workbench.ui.runs.render_table import below_html, comparison_html, table_style
 from workbench.ui.runs.table_rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
 
 ONE_DEVICE = "1 device"
@@ -158,18 +150,7 @@ class RunTable:
             self.box.children = (self._empty, self._loader)
             return
         self.box.children = self._parts
-        rows = self.rows
-        table = rows_table_html(rows, self.sort, self.ascending, self.selected)
-        picture = element(
-            "div",
-            element("div", text="Memory against throughput", css="wb-scatter-title"),
-            scatter_picture(rows, self.selected, self.limit_bytes),
-            scatter_legend_html(),
-            css="wb-scatter-box",
-        )
-        both = element("div", element("div", table, css="wb-table-box"), picture, css="wb-comparison-grid")
-        below = below_html(rows, self._every, self.selected)
-        self.page.page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
+        self.page.page = self._page_html()
         self._show_controls()
         self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
 
@@ -198,8 +179,12 @@ class RunTable:
         """The table and the scatter for readers without a kernel."""
         if not self.runs:
             return ""
-        below = below_html(self.rows, self._every, self.selected)
-        return comparison_html(self.rows, self.selected, self.limit_bytes, below)
+        return element("div", table_style(), self._page_html(), css="wb-comparison")
+
+    def _page_html(self) -> str:
+        rows = self.rows
+        below = below_html(rows, self._every, self.selected)
+        return comparison_html(rows, self.sort, self.ascending, self.selected, self.limit_bytes, below)
 
     # ---- actions of the user ---------------------------------------------------------------------------------------
 

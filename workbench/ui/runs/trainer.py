@@ -26,14 +26,6 @@ class OneDeviceSteps:
     block: StepBlock
 
 
-class PanelRun(Run, Protocol):
-    """A run whose one-device losses are known once it trains."""
-
-    @property
-    def one_device_losses(self) -> Sequence[float] | None:
-        """Losses of the same steps on one device; None until they are known."""
-
-
 class Trainer(Protocol):
     """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one.
 
@@ -48,7 +40,7 @@ class Trainer(Protocol):
 
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
-    ) -> PanelRun:
+    ) -> Run:
         """Begin to train; returns at once. ``predicted`` is kept with the run."""
 
 
@@ -92,7 +84,7 @@ class SessionTrainer:
 
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
-    ) -> PanelRun:
+    ) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""
         return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))
 
