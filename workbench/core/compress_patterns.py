@@ -79,6 +79,3 @@ def _as_range(names: Sequence[str], module: _Module) -> list[str]:
     first, last = int(names[0]), int(names[-1])
     inside = {number for number in numbers if first <= number <= last}
     return [f"[{first}-{last}]"] if inside == {int(name) for name in names} else []
-
-
-__all__ = ["compress_patterns"]

@@ -34,6 +34,3 @@ def peak_flops_per_s(name: str, precision: str) -> float | None:
         if part in name and "MIG" not in name:
             return _TERA * (in_32_bits if precision == "fp32" else in_16_bits)
     return None
-
-
-__all__ = ["peak_flops_per_s"]

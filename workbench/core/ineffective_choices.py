@@ -53,6 +53,3 @@ def _of_layers(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:
         one = "is over one rank here: the model axis of these ranks is 1 long"
         found.append(IneffectiveChoice(layer.name, "not split", f"model {reason if model > 1 else one}"))
     return found
-
-
-__all__ = ["IneffectiveChoice", "find_ineffective_choices"]

@@ -103,6 +103,3 @@ def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
         return arriving
     inputs = layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1]
     return replace(arriving, sizes=(*arriving.sizes[:-1], inputs))
-
-
-__all__ = ["LayerExtents", "ObservedCalls", "WholeExtent", "of_linear_layers", "traced"]

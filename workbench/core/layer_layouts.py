@@ -83,9 +83,3 @@ def sbp_of(entry: Entry, kind: str, num_dims: int, batch_dim: int | None = 0) ->
     if entry == "sequence":
         return Split(0 if batch_dim == 1 else 1) if num_dims > 1 else broadcast
     return Split(feature_dim(kind, num_dims))
-
-
-__all__ = [
-    "Entry", "boxed_output_entry", "dual_entry", "following_of", "has_output_hook", "input_entry", "output_entry",
-    "sbp_of",
-]  # fmt: skip

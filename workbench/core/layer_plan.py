@@ -130,6 +130,3 @@ def _dual(layout: Layout) -> Layout:
 def wire_bytes(plan: BoxingPlan | BoxingPath) -> int:
     """Bytes that ranks receive from each other, counted without a list of moves."""
     return sum(plan.bytes_received.values())
-
-
-__all__ = ["LayerEdge", "LayerPlan", "wire_bytes"]

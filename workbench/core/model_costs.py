@@ -270,6 +270,3 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     while end + period <= len(keys) and keys[end : end + period] == keys[start : start + period]:
         end += period
     return end - start if end > start + period else 0
-
-
-__all__ = ["Extent", "LayerCall", "LayerCost", "ModelCosts", "OpCost", "SkipConnection", "find_blocks", "find_repeats"]

@@ -93,6 +93,3 @@ def moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> 
 
 def _relative(region: Region, origin: Sequence[int]) -> Region:
     return tuple((start - base, stop - base) for (start, stop), base in zip(region, origin, strict=True))
-
-
-__all__ = ["Move", "moves_from", "moves_to", "owner"]

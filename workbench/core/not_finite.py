@@ -90,6 +90,3 @@ class LossPair:
 def _with(verdict: Verdict, note: str, text: str) -> Verdict:
     notes, texts = ", ".join(filter(None, (verdict.note, note))), "; ".join(filter(None, (verdict.text, text)))
     return replace(verdict, note=notes, text=texts)
-
-
-__all__ = ["LossPair", "first_not_finite"]

@@ -93,6 +93,3 @@ def _total(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, half_sums: i
     sent = _both_ways(_busiest(edges)) or "nothing"
     times = f", {resolved.num_micro_batches} times a step" if resolved.num_micro_batches > 1 else ""
     return f"between layers the busiest rank sends {sent} (forward + backward){times}; {gradients} of {what} in a step"
-
-
-__all__ = ["plan_text"]

@@ -52,6 +52,3 @@ def _part(run: RunRecord, number: int, segment: Segment, stop: int) -> RunRecord
     if start < CHECKED_STEPS:
         return part
     return replace(part, loss_difference=None, weight_difference=None, equal=None, verdict=UNKNOWN)
-
-
-__all__ = ["by_strategy"]

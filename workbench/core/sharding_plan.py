@@ -291,6 +291,3 @@ class _Chain:
 
 def _axes(data: int, model: int) -> list[str]:
     return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
-
-
-__all__ = ["ShardingPlan"]

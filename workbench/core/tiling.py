@@ -135,6 +135,3 @@ def overlap(a: Region, b: Region) -> int:
             return 0
         shared *= high - low
     return shared
-
-
-__all__ = ["Cut", "Place", "Tiling", "num_elements", "overlap", "tiling_of"]

@@ -355,17 +355,3 @@ def _growth(losses: Sequence[float]) -> float | None:
         return None
     (start, first), (stop, last) = seen[0], seen[-1]
     return float((last / first) ** (1 / (stop - start)))
-
-
-__all__ = [
-    "CHECKED_STEPS",
-    "TOLERANCES",
-    "UNKNOWN",
-    "WEIGHT_STEPS",
-    "Case",
-    "Distance",
-    "Evidence",
-    "TensorChange",
-    "Tolerance",
-    "Verdict",
-]

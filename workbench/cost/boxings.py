@@ -191,18 +191,3 @@ def passed_bytes(row: LayerCost, setting: StageSettings) -> float:
         return prod(row.batchless_shape) * itemsize * setting.scale
     shape = row.passed_shape if row.passed_shape is not None else row.output_shape
     return prod(shape) * itemsize * setting.samples * setting.scale if shape else 0.0
-
-
-__all__ = [
-    "Boxings",
-    "Exchange",
-    "are_siblings",
-    "boxings",
-    "copies_input",
-    "moved_features",
-    "num_dims",
-    "output_bytes",
-    "passed_bytes",
-    "seconds_and_bytes",
-    "splits_words",
-]

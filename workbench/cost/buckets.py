@@ -29,6 +29,3 @@ def num_buckets(sizes: Sequence[float], full: float) -> int:
         if filled >= full:
             count, filled = count + 1, 0.0
     return int(count) + (filled > 0)
-
-
-__all__ = ["LARGEST_BYTES", "UNDER_WAY", "bucket_bytes", "num_buckets"]

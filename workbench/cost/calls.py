@@ -64,6 +64,3 @@ def _handed_on(model: ModelCosts, call: LayerCall) -> LayerCost:
     if taken.is_batchless:
         return replace(row, passed_shape=None, batchless_shape=taken.sizes, passed_itemsize=call.itemsize)
     return replace(row, passed_shape=taken.sizes, passed_itemsize=call.itemsize)
-
-
-__all__ = ["num_calls", "prices_with_calls"]

@@ -88,6 +88,3 @@ def exchange_s(
     latency, bandwidth = group_link(hardware, size, stride, all_adapters)
     num_hops = (size - 1) * (2 if kind in ("all-reduce", "gradients") else 1)
     return latency + num_hops * link.hop_s + num_bytes / bandwidth
-
-
-__all__ = ["exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]

@@ -140,6 +140,3 @@ def backward_s(
 def _moving_s(work: OpCost, moved_bytes: float, rates: Rates) -> float:
     """Seconds of a function that is not a product. A view moves nothing and starts nothing."""
     return rates.memory_s(moved_bytes, work.name) + rates.hardware.op_s if moved_bytes else 0.0
-
-
-__all__ = ["Rates", "backward_s", "forward_s"]

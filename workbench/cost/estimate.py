@@ -266,6 +266,3 @@ def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[St
         size = weight * setting.software.gradient_bytes(setting.precision)
         seconds += exchange_s(setting.hardware, size, 2, setting.data * setting.model)
     return seconds
-
-
-__all__ = ["Estimate", "SentBytes", "combine", "estimate"]

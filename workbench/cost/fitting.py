@@ -85,6 +85,3 @@ def fit_link(exchanges: Sequence[tuple[float, float]], most_bytes_per_s: float) 
     """
     latency_s, per_byte = fit_line(exchanges, 1 / most_bytes_per_s)
     return latency_s, 1 / per_byte
-
-
-__all__ = ["fit_line", "fit_link", "fit_products"]

@@ -54,6 +54,3 @@ def gpt3_strategy(
         recompute=recompute,
         precision="fp16",
     )
-
-
-__all__ = ["BATCH_SIZE", "DEGREES", "GPT3", "gpt3_strategy"]

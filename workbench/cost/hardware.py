@@ -82,6 +82,3 @@ class Hardware:
     def link(self, num_neighbours: int) -> Link:
         """The link that joins ``num_neighbours`` neighbouring ranks."""
         return next((link for link in self.links if num_neighbours <= link.span), self.links[-1])
-
-
-__all__ = ["Hardware", "Link"]

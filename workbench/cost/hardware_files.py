@@ -172,6 +172,3 @@ def _out_of_range(where: str, name: str, value: Any) -> list[str]:
     if low <= value <= high:
         return []
     return [f"{where} is {value:g}, but lies between {low:g} and {high:g} in SI units (bytes, seconds, FLOP/s)"]
-
-
-__all__ = ["known_machines", "load_hardware", "save_hardware"]

@@ -244,6 +244,3 @@ def accumulation_s(weights: float, setting: StageSettings) -> float:
     later = 1 - 1 / setting.num_micro_batches
     moved = 3 * later * setting.software.gradient_bytes(setting.precision) * weights
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
-
-
-__all__ = ["ITEMSIZE_16_BIT", "LayerPrice", "accumulation_s", "layer_price", "state_bytes"]

@@ -81,6 +81,3 @@ def _fullest(
     return {
         kind: {**held, **kinds}[kind] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
     }
-
-
-__all__ = ["live_micro_batches", "memory_of"]

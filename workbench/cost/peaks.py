@@ -174,6 +174,3 @@ class _Gradients:
         whole = min(there * self._size, UNDER_WAY * self._bucket)
         parts = (self._total if is_later else there) * self._size - (0.0 if is_later else whole)
         return parts * self._part + whole + (1 if is_later else 2) * min(self._bucket, whole) * self._part
-
-
-__all__ = ["NO_PEAKS", "Alive", "Peaks", "any_block", "peaks_of", "units_of"]

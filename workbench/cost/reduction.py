@@ -120,6 +120,3 @@ def optimizer_s(weights: float, setting: StageSettings) -> float:
         per_weight += _MASTER_PASSES
     mine = weights / (setting.data if setting.zero else 1)
     return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
-
-
-__all__ = ["optimizer_s", "reduced_bytes", "reduction_s", "statistics_of"]

@@ -205,6 +205,3 @@ def _same_step(now: tuple[np.ndarray, ...], before: tuple[np.ndarray, ...]) -> f
     """The growth of all elements, if it is the same for all."""
     steps = np.concatenate([a - b for a, b in zip(now, before, strict=True)])
     return float(steps[0]) if float(np.ptp(steps)) <= 1e-9 * abs(float(steps[0])) else None
-
-
-__all__ = ["makespan_s", "timeline_of"]

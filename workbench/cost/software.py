@@ -108,6 +108,3 @@ def megatron(year: int, recompute: str = "full") -> Software:
         keeps_exponentials=False,
         recompute=recompute,
     )
-
-
-__all__ = ["ITEMSIZES", "WORKBENCH", "Software", "megatron"]

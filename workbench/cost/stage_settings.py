@@ -88,6 +88,3 @@ def settings_of(
             )
         )  # fmt: skip
     return tuple(settings)
-
-
-__all__ = ["StageSettings", "counted_at", "settings_of"]

@@ -241,6 +241,3 @@ def _recomputed(
         sum(prices[i].boxed_forward_bytes for i in inside),
         kept,
     )
-
-
-__all__ = ["StagePrice", "block_of_rows", "prices_of", "recomputed_blocks", "stage_prices"]

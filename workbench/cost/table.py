@@ -190,6 +190,3 @@ def predict_table(
     if problems:
         raise TableError("\n".join(problems))
     return predicted
-
-
-__all__ = ["ADDED", "COLUMNS", "OPTIONAL", "REQUIRED", "added_columns", "predict_row", "predict_table"]

@@ -236,6 +236,3 @@ def _attention(model: Transformer) -> tuple[OpCost, ...]:
         OpCost("matmul", 2 * s * s * h, _ITEM * (s * (h + k) + scores), s, _ITEM * s * k),
         OpCost("contiguous", 0, 2 * _ITEM * s * h),
     )
-
-
-__all__ = ["LOSS_IN_PLACE_SINCE", "Transformer", "transformer_costs", "transformer_strategy"]

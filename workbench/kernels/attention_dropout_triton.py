@@ -335,6 +335,3 @@ def _describe(
         FLOATS[query.dtype], *widths, *padded,
     )  # fmt: skip
     return (*map(_matrices_of, (query, key, value)), of_mask), arguments
-
-
-__all__ = ["Matrices", "backward", "forward"]

@@ -237,6 +237,3 @@ def _merge(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list
     if not sizes:  # one element: any stride is right, and 1 allows vector access
         return [1] * _NUM_DIMS, [[0] * (_NUM_DIMS - 1) + [1] for _ in merged]
     return [1] * missing + sizes, [[0] * missing + m for m in merged]
-
-
-__all__ = ["launch"]

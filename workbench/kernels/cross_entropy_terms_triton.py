@@ -110,6 +110,3 @@ def backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.
 
 def _columns(num_classes: int) -> int:
     return min(_MAX_COLUMNS, triton.next_power_of_2(max(1, num_classes)))
-
-
-__all__ = ["backward", "forward"]

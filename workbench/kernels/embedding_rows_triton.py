@@ -103,6 +103,3 @@ def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: in
 
 def _columns(width: int) -> int:
     return min(_MAX_COLUMNS, triton.next_power_of_2(width))
-
-
-__all__ = ["backward", "forward"]

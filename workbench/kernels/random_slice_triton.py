@@ -267,6 +267,3 @@ def _describe(shape: Sequence[int], first: int, strides: Sequence[int]) -> _Plac
     is_aligned = skipped == 0 and size % 4 == 0
     arguments = (first, size, row_counters, num_counters, *sizes[:2], *steps, num_outer, is_aligned, index)
     return _Place((ceil_div(num_counters, _COUNTERS),), arguments)
-
-
-__all__ = ["dropout", "fill"]

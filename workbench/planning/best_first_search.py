@@ -184,6 +184,3 @@ class _BestFirstSearch:
         slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
         bound = slowest / self.problem.hardware.alone_speedup + self._bounds.update_s(candidate)
         return self.incumbents.cannot_improve(candidate.degrees, bound)
-
-
-__all__ = ["search_best_first"]

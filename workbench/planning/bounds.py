@@ -69,6 +69,3 @@ class Bounds:
         virtual_stages = candidate.num_stages / candidate.degrees[0]
         waits = {**WAITS, "zero_bubble": LEAST_FORWARD, "interleaved": 1 / virtual_stages}
         return schedule_factor(candidate, self._problem.hardware, waits) * micro_batch_s + self.update_s(candidate)
-
-
-__all__ = ["Bounds"]

@@ -110,6 +110,3 @@ def divisors(number: int) -> list[int]:
     """
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
-
-
-__all__ = ["Candidate", "Group", "candidates", "candidates_of", "divisors", "groups"]

@@ -103,6 +103,3 @@ def _step(value: np.ndarray, before: np.ndarray | None) -> np.ndarray | None:
     steps = value - before
     is_same = np.ptp(steps, axis=(1, 2)) <= 1e-9 * np.abs(steps).max()
     return steps[:, :1, :1] if is_same.all() else None
-
-
-__all__ = ["Chain", "Costs"]

@@ -215,6 +215,3 @@ def _ranges(problem: Problem) -> list[range]:
         ranges.append(range(index, index + period))
         index += period
     return ranges
-
-
-__all__ = ["FAST", "LEAST_MEMORY", "LEAST_MEMORY_WHOLE", "ONLY", "Chooser", "Mode"]

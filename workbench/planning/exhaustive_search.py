@@ -66,6 +66,3 @@ def stage_assignments(num_layers: int, num_stages: int) -> Iterator[tuple[int, .
     """
     for places in combinations(range(1, num_layers), num_stages - 1):
         yield tuple(sum(place <= index for place in places) for index in range(num_layers))
-
-
-__all__ = ["MAX_STRATEGIES", "candidates_if_few", "search_exhaustively", "stage_assignments"]

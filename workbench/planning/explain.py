@@ -136,6 +136,3 @@ def _priced(
     stages = [layer.stage for layer in best.strategy.layers]
     price = problem.estimate(problem.resolve(choices, stages, best.strategy.options))
     return Alternative(word, names, price, price.peak_bytes <= problem.memory_bytes, is_chosen)
-
-
-__all__ = ["Alternative", "Explanation", "explain"]

@@ -92,6 +92,3 @@ class Incumbents:
     def best_value(self) -> float:
         """The value of the best strategy; infinite if there is none."""
         return inf if self.best is None else self.best.value[0]
-
-
-__all__ = ["Incumbents", "PricedStrategy"]

@@ -146,6 +146,3 @@ def _ranks_that_fit(problem: Problem, run: Run) -> int | None:
 
 def _fits(problem: Problem, run: Run) -> bool:
     return not problem.is_infeasible and _quick_look(problem, run).best is not None
-
-
-__all__ = ["check_constraints", "raise_does_not_fit"]

@@ -205,15 +205,3 @@ def with_options(setting: StageSettings, candidate: Candidate) -> StageSettings:
         zero=options.zero,
         recompute=options.recompute,
     )
-
-
-__all__ = [
-    "LayerPrices",
-    "RowClasses",
-    "bytes_of_weights",
-    "least_step_s",
-    "least_update_s",
-    "schedule_factor",
-    "seconds_of_weights",
-    "with_options",
-]

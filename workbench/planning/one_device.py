@@ -48,6 +48,3 @@ def _alone(problem: Problem, price: Estimate) -> Estimate:
     speedup = min(problem.hardware.alone_speedup, problem.num_ranks)
     seconds = {part: getattr(price, part) / speedup for part in ("step_s", *PARTS)}
     return replace(price, samples_per_s=price.samples_per_s * speedup, **seconds)
-
-
-__all__ = ["DEGREES", "describe_one_device", "fits", "is_faster", "one_device"]

@@ -229,6 +229,3 @@ def _memory(found: Estimate, limit: float) -> str:
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
     where = f"at most, on stage {found.fullest_stage}"
     return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}"
-
-
-__all__ = ["Plan"]

@@ -230,6 +230,3 @@ class Problem:
         if self.objective == "memory":
             return found.peak_bytes, found.step_s
         return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes
-
-
-__all__ = ["DATA", "OBJECTIVES", "Choice", "Constraints", "Problem", "check_constraint_names"]

@@ -33,6 +33,3 @@ def transformer_by_name(name: str) -> Transformer:
         hint = f" Do you mean {' or '.join(map(repr, near))}?" if near else ""
         raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(TRANSFORMERS)}.{hint}")
     return TRANSFORMERS[name]
-
-
-__all__ = ["TRANSFORMERS", "transformer_by_name"]

@@ -62,6 +62,3 @@ def _changes(
             for other in candidates_of(problem, group):
                 if other.num_stages == candidate.num_stages:
                     yield other, choices, stages
-
-
-__all__ = ["reduce_memory"]

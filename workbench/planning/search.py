@@ -84,6 +84,3 @@ def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
     else:
         search_best_first(problem, incumbents, is_quick)
     return incumbents, every is not None
-
-
-__all__ = ["search", "solve"]

@@ -118,6 +118,3 @@ def _rows(units: Sequence[Unit], counts: Sequence[int]) -> tuple[int, ...]:
         for _ in range(count):
             stages += [stage] * next(rest).num_rows
     return tuple(stages)
-
-
-__all__ = ["Unit", "balanced_stages"]

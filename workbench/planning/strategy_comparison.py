@@ -165,6 +165,3 @@ def format_parts(seconds: dict[str, float]) -> str:
         if abs(s) > least
     ]
     return ", ".join(parts) or "every part takes as long"
-
-
-__all__ = ["StrategyDifference", "WhyNot", "compare_strategies", "compare_with_best", "format_parts"]

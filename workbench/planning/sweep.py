@@ -243,6 +243,3 @@ def _costs(model: Any) -> ModelCosts:
             "wb.planner.layer_costs(model, inputs, loss_fn=loss_fn, targets=targets)."
         )
     return model
-
-
-__all__ = ["BEST", "Point", "Sweep", "simulate"]

@@ -27,6 +27,3 @@ def write_strategy(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
             layer, row = resolved.layers[index], rows[index]
             rows[index] = Row(row.pattern, row.parallel, layer.split, row.stage)
     return Strategy.from_rows(compress_patterns([layer.name for layer in layers], rows), resolved.options)
-
-
-__all__ = ["write_strategy"]

@@ -161,6 +161,3 @@ def _sources(times: Sequence[RankTimes]) -> dict[str, str]:
         "one_shot_bytes": link,
         "exchanges_on_cores": f"{link}, on a {first.device}",
     }
-
-
-__all__ = ["calibrate", "hardware_from"]

@@ -33,6 +33,3 @@ class Pickler(cloudpickle.CloudPickler):
 def dump(value: object, file: IO[bytes]) -> None:
     """Write the pickle of a value to a file or buffer."""
     Pickler(file).dump(value)
-
-
-__all__ = ["Pickler", "dump"]

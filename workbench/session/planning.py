@@ -202,6 +202,3 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
             "shape of 2 samples, or inputs={'input_ids': ids}."
         )
     return layer_costs(model, inputs, loss_fn=loss_fn, targets=targets)
-
-
-__all__ = ["CountEnded", "SentCounter", "first_batch", "layer_costs", "plan"]

@@ -182,6 +182,3 @@ def _observe(call: RemoteCall, observer: RunObserver) -> None:
         for _, message in call.messages():
             if isinstance(message, StepBlock):
                 observer.listen(message)
-
-
-__all__ = ["Checker", "RunObserver", "RunStopped", "one_device_of"]

@@ -185,6 +185,3 @@ def _rounded(value: Any) -> Any:
         if isinstance(value.get(key), tuple):
             value[key] = [[round(time, 7) for time in row] for row in value[key]]
     return value
-
-
-__all__ = ["FOLDER_VARIABLE", "RunFile", "SavedRuns", "default_folder"]

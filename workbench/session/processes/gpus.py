@@ -99,6 +99,3 @@ def _unusable(cuda_of_torch: str | None, overview: str) -> str:
     if driver is not None and int(driver[1]) < int(cuda_of_torch.split(".")[0]):
         return f"the driver is for CUDA {driver[1]}.{driver[2]}, and the installed torch needs {cuda_of_torch}"
     return ""
-
-
-__all__ = ["FoundGpus", "find_gpus"]

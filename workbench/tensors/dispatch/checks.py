@@ -109,7 +109,3 @@ def _guarding_set(torchs_own: Any) -> Any:
 
 
 patch("torch.Tensor.set_", "it asks no global tensor: the shard would get another storage and shape", _guarding_set)
-
-__all__ = [
-    "argument_text", "check_plan", "plain_operand_text", "refuse_out", "refuse_two_placements",
-]  # fmt: skip

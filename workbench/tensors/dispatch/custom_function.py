@@ -327,6 +327,3 @@ def _signature_of(cls: type[Function]) -> inspect.Signature:
     parameters = list(inspect.signature(cls.forward).parameters.values())
     has_setup = cls.setup_context is not Function.setup_context
     return inspect.Signature(parameters if has_setup else parameters[1:])
-
-
-__all__ = ["Behavior", "PlainApply", "apply_custom", "apply_plain", "bound_arguments", "name_of"]

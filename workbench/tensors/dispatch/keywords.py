@@ -110,6 +110,3 @@ def _fits(overload: Parameters, num_given: int, given: dict[str, str]) -> bool:
     names = {name for name, _, _ in overload[num_given:]}
     required = {name for name, _, must in overload[num_given:] if must}
     return required <= given.keys() <= names
-
-
-__all__ = ["Order", "by_name", "in_order", "move_keywords", "order_of", "parameters_of"]

@@ -334,6 +334,3 @@ def _with_gradient(tensor: GlobalTensor, declared: Any, where: str) -> GlobalTen
                 f"{theirs}. A gradient has the shape of its operand: use the same splits, and B or P elsewhere."
             )
     return box_gradient_of(tensor, layout, spec.layout.dual(), "in_grad_sbp")
-
-
-__all__ = ["local_map"]

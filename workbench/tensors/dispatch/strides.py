@@ -131,6 +131,3 @@ def _refuse(tensor: GlobalTensor, strides: Sequence[int], why: str) -> NoReturn:
         f"{tuple(strides)}, and {why}, so it does not tell those of one device. Strides and offsets of a global tensor "
         "are those of one device. Write x = x.contiguous() (or .clone()) before you ask for them."
     )
-
-
-__all__ = ["contiguous_strides", "logical_strides", "on_meta"]

@@ -66,6 +66,3 @@ def _add(found: dict[int, list[str]], address: int, layer: str) -> None:
     names = found.setdefault(address, [])
     if layer not in names:
         names.append(layer)
-
-
-__all__ = ["ActivationReads"]

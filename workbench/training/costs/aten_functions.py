@@ -46,6 +46,3 @@ def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int
     if base == "convolution":
         return flops, args[1].numel() // args[1].shape[0]
     return flops, args[0].shape[-1]
-
-
-__all__ = ["ATTENTION", "TO_COPY", "matmul_work", "name_of"]

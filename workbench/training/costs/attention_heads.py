@@ -20,6 +20,3 @@ def heads_of(module: nn.Module) -> set[int]:
     places = [place for part in module.modules() for place in (part, getattr(part, "config", None))]
     found = (getattr(place, name, None) for place in places if place is not None for name in HEADS)
     return {number for number in found if isinstance(number, int) and not isinstance(number, bool) and number > 0}
-
-
-__all__ = ["HEADS", "heads_of"]

@@ -368,6 +368,3 @@ class _Program:
         model = parallelize(model, strategy)
         make = self.optimizer_fn or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         return model, make(model.parameters())
-
-
-__all__ = ["DryRun", "DryRunEnded", "dry_run"]

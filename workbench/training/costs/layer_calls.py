@@ -108,6 +108,3 @@ class LayerCalls:
             itemsize = 4 if call.input is None else call.input.element_size()
             found.append(LayerCall(row, number, call.source, itemsize))
         return tuple(found)
-
-
-__all__ = ["LayerCalls"]

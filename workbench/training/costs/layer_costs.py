@@ -161,6 +161,3 @@ def _num_samples(batch: Any) -> int:
 
 def _name_of(dtype: torch.dtype) -> str:
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
-
-
-__all__ = ["layer_costs"]

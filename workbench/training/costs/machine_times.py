@@ -333,6 +333,3 @@ def _device_name(world: World) -> str:
     import platform
 
     return f"{platform.machine()} CPU"
-
-
-__all__ = ["default_spans", "measure"]

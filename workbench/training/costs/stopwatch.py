@@ -90,6 +90,3 @@ def _ranks_on(host: str, world: World) -> int:
     """The number of ranks on the host of this name. All ranks call it."""
     mine = torch.tensor([float(zlib.crc32(host.encode()))], dtype=torch.float64, device=world.device)
     return sum(bool(other == mine) for other in world.transport.all_gather(mine, "calibration: hosts"))
-
-
-__all__ = ["WINDOW_S", "Stopwatch"]

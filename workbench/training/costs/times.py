@@ -84,6 +84,3 @@ class RankTimes:
     op_s: float
     step_s: float
     versions: dict[str, str] = field(default_factory=dict)
-
-
-__all__ = ["DTYPES", "ExchangeTime", "FunctionTime", "ProductTime", "RankTimes"]

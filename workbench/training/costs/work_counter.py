@@ -365,6 +365,3 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-__all__ = ["WorkCounter"]

@@ -66,6 +66,3 @@ class ActionTimer:
         found = tuple(self._actions)
         self._forget()
         return found
-
-
-__all__ = ["ActionTimer"]

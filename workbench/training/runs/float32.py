@@ -52,6 +52,3 @@ def exact_sums() -> Iterator[None]:
 def _set(values: list[Any]) -> None:
     for (place, name, _), value in zip(_EXACT, values, strict=True):
         setattr(place, name, value)
-
-
-__all__ = ["exact_sums"]

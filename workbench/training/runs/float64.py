@@ -36,6 +36,3 @@ class KeepsFloat64(TorchFunctionMode):
             if func in _TO:
                 args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return func(*args, **kwargs)
-
-
-__all__ = ["KeepsFloat64"]

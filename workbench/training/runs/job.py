@@ -171,12 +171,3 @@ def seed_draws(job: Job) -> None:
 def checked_step(job: Job) -> int:
     """The step after which weights are compared."""
     return min(WEIGHT_STEPS, job.num_steps) - 1
-
-
-__all__ = [
-    "WARM_UP_STEPS",
-    "Job",
-    "RankResult",
-    "checked_step",
-    "seed_draws",
-]

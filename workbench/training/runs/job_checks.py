@@ -135,8 +135,3 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"{kind} of ({', '.join(map(shown, value))})"
     return "None" if value is None else kind
-
-
-__all__ = [
-    "check_batch_size", "check_functions", "check_model", "check_numbers", "check_optimizer", "explained", "shown",
-]  # fmt: skip

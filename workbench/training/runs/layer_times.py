@@ -144,6 +144,3 @@ def _medians(steps: list[dict[str, list[tuple[Time, Time]]]]) -> dict[str, float
             if intervals:
                 found[name].append(sum(seconds(stop) - seconds(start) for start, stop in intervals))
     return {name: median(times_s) for name, times_s in found.items()}
-
-
-__all__ = ["LayerTimes", "is_measured"]

@@ -228,6 +228,3 @@ def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _median(values: list[int]) -> int:
     return sorted(values)[len(values) // 2] if values else 0
-
-
-__all__ = ["LiveRun", "is_simulated", "logical_state"]

@@ -136,5 +136,3 @@ def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
 
 Listener = Callable[[object], None]
 """Gets what is to be reported: blocks, spans, events."""
-
-__all__ = ["INTERVAL_S", "Listener", "MeasuredStep", "StepCollector"]

@@ -179,5 +179,3 @@ def _own_term(loss: Any) -> LossTerm | None:
 
 
 _loops: WeakKeyDictionary[World, _Loop] = WeakKeyDictionary()
-
-__all__ = ["listen", "log", "report_remaining_steps"]

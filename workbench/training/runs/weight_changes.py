@@ -114,6 +114,3 @@ def _change(name: str, own: WeightHistory, truth: WeightHistory) -> TensorChange
 def _norm(values: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(values))
     return norm if math.isfinite(norm) else math.inf
-
-
-__all__ = ["State", "WeightHistory", "changes_apart", "copied_state", "perturb", "precision_of", "state_tensors"]

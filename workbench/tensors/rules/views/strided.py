@@ -51,6 +51,3 @@ def _in_order_of_memory(tensor: Any, meta: torch.Tensor) -> tuple[Any, bool, lis
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1))
     dense = tensor if order == list(range(len(sizes))) else tensor.permute(order)
     return dense, meta.permute(order).is_contiguous(), order
-
-
-__all__ = ["as_strided"]
