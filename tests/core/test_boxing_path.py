@@ -11,10 +11,9 @@ from tests.core.test_boxing_plan import execute
 from tests.oracle import assert_holds, coordinates, shard
 from workbench.core import boxing_path, boxing_prices
 from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
-from workbench.core.boxing_path import WORTHWHILE, BoxingPath, find_boxing_path
+from workbench.core.boxing_path import WORTHWHILE, BoxingPath, find_boxing_path, merge_axes
 from workbench.core.boxing_prices import BoxingPrices
 from workbench.core.layout import Layout
-from workbench.core.merge_axes import merge_axes
 from workbench.core.placement import Placement
 
 GRIDS = [[0, 1, 2, 3], [[0, 1], [2, 3]], [0], [1, 2], [4, 5, 6], [[4, 5], [6, 7]], [[3, 0], [4, 1]], [2, 3, 4, 5]]

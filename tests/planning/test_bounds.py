@@ -15,9 +15,9 @@ from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.planning.bounds import Bounds
 from workbench.planning.candidates import Candidate, candidates
 from workbench.planning.chooser import Chooser
-from workbench.planning.exhaustive_search import choice_assignments, stage_assignments
 from workbench.planning.incumbents import Incumbents
 from workbench.planning.problem import Constraints, Problem
+from workbench.planning.search import choice_assignments, stage_assignments
 
 FEW = range(8)
 MANY = range(8, 100)

@@ -17,8 +17,7 @@ from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
 from workbench.planning.candidates import groups
 from workbench.planning.problem import Constraints, Problem
-from workbench.training.costs.attention_heads import heads_of
-from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.costs.layer_costs import heads_of, layer_costs
 
 ODD = Transformer(hidden=768, heads=6, layers=4, vocab=512, seq=256, kv_heads=3)
 """Its degrees of 2 and 4 divide every width."""

@@ -18,11 +18,10 @@ from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
 from workbench.planning.best_first_search import search_best_first
-from workbench.planning.exhaustive_search import candidates_if_few, search_exhaustively, stage_assignments
 from workbench.planning.incumbents import Incumbents
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Constraints, Problem
-from workbench.planning.search import run, search, solve
+from workbench.planning.search import candidates_if_few, run, search, search_exhaustively, solve, stage_assignments
 from workbench.planning.write_strategy import write_strategy
 
 QUICK = range(8)

@@ -6,8 +6,7 @@ import pickle
 import pytest
 
 from workbench.errors import CellError
-from workbench.session.cell_syntax import check_syntax
-from workbench.session.output.tracebacks import Interrupted, cell_error, consequences, group
+from workbench.session.output.tracebacks import Interrupted, cell_error, check_syntax, consequences, group
 from workbench.session.protocol import Failure, Frame
 from workbench.session.run import Outcome
 

@@ -8,8 +8,7 @@ import pytest
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
 from workbench.ui.decimate import MAX_POINTS
-from workbench.ui.live.curve import TAIL_POINTS, Curve
-from workbench.ui.live.history import History, Split, time_split
+from workbench.ui.live.history import TAIL_POINTS, Curve, History, Split, time_split
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():

@@ -12,9 +12,8 @@ from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
-from workbench.ui.live.timeline_rows import timeline_rows
 from workbench.ui.pictures.panel_svg import ticks
-from workbench.ui.planning.prediction_pictures import Prediction, parts_of, predictions_html
+from workbench.ui.planning.prediction_pictures import Prediction, parts_of, predictions_html, timeline_rows
 from workbench.ui.planning.predictor import Predictor
 
 MEMORY = {"parameters": 40e6, "gradients": 40e6, "optimizer": 20e6, "activations": 90e6, "buffers": 10e6}

@@ -10,8 +10,7 @@ import pytest
 from tests.ui.reports import spans
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
-from workbench.ui.live.chrome_trace import chrome_trace
-from workbench.ui.live.timeline_bars import simulated_from, timeline_bars
+from workbench.ui.live.timeline_bars import chrome_trace, simulated_from, timeline_bars
 
 RANKS = [spans(0), spans(1)]
 

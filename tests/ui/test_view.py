@@ -24,8 +24,8 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.parallel import describe
 from workbench.ui.grid import boxing_column
-from workbench.ui.grid.static_table import static_grid_html
 from workbench.ui.grid.view import Facts, boxings_of, grid_view
+from workbench.ui.static_panel import static_grid_html
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_editor import facts_of
 from workbench.units import format_bytes

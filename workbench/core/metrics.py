@@ -78,6 +78,12 @@ class StepBlock(JsonRecord):
         return tuple(max(times) for times in zip(*self.time_s, strict=True))
 
 
+ACTION_NAMES = {
+    "F": "forward", "B": "backward", "I": "backward to inputs", "W": "gradients of weights", "O": "optimizer",
+}  # fmt: skip
+"""By the letter of an action."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActionSpan(JsonRecord):
     """An action of one rank in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.

@@ -13,10 +13,10 @@ from workbench.core.metrics import RunEvent
 from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
-from workbench.session.cell_syntax import check_syntax
 from workbench.session.engine_pool import EnginePool, raise_unless_ok
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
+from workbench.session.output.tracebacks import check_syntax
 from workbench.session.processes import discovery
 from workbench.session.processes.folder import SessionFolder, reap_stale_sessions
 from workbench.session.processes.gpus import find_gpus

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from workbench.core.layer_extents import of_linear_layers, traced
+from workbench.core.layer_plan import LayerPlan
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.rows import Layer
@@ -15,7 +17,9 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
+from workbench.session.on_engine.tensor_html import tensor_html
 from workbench.theme import Palette, palette
+from workbench.ui.assets import element
 from workbench.ui.controls import PLANNING, Controls, button, html
 from workbench.ui.failures import guarded
 from workbench.ui.grid.view import Facts, boxings_of, grid_view
@@ -26,7 +30,6 @@ from workbench.ui.planning.planner_section import PlannerSection, Search, search
 from workbench.ui.planning.prediction_pictures import no_predictions_html, predictions_html
 from workbench.ui.planning.predictor import Predictor, counted
 from workbench.ui.strategy.state import PanelState
-from workbench.ui.tensor_view import no_tensor_html, tensors_html
 
 
 class StrategyEditor:
@@ -314,3 +317,32 @@ def facts_of(
     """Facts about a model before its costs are known: shapes behind linear layers on flat samples."""
     loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
     return Facts(batch_size, of_linear_layers(layers, sample_shape), loss)
+
+
+_MAX_PARAMETERS = 2
+_DTYPES = {2: "bfloat16", 4: "float32"}
+
+
+def tensors_html(planned: LayerPlan, stage: int) -> str:
+    """Pictures of a layer's largest parameters and of its input."""
+    layer = planned.layer
+    largest = sorted(layer.shapes.items(), key=lambda item: -prod(item[1]))[:_MAX_PARAMETERS]
+    parts = []
+    for name, shape in largest:
+        picture = tensor_html("float32", 4, shape, planned.parameters[name], hue=stage)
+        parts.append(_titled(f"{layer.name}.{name}", picture))
+    if planned.input_shape is not None:
+        itemsize = planned.itemsize
+        picture = tensor_html(_DTYPES[itemsize], itemsize, planned.input_shape, planned.input_layout, hue=stage)
+        parts.append(_titled(f"what enters {layer.name}, one micro-batch", picture))
+    return element("div", *parts, css="wb-tensors")
+
+
+def _titled(title: str, picture: str) -> str:
+    return element("div", element("div", text=title, css="wb-title"), picture)
+
+
+def no_tensor_html(labels: Sequence[str]) -> str:
+    """The note of a row that stands for several layers: choose one of them."""
+    names = ", ".join(labels[:8])
+    return element("div", element("span", text=f"unfold the row and choose a layer: {names}", css="wb-quiet"))

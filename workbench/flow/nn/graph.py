@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,10 +15,8 @@ from torch.utils._pytree import tree_map
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.flow.local_tensor import local
-from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
-from workbench.flow.nn.module_config import is_recomputed
-from workbench.flow.nn.stages import disjoint_placements, stages_of
+from workbench.flow.nn.module_config import config_of, is_recomputed
 from workbench.flow.world_join import join
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
@@ -236,3 +234,105 @@ def _in_layout_of(part: Any, whole: Any) -> Any:
 
 
 __all__ = ["Graph", "GraphModule"]
+
+
+_HINTS = frozenset(
+    {
+        "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops",
+        "enable_cudnn_conv_heuristic_search_algo", "enable_cudnn_fused_normalization_add_relu", "enable_fused_linear",
+        "enable_multi_tensor_update", "enable_straighten_algorithm", "set_outputs_buffer_size",
+    }
+)  # fmt: skip
+"""Settings of OneFlow's compiler that change no numbers: accepted, and without effect."""
+
+
+class GraphConfig:
+    """The settings in ``graph.config``.
+
+    Attributes:
+        num_micro_batches: the number of parts into which a training batch is cut.
+        autocast: the dtype under which ``build`` runs; None for none.
+        schedule: the order in which stages run micro-batches, e.g. ``"1f1b"`` or ``"gpipe"`` (an extension of OneFlow).
+    """
+
+    def __init__(self) -> None:
+        self.num_micro_batches = 1
+        self.autocast: torch.dtype | None = None
+        self.schedule = "1f1b"
+
+    def set_gradient_accumulation_steps(self, value: int) -> None:
+        """Cut every training batch into ``value`` micro-batches along dim 0 (one per sample, if there are fewer)."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise StrategyError(
+                f"config.set_gradient_accumulation_steps({value!r}): a batch is cut into at least 1 part. Give a whole "
+                "number, e.g. 2."
+            )
+        self.num_micro_batches = value
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Run ``build`` under autocast. With ``dtype=flow.float16`` give the graph a scaler (``set_grad_scaler``)."""
+        self.autocast = dtype if mode else None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name in _HINTS:
+            return _without_effect
+        known = sorted(n for n in {*dir(type(self)), *self.__dict__} if not n.startswith("_"))
+        raise AttributeError(
+            f"graph.config.{name}: no such setting; there are {', '.join(known)}. Settings of a strategy (zero, "
+            "recompute, degrees) are options of wb.parallelize(module, strategy)."
+        )
+
+
+def _without_effect(*args: Any, **options: Any) -> None:
+    pass
+
+
+def stages_of(modules: Iterable[nn.Module]) -> dict[int, list[torch.Tensor]]:
+    """The weights of every stage, in the order of stages. Empty if no module has a stage.
+
+    A module without a stage belongs to that of the nearest module around it. A weight that several stages share belongs
+    to the first of them that the walk finds.
+
+    Raises:
+        StrategyError: the stage ids leave out a number.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for module in modules:
+        for stage, weights in _walk(module, None):
+            if stage is not None:
+                found.setdefault(stage, []).extend(w for w in weights if id(w) not in seen)
+            seen.update(map(id, weights))
+    missing = sorted(set(range(len(found))) - set(found))
+    if missing:
+        raise StrategyError(
+            f"nn.Graph: stage ids {sorted(found)} leave out {missing[0]}. {len(found)} stages are numbered 0 to "
+            f"{len(found) - 1}: set module.config.stage_id accordingly."
+        )
+    return dict(sorted(found.items()))
+
+
+def _walk(module: nn.Module, stage: int | None) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
+    config = config_of(module)
+    if config is not None and config.stage_id is not None:
+        stage = config.stage_id
+    yield stage, [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for child in module.children():
+        yield from _walk(child, stage)
+
+
+def disjoint_placements(stages: dict[int, list[torch.Tensor]]) -> tuple[Placement, ...]:
+    """The placements of the stages, if each has global weights and its own ranks, so that they can run concurrently.
+
+    Empty if there are fewer than two such stages.
+    """
+    placements: list[Placement] = []
+    taken: set[int] = set()
+    for weights in stages.values():
+        on = [weight.placement if isinstance(weight, GlobalTensor) else None for weight in weights]
+        ranks = {rank for placement in on if placement is not None for rank in placement}
+        if not on or on[0] is None or None in on or ranks & taken:
+            return ()
+        taken |= ranks
+        placements.append(on[0])
+    return tuple(placements) if len(placements) > 1 else ()

@@ -15,8 +15,7 @@ import torch
 from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
-from workbench.training.runs.float32 import exact_sums
-from workbench.training.runs.float64 import KeepsFloat64
+from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.job import RankSegment
 from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 from collections.abc import Callable, Iterable, Sequence
+
+from IPython.core.inputtransformer2 import TransformerManager
 
 from workbench.errors import CellError
 from workbench.session import protocol
@@ -232,3 +235,17 @@ def _paint(text: str, *codes: str) -> str:
 
 def _leave_plain(text: str, *codes: str) -> str:
     return text
+
+
+def check_syntax(code: str) -> None:
+    """Raise `CellError` with the marked line if engines could not run the code.
+
+    IPython's own syntax (``%magic``, ``!command``) and top-level ``await`` are fine.
+    """
+    try:
+        plain = TransformerManager().transform_cell(code)
+        compile(plain, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise syntax_error(error) from None
+    except ValueError as error:  # null characters
+        raise syntax_error(SyntaxError(str(error), ("<cell>", 1, 1, ""))) from None

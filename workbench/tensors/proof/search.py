@@ -20,9 +20,8 @@ from workbench.tensors.dispatch.registry import COMPOSITES, RULES, Call
 from workbench.tensors.global_tensor import local_torch, spec_of, wrap
 from workbench.tensors.proof.cut import cut, mismatch
 from workbench.tensors.proof.examples import Example, collect
-from workbench.tensors.proof.ranks import run_each
+from workbench.tensors.proof.ranks import redrawn, run_each
 from workbench.tensors.proof.report import Finding, Proof
-from workbench.tensors.proof.values import redrawn
 from workbench.tensors.world import World
 from workbench.transport.threads import ThreadHub, ThreadTransport
 

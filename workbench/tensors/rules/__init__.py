@@ -5,21 +5,14 @@ Families share `reduction/two_stage` (reductions over split dims), `reduction/em
 (moving rows along a split dim).
 """
 
+# ruff: noqa: F401
 from workbench.tensors.rules.attention import attention, multihead
 from workbench.tensors.rules.convolution import convolution, pooling
-from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing, masked_scatter, searching
-from workbench.tensors.rules.losses import cross_entropy, linear_cross_entropy, loss
-from workbench.tensors.rules.matmul import fft, grouped_matmul, linalg, low_rank, matmul, recurrent
+from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing
+from workbench.tensors.rules.losses import cross_entropy, loss
+from workbench.tensors.rules.matmul import linalg, matmul, recurrent
 from workbench.tensors.rules.norms import norms
-from workbench.tensors.rules.pointwise import creation, foreach, metadata, pointwise
+from workbench.tensors.rules.pointwise import creation, metadata, pointwise
 from workbench.tensors.rules.random import dropout, initializers, sampling
 from workbench.tensors.rules.reduction import cumulative, extrema, reduction, softmax, variance, vector_norms
-from workbench.tensors.rules.views import concatenation, in_place_views, rearranging, strided, view
-
-__all__ = [
-    "assignment", "attention", "concatenation", "convolution", "creation", "cross_entropy", "cumulative", "dropout",
-    "embedding", "extrema", "fft", "foreach", "gather_scatter", "grouped_matmul", "in_place_views", "indexing",
-    "initializers", "linalg", "linear_cross_entropy", "loss", "low_rank", "masked_scatter", "matmul", "metadata",
-    "multihead", "norms", "pointwise", "pooling", "rearranging", "recurrent", "reduction", "sampling", "searching",
-    "softmax", "strided", "variance", "vector_norms", "view",
-]  # fmt: skip
+from workbench.tensors.rules.views import concatenation, in_place_views, rearranging, view

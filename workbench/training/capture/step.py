@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from workbench.errors import CaptureError
@@ -17,12 +18,13 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, pla
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
-from workbench.training.capture.guards import Guards, end_sums
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.recorder import RecordedTransport, Recorder
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
-from workbench.training.strategies.state import recorded_module_calls
+from workbench.training.gradients.overlap import GradientReducer
+from workbench.training.gradients.reduction import forget_sums
+from workbench.training.strategies.state import STATE, recorded_module_calls
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
@@ -329,3 +331,38 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
 
 def _handed_out(value: torch.Tensor, spec: Spec | None) -> torch.Tensor:
     return value if spec is None else wrap(value, spec)
+
+
+class Guards:
+    """The guards of the parallelized modules that a step has called so far."""
+
+    def __init__(self) -> None:
+        self._roots: list[nn.Module] = []
+        self._parts: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Add modules that the step has called."""
+        for module in modules:
+            if not any(module is root for root in self._roots):
+                self._roots.append(module)
+                self._parts += module.modules()
+                self._parameters += module.parameters()
+
+    def now(self) -> Any:
+        """The present values. While they are the same, a replay is allowed."""
+        with local_torch():
+            return (
+                tuple([root.__dict__.get(STATE) for root in self._roots]),
+                tuple([part.training for part in self._parts]),
+                tuple([parameter.requires_grad for parameter in self._parameters]),
+            )
+
+
+def end_sums(modules: Iterable[nn.Module]) -> None:
+    """Wait for sums of gradients that the step has begun and none of its optimizers has used."""
+    for module in modules:
+        parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+        for reducer in {id(w): w for p in parameters if (w := GradientReducer.of(p)) is not None}.values():
+            reducer.drain()
+        forget_sums(parameters)

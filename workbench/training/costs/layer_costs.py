@@ -21,7 +21,6 @@ from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, own_loss
-from workbench.training.costs.attention_heads import heads_of
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.recompute import numbered_blocks
@@ -161,3 +160,21 @@ def _num_samples(batch: Any) -> int:
 
 def _name_of(dtype: torch.dtype) -> str:
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+
+
+HEADS = (
+    "num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "encoder_attention_heads",
+    "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
+)  # fmt: skip
+"""Names under which modules and their configurations keep it: torch's, those of transformers, and usual ones."""
+
+
+def heads_of(module: nn.Module) -> set[int]:
+    """All numbers of heads that the parts of a module, or their configurations, name.
+
+    >>> heads_of(nn.TransformerEncoderLayer(16, 4, 32))
+    {4}
+    """
+    places = [place for part in module.modules() for place in (part, getattr(part, "config", None))]
+    found = (getattr(place, name, None) for place in places if place is not None for name in HEADS)
+    return {number for number in found if isinstance(number, int) and not isinstance(number, bool) and number > 0}

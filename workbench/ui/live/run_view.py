@@ -17,13 +17,11 @@ from workbench.ui.controls import bar, html, on_value
 from workbench.ui.failures import failure_html, guarded
 from workbench.ui.live import live_figure
 from workbench.ui.live import overlays as overlays
-from workbench.ui.live.device_line import device_line
 from workbench.ui.live.figure_layout import WIDE, Frame
 from workbench.ui.live.history import History, Message
 from workbench.ui.live.live_picture import live_picture
-from workbench.ui.live.log_section import LogSection
-from workbench.ui.live.run_log import RunLog
-from workbench.ui.live.run_status import RunStatus, title_html
+from workbench.ui.live.run_log import LogSection, RunLog
+from workbench.ui.live.run_status import RunStatus, device_line, title_html
 from workbench.ui.live.timeline_bars import timeline_bars
 from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import PageLink

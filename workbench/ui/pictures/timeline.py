@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from workbench.core.metrics import ACTION_NAMES
 from workbench.theme import Palette, palette
 from workbench.ui.pictures.svg import Box, Picture, document, line, rect, text, text_width
 from workbench.units import format_seconds
 
 MAX_RANKS = 64
 _LEFT, _TOP, _WIDTH, _ROW, _BAR = 84.0, 58.0, 640.0, 34.0, 24.0
-_NAMES = {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "gradients of weights"}
 
 
 class TimelineLike(Protocol):
@@ -112,6 +112,6 @@ def _colour(kind: str, colours: Palette) -> str:
 def _legend(kinds: list[str], x: float, y: float, colours: Palette) -> Iterator[str]:
     for kind in kinds:
         yield rect(Box(x, y, 12, 12), _colour(kind, colours))
-        name = f"{kind}: {_NAMES.get(kind, kind)}"
+        name = f"{kind}: {ACTION_NAMES.get(kind, kind)}"
         yield text(x + 18, y + 10, name, anchor="start", fill=colours.muted)
         x += text_width(name) + 40

@@ -32,7 +32,9 @@ from workbench.ui.short_names import short_names
 from workbench.units import format_count
 
 
-def write_report(result: CompareResult, path: str | os.PathLike[str], *, title: str = "Comparison of strategies") -> Path:
+def write_report(
+    result: CompareResult, path: str | os.PathLike[str], *, title: str = "Comparison of strategies"
+) -> Path:
     """Write the page for ``result`` to ``path`` (folders are made) and return the path.
 
     The page holds all it needs (plotly.js included, some 5 MB), so it can be mailed or put on any web server.

@@ -21,10 +21,10 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded
-from workbench.ui.live.chrome_trace import chrome_trace
 from workbench.ui.live.history import Message
 from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
+from workbench.ui.live.timeline_bars import chrome_trace
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer

@@ -58,7 +58,10 @@ def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
     parts, bottom = [panel_svg.text(0, 16, "samples/s (more is better)", "quiet")], y_axis.start
     for value in y_axis.ticks(5):
         y = y_axis.at(value)
-        parts += [panel_svg.line(_LEFT, y, _RIGHT, y, "rule"), panel_svg.text(_LEFT - 6, y + 4, _short(value), "quiet end")]
+        parts += [
+            panel_svg.line(_LEFT, y, _RIGHT, y, "rule"),
+            panel_svg.text(_LEFT - 6, y + 4, _short(value), "quiet end"),
+        ]
     for value in x_axis.ticks(5):
         parts.append(panel_svg.text(x_axis.at(value), bottom + 16, _short(value), "quiet middle"))
     parts.append(panel_svg.line(_LEFT, bottom, _RIGHT, bottom, "axis"))

@@ -38,9 +38,7 @@ class Trainer(Protocol):
     baseline: RunRecord | None
     check_steps: int
 
-    def start(
-        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
-    ) -> Run:
+    def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
         """Begin to train; returns at once. ``predicted`` is kept with the run."""
 
 
@@ -82,9 +80,7 @@ class SessionTrainer:
     def check_steps(self, number: int) -> None:
         self._comparison.check_steps = number
 
-    def start(
-        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
-    ) -> Run:
+    def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""
         return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))
 

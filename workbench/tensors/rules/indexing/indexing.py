@@ -13,6 +13,7 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.registry import Call, Resolution, rule
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
@@ -206,3 +207,27 @@ def check_bounds(index: torch.Tensor, size: int) -> None:
     if low < -size or high >= size:
         wrong = low if low < -size else high
         raise IndexError(f"index {wrong} is out of bounds for dimension with size {size}")
+
+
+@rule("bucketize")
+def _bucketize(call: Call) -> Resolution | None:
+    return Resolution("..., N -> ...") if len(call.operands) == 2 else None
+
+
+@rule("searchsorted")
+def _searchsorted(call: Call) -> Resolution | None:
+    """One sorted row for all values, or a row for each row of values."""
+    if len(call.operands) < 2:
+        return None
+    has_sorter = len(call.operands) == 3
+    if len(call.shapes[0]) == 1:
+        return Resolution(f"N, ...{', N' * has_sorter} -> ...")
+    rows = term(len(call.shapes[0]) - 1)
+    return Resolution(f"{rows}N, {rows}z{f', {rows}N' * has_sorter} -> {rows}z")
+
+
+@rule("isin")
+def _isin(call: Call) -> Resolution | None:
+    if len(call.operands) != 2:
+        return None
+    return Resolution(f"..., {term(len(call.shapes[1]), range(8))} -> ...")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn import _reduction
 
 from workbench.core.sbp import Split, broadcast, partial_sum
@@ -18,7 +19,7 @@ from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.launch import accumulator, runs_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.copy_to_device import copy_to_device
-from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.dispatcher import call_by_plan, decompose
 from workbench.tensors.dispatch.local_call import can_read, scale_terms, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
@@ -357,3 +358,12 @@ def _stacked(out: Out, count: int) -> Out:
     layout, shape, dtype = out
     sbp = tuple(Split(entry.dim + 1) if isinstance(entry, Split) else entry for entry in layout.sbp)
     return layout.with_sbp(sbp), (count, *shape), dtype
+
+
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+
+    @composite("linear_cross_entropy")
+    def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+        """``cross_entropy(linear(...))``; torch's chunks would write gradients into plain buffers."""
+        body = decompose(F.linear_cross_entropy)
+        return NotImplemented if body is None else body(*args, **kwargs)

@@ -1,13 +1,21 @@
-"""Linear algebra: the matrices stay whole, and the batch may be split; in systems of equations, the right-hand sides
-too.
+"""Linear algebra, Fourier transforms: the matrices (signals) stay whole, and the batch may be split; in systems of
+equations, the right-hand sides too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from string import ascii_lowercase
+from typing import Any
+
 import torch
 
-from workbench.tensors.dispatch.equation_text import along, normalize_dims, reduction
-from workbench.tensors.dispatch.registry import Call, Resolution, rule
+from workbench.tensors import random
+from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.dispatch.equation_text import along, elementwise_except, normalize_dims, reduction
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.rules.random.sampling import sample_of_shape
 
 _OF_A_MATRIX = """
 linalg_cholesky linalg_cholesky_ex linalg_inv linalg_inv_ex linalg_det linalg_slogdet linalg_eig linalg_eigh
@@ -112,3 +120,82 @@ def _vander(call: Call) -> Resolution:
     """Default number of powers: the logical length of the vector."""
     num_powers = call.outputs[0][0][-1]
     return Resolution("... -> ...N", lambda *_: lambda x, *_, **__: torch.linalg.vander(x, N=num_powers))
+
+
+def _transform(ndim: int, dims: Collection[int]) -> Resolution:
+    """Transformed dims stay whole, and every rank needs a row: the FFT library refuses some empty shards."""
+    return Resolution(elementwise_except(ndim, dims), filled=ascii_lowercase)
+
+
+@rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
+def _along_one_dim(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return _transform(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
+
+
+@rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_hfft2", "fft_ihfft2")
+def _along_two_dims(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return _transform(ndim, normalize_dims(call.arg(2, "dim", (-2, -1)), ndim))
+
+
+@rule("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_hfftn", "fft_ihfftn")
+def _along_dims(call: Call) -> Resolution:
+    """The transformed dims. Default: the last ones, as many as there are sizes; all without sizes."""
+    ndim = len(call.shapes[0])
+    dims, sizes = call.arg(2, "dim"), call.arg(1, "s")
+    if dims is None and sizes is not None:
+        dims = range(ndim - (1 if isinstance(sizes, int) else len(sizes)), ndim)
+    return _transform(ndim, normalize_dims(dims, ndim))
+
+
+@rule("fft_fftshift", "fft_ifftshift")
+def _shift(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim"), ndim), addend=True))
+
+
+@rule("stft")
+def _stft(call: Call) -> Resolution:
+    """A batch of signals may be split; all share the window."""
+    batch = "n" * (len(call.shapes[0]) - 1)
+    rest = "XYZ"[: len(call.outputs[0][0]) - len(batch)]
+    return Resolution(f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}", filled="n")
+
+
+@composite("svd_lowrank")
+def svd_lowrank(A: Any, q: int | None = 6, niter: int | None = 2, M: Any = None) -> Any:  # noqa: N803 - torch's names
+    """``torch.svd_lowrank(A - M)`` by Halko et al., arXiv 0909.4061, algorithm 5.1."""
+    matrix = _everywhere(A if M is None else A - M.broadcast_to(A.shape))
+    if matrix.shape[-2] < matrix.shape[-1]:
+        right, values, left = _tall(matrix.mH, 6 if q is None else q, 2 if niter is None else niter)
+        return left, values, right
+    return _tall(matrix, 6 if q is None else q, 2 if niter is None else niter)
+
+
+def _everywhere(matrix: Any) -> Any:
+    if not isinstance(matrix, GlobalTensor):
+        return matrix
+    return box_implicitly(matrix, matrix._spec.layout.broadcast(), "svd_lowrank")
+
+
+def _tall(matrix: Any, q: int, niter: int) -> tuple[Any, Any, Any]:
+    directions = sample_of_shape(matrix, (matrix.shape[-1], q), random.normal_sampler(), matrix.dtype)
+    basis = torch.linalg.qr(matrix @ directions).Q
+    for _ in range(niter):
+        basis = torch.linalg.qr(matrix.mH @ basis).Q
+        basis = torch.linalg.qr(matrix @ basis).Q
+    left, values, right = torch.linalg.svd(basis.mH @ matrix, full_matrices=False)
+    return basis @ left, values, right.mH
+
+
+@composite("pca_lowrank")
+def pca_lowrank(A: Any, q: int | None = None, center: bool = True, niter: int = 2) -> Any:  # noqa: N803 - torch's names
+    """Principal components: a low-rank approximation of the centred rows."""
+    rows, columns = A.shape[-2:]
+    q = min(6, rows, columns) if q is None else q
+    if not 0 <= q <= min(rows, columns):
+        raise ValueError(f"q(={q}) must be non-negative integer and not greater than min(m, n)={min(rows, columns)}")
+    if niter < 0:
+        raise ValueError(f"niter(={niter}) must be non-negative integer")
+    return svd_lowrank(A - A.mean(dim=(-2,), keepdim=True) if center else A, q, niter)

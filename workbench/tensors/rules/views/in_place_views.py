@@ -1,4 +1,6 @@
-"""In-place forms that change a tensor's shape: ``unsqueeze_``, ``squeeze_``, ``transpose_``."""
+"""In-place forms that change a tensor's shape (``unsqueeze_``, ``squeeze_``, ``transpose_``), and ``as_strided``, which
+gathers: a view by steps in memory, which are those of one device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import torch
 
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.aliasing import BoxedView
-from workbench.tensors.dispatch.registry import EXACT
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.registry import EXACT, handler
+from workbench.tensors.dispatch.strides import on_meta
 from workbench.tensors.global_tensor import local_torch
 
 
@@ -54,3 +58,44 @@ def swapdims_(input: Any, dim0: int, dim1: int) -> Any:
 
 for _function in (unsqueeze_, squeeze_, transpose_, swapaxes_, swapdims_):
     EXACT[getattr(torch.Tensor, _function.__name__)] = _function
+
+
+@handler("as_strided", "as_strided_copy", "as_strided_scatter")
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """The view of the whole tensor, gathered in the order of dims that it has in memory.
+
+    Raises:
+        LayoutError: the tensor is a slice, whose memory has gaps here and other elements on one device.
+    """
+    tensor, *others = args
+    if tensor._spec.layout.is_broadcast and tensor._origin is None:
+        return call_by_plan(func, args, kwargs)  # each rank's memory is that of one device
+    is_scatter = func.__name__ == "as_strided_scatter"
+    meta = on_meta(tensor)
+    dense, is_dense, order = _in_order_of_memory(tensor, meta)
+    position, offset = 2 + is_scatter, meta.storage_offset()
+    given = others[position] if len(others) > position else kwargs.get("storage_offset")
+    has_gaps = not is_dense or (is_scatter and dense.dim() < tensor.dim())
+    if has_gaps or (given is not None and given < offset):
+        raise LayoutError(
+            f"{func.__name__} of a tensor {tuple(tensor.shape)} in {tensor._spec.layout}, with strides {meta.stride()} "
+            f"and offset {offset} on one device: a view by strides shows memory, and this tensor is part of a larger "
+            f"one. Write .contiguous() (or .clone()) before it, or take the view of the larger tensor."
+        )
+    if given is not None:
+        others, kwargs = others[:position], {**kwargs, "storage_offset": given - offset}
+    result = call_by_plan(func, (dense, *others), kwargs)
+    return result.permute([order.index(dim) for dim in range(len(order))]) if is_scatter else result
+
+
+def _in_order_of_memory(tensor: Any, meta: torch.Tensor) -> tuple[Any, bool, list[int]]:
+    """A view whose dims go from outer to inner ones, whether it has no gaps, and the order; dims that are expanded keep
+    one element.
+    """
+    expanded = [dim for dim, (size, stride) in enumerate(zip(meta.shape, meta.stride(), strict=True)) if not stride]
+    for dim in reversed(expanded):
+        tensor, meta = tensor.select(dim, 0), meta.select(dim, 0)
+    sizes, strides = tuple(meta.shape), meta.stride()
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1))
+    dense = tensor if order == list(range(len(sizes))) else tensor.permute(order)
+    return dense, meta.permute(order).is_contiguous(), order

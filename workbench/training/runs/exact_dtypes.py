@@ -1,13 +1,16 @@
-"""Lets GPUs compute as exactly as the dtypes say, so that two runs differ by rounding of these dtypes only."""
+"""Lets two runs differ by the rounding of their dtypes only: GPUs compute as exactly as these say, and a model runs in
+float64 although its code asks for float32 in some places.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _MATMUL, _CUDNN = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
 _EXACT = (
@@ -52,3 +55,33 @@ def exact_sums() -> Iterator[None]:
 def _set(values: list[Any]) -> None:
     for (place, name, _), value in zip(_EXACT, values, strict=True):
         setattr(place, name, value)
+
+
+_TO = {torch.Tensor.to, torch.Tensor.type}
+_FLOAT = torch.Tensor.float
+
+
+class KeepsFloat64(TorchFunctionMode):
+    """A mode in which calls that would round a float64 tensor to float32 keep it in float64.
+
+    Norms and losses of many models compute in float32 on purpose (``x.float()``, ``x.to(torch.float32)``,
+    ``softmax(x, dtype=torch.float32)``). That is exact enough for them, but it spoils a comparison in float64.
+
+    >>> with KeepsFloat64():
+    ...     torch.ones(2, dtype=torch.float64).float().dtype
+    torch.float64
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            if func is _FLOAT:
+                return first
+            if kwargs.get("dtype") == torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+            if func in _TO:
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return func(*args, **kwargs)
