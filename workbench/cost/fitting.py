@@ -23,7 +23,9 @@ def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) ->
     (2.0, 1.0)
     """
     weights = [1 / (y * y) for _, y in points]
-    s, sx, sy = (sum(w * v for w, v in zip(weights, column, strict=True)) for column in _columns(points))
+    s, sx, sy = sum(weights), 0.0, 0.0
+    for w, (x, y) in zip(weights, points, strict=True):
+        sx, sy = sx + w * x, sy + w * y
     sxx = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
     sxy = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True))
     determinant = s * sxx - sx * sx
@@ -34,10 +36,6 @@ def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) ->
     through_zero = 0.0, max(least_slope, sxy / sxx if sxx else 0.0)
     least = max(0.0, (sy - least_slope * sx) / s), least_slope
     return min(through_zero, least, key=lambda line: _error(points, *line))
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float], list[float]]:
-    return [1.0] * len(points), [x for x, _ in points], [y for _, y in points]
 
 
 def _error(points: Sequence[tuple[float, float]], offset: float, slope: float) -> float:

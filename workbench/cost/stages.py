@@ -69,7 +69,7 @@ def prices_of(
         before = _neighbour(rows, choices, index, -1)
         following = _neighbour(rows, choices, index, 1)
         setting = settings[choice.stage]
-        key: tuple[object, ...] = (_key(row, choice), setting.data, setting.model)
+        key: tuple[object, ...] = (row.counted, row.layer.tied_to, _of_choice(choice), setting.data, setting.model)
         if before is not None:
             key += (
                 before[0].passed_shape or before[0].output_shape,
@@ -91,11 +91,6 @@ def _neighbour(
     other = index + step
     on_stage = 0 <= other < len(rows) and choices[other].stage == choices[index].stage
     return (rows[other], choices[other]) if on_stage else None
-
-
-def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
-    """The values on which a price depends, besides its neighbours."""
-    return row.counted, row.layer.tied_to, _of_choice(choice)
 
 
 def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:

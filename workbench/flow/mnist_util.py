@@ -43,7 +43,7 @@ def load_data(
         ValueError: there are fewer digits than one batch needs, or a file is damaged.
     """
     with _reading:  # simulated ranks are threads
-        found = _read_all(str(_folder()))
+        found = _read_all(str(Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "workbench" / "mnist")))
     (train, train_labels), (test, test_labels) = (
         _cut(*found[part], size, part) for part, size in (("train", train_batch_size), ("test", test_batch_size))
     )
@@ -52,10 +52,6 @@ def load_data(
     elif data_format != "NCHW":
         raise ValueError(f"load_data(data_format={data_format!r}): known are 'NCHW' and 'NHWC'.")
     return (train, train_labels), (test, test_labels)
-
-
-def _folder() -> Path:
-    return Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "workbench" / "mnist")
 
 
 _reading = threading.Lock()

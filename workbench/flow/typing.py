@@ -73,7 +73,7 @@ class Placeholder:
                 f"{where} has shape {value.shape}, but its placeholder has {self.shape}. The two are the same in every "
                 "call: cut or pad the array, or change the placeholder."
             )
-        wanted = _numpy_dtype(self.dtype)
+        wanted = np.dtype(_NUMPY_DTYPES[self.dtype or torch.float32])
         if value.dtype != wanted:
             raise TypeError(
                 f"{where} has dtype {value.dtype}, but its placeholder has {wanted}. A job casts no argument: pass "
@@ -86,10 +86,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}"
     return f"a {type(value).__name__}"
-
-
-def _numpy_dtype(dtype: torch.dtype | None) -> np.dtype:
-    return np.dtype(_NUMPY_DTYPES[dtype or torch.float32])
 
 
 def _placeholder(shape: Sequence[int], dtype: torch.dtype | None, is_list: bool, name: str) -> Placeholder:

@@ -47,16 +47,11 @@ def calibrate(
     """
     if session is None:
         return calibration.calibrate()
-    times: list[RankTimes] = session.submit(measure, spans_of(session)).result()
+    times: list[RankTimes] = session.submit(measure, default_spans(session.num_engines)).result()
     hardware = hardware_from(times, name)
     if path is not None:
         save_hardware(hardware, Path(path))
     return hardware
-
-
-def spans_of(session: Session) -> list[int]:
-    """Sizes of the groups whose boxings are timed; one of them is the ranks of a host."""
-    return default_spans(session.num_engines)
 
 
 def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardware:

@@ -51,7 +51,7 @@ def attach(options: Namespace) -> None:
             "%workbench attach: this notebook has a session already. First end it (%workbench stop), or leave it "
             "(%workbench detach)."
         )
-    if not _has_unused_session(options.name):
+    if not any(options.name in (None, free.name) for free in discovery.unused_sessions()):
         _report_observed(observe(options.name, "%workbench attach", "--name"))
         return
     session = cluster.Session.attach(options.name)
@@ -63,11 +63,6 @@ def attach(options: Namespace) -> None:
         print(text_reports.describe(each))
     if busy:
         print("What an earlier notebook has started still runs; the next cell waits for it, and an interrupt ends it.")
-
-
-def _has_unused_session(name: str | None) -> bool:
-    """Whether there are engines that no notebook uses, by this name if one is given."""
-    return any(name in (None, free.name) for free in discovery.unused_sessions())
 
 
 def _report_observed(session: ObservedSession) -> None:

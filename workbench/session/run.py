@@ -235,7 +235,7 @@ class Run:
         failed = isinstance(event.content, Exception)
         if failed and self._first_failure_s is None:
             self._first_failure_s = event.time_s
-        if failed and _is_death(event.content):
+        if failed and (isinstance(event.content, EngineError) or getattr(event.content, "ename", "") == "EngineError"):
             self._output_complete.add(event.rank)
             self.outcome.dead[event.rank] = self._processes.how_ended(event.rank)
 
@@ -337,7 +337,3 @@ class NullListener:
 
     def wakeup(self) -> float | None:
         return None
-
-
-def _is_death(error: Exception) -> bool:
-    return isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError"

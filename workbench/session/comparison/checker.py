@@ -104,7 +104,7 @@ class Checker:
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
         verdict = losses.described(case.verdict())
-        if verdict.equal and reference.precision == "fp32" and not _changed(reports):
+        if verdict.equal and reference.precision == "fp32" and not reports[0].changes:
             self._equal.add(str(strategy))
         return verdict
 
@@ -151,10 +151,6 @@ class Checker:
         exact = _distance(found, reference, num_steps)
         self._exact[str(wide)] = num_steps, exact
         return replace(case, exact=exact)
-
-
-def _changed(reports: Sequence[RankReport]) -> bool:
-    return bool(reports[0].changes)
 
 
 def one_device_of(strategy: Strategy) -> OneDevice:

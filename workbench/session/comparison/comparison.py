@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from workbench.core.metrics import RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.presets import preset_name
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -313,17 +313,14 @@ class TrainingRun:
             observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
             record = self.comparison.record(self.planned, self.strategy, reports, self._announced, observer)
             waited = [*self._bubbles, bubble(list(self._spans.values()))]
-            segments = tuple(map(_with_bubble, record.segments, waited))
+            parts = zip(record.segments, waited, strict=False)
+            segments = tuple(replace(segment, bubble=share) for segment, share in parts)
             self._record = self._finish(replace(record, bubble=waited[-1], segments=segments))
         return self._record
 
     def _finish(self, record: RunRecord) -> RunRecord:
         file, self._file = self._file, None
         return file.finish(record) if file is not None else record
-
-
-def _with_bubble(segment: Segment, waited: float | None) -> Segment:
-    return replace(segment, bubble=waited)
 
 
 __all__ = [

@@ -111,7 +111,7 @@ def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
         found = infer_outputs(func, args, kwargs)
     except NeedsDataError:
         return None
-    if key is not None and _is_of_torch(func):
+    if key is not None and (not isinstance(func, FunctionType) or func.__module__.startswith("torch.")):
         if len(_inferred) >= _MAX_INFERRED:
             _inferred.clear()
         _inferred[key] = found
@@ -140,10 +140,6 @@ def _metadata(value: Any) -> Any:
     if kind in _PLAIN_VALUES:
         return kind, value
     raise TypeError(kind)
-
-
-def _is_of_torch(func: Any) -> bool:
-    return not isinstance(func, FunctionType) or func.__module__.startswith("torch.")
 
 
 def _plan_by_rule(

@@ -174,7 +174,7 @@ class WorkCounter(TorchDispatchMode):
         if tensor is None:
             return None
         shape, count = tuple(tensor.shape), self._num_samples
-        if self._of_samples and not self._is_of_samples(tensor):
+        if self._of_samples and tensor.untyped_storage()._cdata not in self._of_samples:
             return Extent(shape, None)
         if count in shape:
             dim = shape.index(count)
@@ -202,9 +202,6 @@ class WorkCounter(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 self._of_samples[storage._cdata] = storage
-
-    def _is_of_samples(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._of_samples
 
     def _begin_layer(self, name: str, args: Any) -> None:
         self._containers.update(self._active)

@@ -178,7 +178,7 @@ def stages_picture(grid: Grid, colours: Palette) -> str:
     if not grid.is_open:
         cards = list(_cards(grid, left, height, colours))
         parts += cards
-        left += _num_cards(grid) * (_CARD + _BETWEEN)
+        left += len(_card_numbers(grid)) * (_CARD + _BETWEEN)
     top = _TOP + height
     parts += [text(_LEFT, 30, grid.size.replace(" x ", " × "), anchor="start", size=15, bold=True)]
     description = [f"stage 0: {stage_text(grid.stages[0])}", *(f"{name}: {words}" for name, words in grid.axes())]
@@ -224,7 +224,7 @@ class _Stage:
         for place, column in enumerate(self.columns):
             yield text(self._x(place), _TOP + 4, _named(self.names[1], column), size=11, fill=self.colours.muted)
         for place, row in enumerate(self.rows):
-            y = self._y(place)
+            y = _TOP + 16 + (place + 0.5) * _PITCH[1] - 6
             if self.names[0]:
                 yield text(self.left + 12, y + 4, _named(self.names[0], row), anchor="start", size=11)
             for at, column in enumerate(self.columns):
@@ -248,16 +248,9 @@ class _Stage:
     def _x(self, place: int) -> float:
         return self.left + self.label + (place + 0.5) * _PITCH[0] - 4
 
-    def _y(self, place: int) -> float:
-        return _TOP + 16 + (place + 0.5) * _PITCH[1] - 6
-
 
 def _named(name: str, index: int | None) -> str:
     return "…" if index is None else f"{name} {index}"
-
-
-def _num_cards(grid: Grid) -> int:
-    return len(_card_numbers(grid))
 
 
 def _card_numbers(grid: Grid) -> list[int | None]:

@@ -64,7 +64,7 @@ def multi_head_attention_forward(
         k = torch.cat([k, bias_k.expand(1, batch, width)])
         v = torch.cat([v, bias_v.expand(1, batch, width)])
         num_added = 1
-    q, k, v = (_by_head(x, batch, num_heads) for x in (q, k, v))
+    q, k, v = (x.view(x.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for x in (q, k, v))
     k = k if static_k is None else static_k.view(batch, num_heads, *static_k.shape[1:])
     v = v if static_v is None else static_v.view(batch, num_heads, *static_v.shape[1:])
     if add_zero_attn:
@@ -98,11 +98,6 @@ def _check_sizes(width: int, expected: int, num_heads: int, is_causal: bool, att
         raise AssertionError(f"embed_dim {width} not divisible by num_heads {num_heads}")
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-
-
-def _by_head(x: Any, batch: int, num_heads: int) -> Any:
-    """(S, B, E) to (B, H, S, D)."""
-    return x.view(x.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3)
 
 
 def _mask(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_
         return value, index + start
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and want_values):
-        values, indices = _gather_pair(x, stages, first)
+        values, indices = gathered_rows(x, stages, first, [x.dtype, torch.int64], "max")
         out = [stages.result(keepdim, x.dtype), stages.result(keepdim, torch.int64)]
 
         def second(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,10 +201,6 @@ def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_
             return (found, index) if keepdim else (found.squeeze(dim), index.squeeze(dim))
 
         return tuple(on_shards(second, [values, indices], [stages.gathered] * 2, out, "max"))
-
-
-def _gather_pair(x: GlobalTensor, stages: Stages, first: Callable[..., Any]) -> list[GlobalTensor]:
-    return gathered_rows(x, stages, first, [x.dtype, torch.int64], "max")
 
 
 def filled_shards(x: GlobalTensor, dim: int) -> list[int] | None:
