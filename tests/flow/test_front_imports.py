@@ -32,9 +32,7 @@ def test_a_name_of_nn_is_there(name: str) -> None:
     assert getattr(nn, name) is not None
 
 
-@pytest.mark.parametrize(
-    "module", ["config", "distribute", "layers", "losses", "optimizer", "scope", "train", "nn.functions"]
-)
+@pytest.mark.parametrize("module", ["config", "distribute", "layers", "losses", "optimizer", "scope", "train"])
 def test_every_name_that_a_module_shows_is_there(module: str) -> None:
     found = importlib.import_module(f"workbench.flow.{module}")
     assert all(hasattr(found, name) for name in found.__all__)

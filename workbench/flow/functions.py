@@ -13,11 +13,6 @@ import torch
 
 from workbench.flow.jobs.context import in_scope, running_job
 
-__all__ = [
-    "cast", "concat", "expand_dims", "flatten", "gather", "identity", "matmul", "parallel_cast", "reshape", "slice",
-    "squeeze", "transpose",
-]  # fmt: skip
-
 
 def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Accept torch's arguments too (``dim=``, or a number in the second place), as newer programs write them."""

@@ -60,19 +60,20 @@ _reading = threading.Lock()
 @cache
 def _read_all(folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Images (n, 1, 28, 28) and labels (n,) by part."""
-    paths = {name: _find(Path(folder), name) for names in _FILES.values() for name in names}
-    missing = sorted(name for name, path in paths.items() if path is None)
+    names = [name for pair in _FILES.values() for name in pair]
+    paths = {name: path for name in names if (path := _find(Path(folder), name)) is not None}
+    missing = sorted({*names} - {*paths})
     if not missing:
         return {
             part: (
-                read_idx(_there(paths[images]))[:, None] / np.float32(255),
-                read_idx(_there(paths[labels])).astype(np.int32),
+                read_idx(paths[images])[:, None] / np.float32(255),
+                read_idx(paths[labels]).astype(np.int32),
             )
             for part, (images, labels) in _FILES.items()
         }
-    if len(missing) < len(paths):
+    if paths:
         raise ValueError(
-            f"load_data: {folder} has {len(paths) - len(missing)} of the {len(paths)} files of MNIST; "
+            f"load_data: {folder} has {len(paths)} of the {len(names)} files of MNIST; "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Put them there, or unset {VARIABLE}."
         )
     sys.stderr.write(
@@ -80,11 +81,6 @@ def _read_all(folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "used, resized from 8 x 8 to 28 x 28.\n"
     )
     return _small_digits()
-
-
-def _there(path: Path | None) -> Path:
-    assert path is not None
-    return path
 
 
 def _find(folder: Path, name: str) -> Path | None:

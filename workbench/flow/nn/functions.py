@@ -165,10 +165,3 @@ def softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None
 def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None = None) -> Any:
     """Binary cross-entropy of each element."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-
-
-__all__ = [
-    "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
-    "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
-    "sparse_softmax_cross_entropy_with_logits",
-]  # fmt: skip

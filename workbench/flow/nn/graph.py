@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.flow.local_tensor import local
-from workbench.flow.nn.module_config import ModuleConfig as GraphModule
+from workbench.flow.nn.module_config import ModuleConfig as GraphModule  # noqa: F401 - as programs write it
 from workbench.flow.nn.module_config import config_of, is_recomputed
 from workbench.flow.world_join import join
 from workbench.tensors.global_tensor import GlobalTensor
@@ -231,9 +231,6 @@ def _in_layout_of(part: Any, whole: Any) -> Any:
     if not isinstance(part, GlobalTensor):
         return part
     return GlobalTensor.to_global(part, whole.placement, whole.sbp)
-
-
-__all__ = ["Graph", "GraphModule"]
 
 
 _HINTS = frozenset(
