@@ -168,7 +168,7 @@ def test_the_predictor_says_what_is_missing():
     assert "counting" in str(predictor.predict(strategy, is_old=False))
     predictor.costs = gpt()
     found = predictor.predict(strategy, is_old=False)
-    assert isinstance(found, Prediction) and found.before is None and found.machine
+    assert isinstance(found, Prediction) and found.before is None
     other = predictor.predict(resolved("data"), is_old=False)
     assert isinstance(other, Prediction) and other.before == found.estimate
 

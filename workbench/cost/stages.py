@@ -16,8 +16,6 @@ from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state
 from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings
 
-Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
-
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:

@@ -5,7 +5,7 @@ Published results and your own rows use the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,9 +164,7 @@ def added_columns(found: Estimate) -> dict[str, float]:
     }
 
 
-def predict_table(
-    rows: Sequence[Mapping[str, str]], when_done: Callable[[int], None] | None = None
-) -> list[dict[str, str]]:
+def predict_table(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """All rows with the added columns, as text.
 
     Raises:
@@ -185,8 +183,6 @@ def predict_table(
             problems.append(str(error))
             continue
         predicted.append({**row, **{column: f"{value:.6g}" for column, value in added.items()}})
-        if when_done:
-            when_done(number)
     if problems:
         raise TableError("\n".join(problems))
     return predicted

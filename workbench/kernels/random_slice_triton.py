@@ -20,7 +20,7 @@ from workbench.kernels.philox_triton import bound_of, in_order, is_below, words
 from workbench.kernels.triton_types import FLOATS, TYPES, wide_type
 
 _NUM_OUTER = 3
-_UNIFORM, _BERNOULLI, _INTEGERS = 0, 2, 3
+_UNIFORM, _BERNOULLI, _INTEGERS, _DROPOUT = 0, 2, 3, 4
 _COUNTERS = 512
 """Counters per program."""
 _PLACE = ["first", "size", "row_counters", "num_counters", "size0", "size1", "stride0", "stride1", "stride2"]
@@ -104,6 +104,7 @@ def _normal_pair(radius: tl.tensor, angle: tl.tensor, wide: tl.constexpr) -> tl.
 @triton.jit(do_not_specialize=_SCALARS)
 def _fill(
     out: tl.tensor,
+    given: tl.tensor,
     key: tl.tensor,
     first: tl.tensor,
     size: tl.tensor,
@@ -126,14 +127,18 @@ def _fill(
     counters: tl.constexpr,
 ) -> None:
     """``a`` and ``b``: lower bound and span of uniform numbers (doubles, as bits) or integers, mean and standard
-    deviation, or a probability (see ``is_below``); ``wide``: the type of the computation.
+    deviation, or a probability (see ``is_below``) and, for dropout of ``given``, the scale of the elements that are
+    kept; ``wide``: the type of the computation.
     """
     counter, at, inside = _place(
         first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
         counters,
     )  # fmt: skip
     w, x, y, z = words(key, counter, 0)
-    if kind == 3:
+    if kind == 4:
+        kept = tl.load(given + at, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
+        value = tl.where(is_below(in_order(w, x, y, z, counters, 4), a), kept, 0.0)
+    elif kind == 3:
         joined = in_order(_joined(w, x), _joined(x, w), _joined(y, z), _joined(z, y), counters, 4)
         value = (joined % b.to(tl.uint64)).to(tl.int64) + a
     elif kind == 2:
@@ -149,40 +154,6 @@ def _fill(
     else:
         value = _unit(in_order(w, x, y, z, counters, 4), bits) * _double(b).to(wide) + _double(a).to(wide)
     tl.store(out + at, value.to(element), mask=inside)
-
-
-@triton.jit(do_not_specialize=_SCALARS)
-def _dropout(
-    given: tl.tensor,
-    out: tl.tensor,
-    key: tl.tensor,
-    first: tl.tensor,
-    size: tl.tensor,
-    row_counters: tl.tensor,
-    num_counters: tl.tensor,
-    size0: tl.tensor,
-    size1: tl.tensor,
-    stride0: tl.tensor,
-    stride1: tl.tensor,
-    stride2: tl.tensor,
-    num_outer: tl.constexpr,
-    is_aligned: tl.constexpr,
-    index: tl.constexpr,
-    a: tl.tensor,
-    b: tl.tensor,
-    wide: tl.constexpr,
-    element: tl.constexpr,
-    counters: tl.constexpr,
-) -> None:
-    """``a``: the probability to keep an element, see ``is_below``; ``b``: the scale of kept ones."""
-    counter, at, inside = _place(
-        first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
-        counters,
-    )  # fmt: skip
-    value = tl.load(given + at, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
-    w, x, y, z = words(key, counter, 0)
-    is_kept = is_below(in_order(w, x, y, z, counters, 4), a)
-    tl.store(out + at, tl.where(is_kept, value, 0.0).to(element), mask=inside)
 
 
 _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
@@ -205,7 +176,7 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
         a, b = float64_bits(low), float64_bits(high - low if kind == _UNIFORM else high)
     launch(
         _fill, place.grid, out,
-        out, key, *place.arguments, a, b, kind, _BITS.get(out.dtype, 24), wide_type(out.dtype), TYPES[out.dtype],
+        out, out, key, *place.arguments, a, b, kind, _BITS.get(out.dtype, 24), wide_type(out.dtype), TYPES[out.dtype],
         _COUNTERS,
     )  # fmt: skip
     return True
@@ -223,8 +194,8 @@ def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], proba
         return None
     out = torch.empty_like(x)
     launch(
-        _dropout, place.grid, x,
-        x, out, key, *place.arguments, bound_of(1 - probability), float64_bits(1 / (1 - probability)),
+        _fill, place.grid, x,
+        out, x, key, *place.arguments, bound_of(1 - probability), float64_bits(1 / (1 - probability)), _DROPOUT, 0,
         wide_type(x.dtype), FLOATS[x.dtype], _COUNTERS,
     )  # fmt: skip
     return out

@@ -63,16 +63,13 @@ class TimelineBars:
         return " \u00b7 ".join(parts)
 
 
-def timeline_bars(
-    ranks: Sequence[StepSpans], expected: Timeline | None = None, stage_of: Sequence[int] | None = None
-) -> TimelineBars:
+def timeline_bars(ranks: Sequence[StepSpans], expected: Timeline | None = None) -> TimelineBars:
     """The bars of a step.
 
     Args:
         ranks: every rank's spans of the step.
         expected: a simulated timeline, a row per stage. Without it the step is simulated from the measured work of each
             action, which then waits for its inputs only.
-        stage_of: the stage of every rank. Default: the stage that its spans name.
     """
     start_s = min(span.start_s for rank in ranks for span in rank.spans)
     stop_s = max(span.stop_s for rank in ranks for span in rank.spans)
@@ -84,8 +81,7 @@ def timeline_bars(
             _add_measured(measured, row, span, start_s, by_action)
     thin = {kind: Bars() for kind in KINDS}
     for row, rank in enumerate(ranks):
-        stage = stage_of[row] if stage_of is not None else rank.spans[0].stage
-        _add_simulated(thin, row, stage, simulated)
+        _add_simulated(thin, row, rank.spans[0].stage, simulated)
     return TimelineBars(
         step=ranks[0].step,
         measured=measured,

@@ -135,9 +135,9 @@ def legend(content: str) -> str:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def row_height(num_rows: int, roomy: float = 18) -> float:
-    """Pixels of a row: ``roomy`` up to 8, then less, so that all of them stay within 240."""
-    return roomy if num_rows <= FEW_ROWS else 14 if num_rows <= _MAX_LABELLED_ROWS else max(4, 240 / num_rows)
+def row_height(num_rows: int) -> float:
+    """Pixels of a row: 18 up to 8, then less, so that all of them stay within 240."""
+    return 18 if num_rows <= FEW_ROWS else 14 if num_rows <= _MAX_LABELLED_ROWS else max(4, 240 / num_rows)
 
 
 def is_labelled(index: int, num_rows: int) -> bool:

@@ -42,7 +42,6 @@ class Prediction:
         resolved: that strategy.
         before: of the strategy before the last change.
         limit_bytes: memory of one rank; None if unknown.
-        machine: its name.
         is_old: whether the strategy has mistakes, and the estimate is of the last valid one.
         before_label: the name of ``before``.
     """
@@ -51,7 +50,6 @@ class Prediction:
     resolved: ResolvedStrategy
     before: Estimate | None = None
     limit_bytes: float | None = None
-    machine: str = ""
     is_old: bool = False
     before_label: str = "before the last change"
 

@@ -127,7 +127,6 @@ class Predictor:
             resolved,
             self._before,
             hardware.memory_bytes,
-            hardware.name,
             is_old,
             self._before_label,
         )
