@@ -8,6 +8,7 @@ the labels among its classes, and the ranks sum three numbers per row. The logit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,24 +65,7 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
         loss = _mean_of_split_batch(input, target, ignore_index, label_smoothing)
         if loss is not None:
             return loss
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    operands = _joined(input, target, weight)
-    if operands is None or reduction not in ("none", "mean", "sum"):
-        return NotImplemented
-    return _loss(torch.nn.functional.cross_entropy, operands, ignore_index, reduction, label_smoothing)
-
-
-@composite("nll_loss")
-def nll_loss(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-             reduce: Any = None, reduction: str = "mean") -> Any:  # fmt: skip
-    """``F.nll_loss``; the mean is over the logical batch."""
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    operands = _joined(input, target, weight)
-    if operands is None or reduction not in ("none", "mean", "sum"):
-        return NotImplemented
-    return _loss(torch.nn.functional.nll_loss, operands, ignore_index, reduction, 0.0)
+    return _loss(F.cross_entropy, input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
 
 def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Any:
@@ -148,8 +132,15 @@ def _joined(input: Any, target: Any, weight: Any) -> list[Any] | None:
 
 
 def _loss(
-    function: Callable[..., Any], operands: list[Any], ignore_index: int, reduction: str, label_smoothing: float
-) -> Any:
+    function: Callable[..., Any], input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """``function(input, target, ...)``; the mean is over the logical batch."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    operands = _joined(input, target, weight)
+    if operands is None or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
     scores, target, weight = operands
     shape = scores._spec.shape
     _check_shapes(function, shape, tuple(target._spec.shape))
@@ -158,9 +149,8 @@ def _loss(
     if splits(scores, [class_dim]):
         if torch.is_autocast_enabled(scores._spec.world.autocast_type):
             scores = scores.float()  # autocast computes losses in 32 bits
-        is_likelihood = function is torch.nn.functional.nll_loss
         by: Callable[..., GlobalTensor]
-        if is_likelihood:
+        if function is F.nll_loss:
             by = _rows_of_likelihoods
         elif by_index and weight is None and runs_on(scores._spec.world.device):
             by = _rows_by_kernel
@@ -181,6 +171,9 @@ def _loss(
         return total / rows_count if rows_count else total * float("nan")
     weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
     return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
+
+
+composite("nll_loss")(partial(_loss, F.nll_loss))
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ def logcumsumexp(input: Any, dim: Any = None, *, out: Any = None) -> Any:
     return _scan(input, dim, None, out, torch.logcumsumexp, lambda t, d: torch.logsumexp(t, d, keepdim=True))
 
 
-def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
+def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any:
+    """Running extrema and their positions; of equal values the last position, as in torch."""
     if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
@@ -119,16 +121,8 @@ def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
     return getattr(torch.return_types, name)(tuple(found))
 
 
-@composite("cummax")
-def cummax(input: Any, dim: Any = None, *, out: Any = None) -> Any:
-    """Running maxima and their positions; of equal values the last position, as in torch."""
-    return _extremes(input, dim, out, "cummax")
-
-
-@composite("cummin")
-def cummin(input: Any, dim: Any = None, *, out: Any = None) -> Any:
-    """Running minima and their positions."""
-    return _extremes(input, dim, out, "cummin")
+for _name in ("cummax", "cummin"):
+    composite(_name)(partial(_extremes, _name))
 
 
 @rule("trapezoid", "trapz", "cumulative_trapezoid")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from workbench.core.boxing import plan_boxing
+from workbench.kernels.launch import identity_element
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.dispatch.equation_text import normalize_dims
 from workbench.tensors.dispatch.local_call import sum_terms
@@ -32,20 +34,10 @@ from workbench.tensors.rules.reduction.two_stage import (
 Dims = int | Sequence[int] | None
 
 
-def lowest(dtype: torch.dtype, largest: bool = True) -> Any:
-    """The value that never wins when the largest (or the smallest) value is searched."""
-    if dtype == torch.bool:
-        return not largest
-    if dtype.is_floating_point:
-        return -torch.inf if largest else torch.inf
-    info = torch.iinfo(dtype)
-    return info.min if largest else info.max
-
-
 def local_extremum(x: torch.Tensor, dims: Sequence[int], largest: bool) -> torch.Tensor:
-    """``amax`` or ``amin`` with the dims kept; for an empty shard, ``lowest``."""
+    """``amax`` or ``amin`` with the dims kept; for an empty shard, the value that never wins."""
     if any(x.shape[d] == 0 for d in dims):
-        return x.sum(list(dims), keepdim=True).to(x.dtype) + lowest(x.dtype, largest)
+        return x.sum(list(dims), keepdim=True).to(x.dtype) + identity_element(x.dtype, "max" if largest else "min")
     return (torch.amax if largest else torch.amin)(x, list(dims), keepdim=True)
 
 
@@ -60,6 +52,7 @@ def extremum(x: GlobalTensor, dims: Sequence[int], keepdim: bool, largest: bool)
 
 
 def _amax(input: Any, dim: Dims = (), keepdim: bool = False, *, largest: bool, out: Any = None) -> Any:
+    """``amax`` or ``amin``. Over split dims the result is P(max) or P(min), or B if it needs a gradient."""
     if out is not None or type(input) is not GlobalTensor:
         return NotImplemented
     ndim = len(input._spec.shape)
@@ -97,18 +90,6 @@ def _differentiable(x: GlobalTensor, value: GlobalTensor, dims: Sequence[int]) -
     return with_gradient_of(value, parts)
 
 
-@composite("amax")
-def amax(input: Any, dim: Dims = (), keepdim: bool = False, *, out: Any = None) -> Any:
-    """Largest values. Over split dims the result is P(max), or B if it needs a gradient."""
-    return _amax(input, dim, keepdim, largest=True, out=out)
-
-
-@composite("amin")
-def amin(input: Any, dim: Dims = (), keepdim: bool = False, *, out: Any = None) -> Any:
-    """Smallest values. Over split dims the result is P(min), or B if it needs a gradient."""
-    return _amax(input, dim, keepdim, largest=False, out=out)
-
-
 @composite("aminmax")
 def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
     """Both extrema."""
@@ -121,7 +102,7 @@ def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False, out: A
     return torch.return_types.aminmax((low, high))
 
 
-def _max(input: Any, largest: bool, *args: Any, **kwargs: Any) -> Any:
+def _max(largest: bool, input: Any, *args: Any, **kwargs: Any) -> Any:
     """``max()``, ``max(dim, keepdim)``; ``max(other)`` is the pointwise maximum and has a rule."""
     dim = args[0] if args else kwargs.get("dim")
     if isinstance(dim, torch.Tensor) or "other" in kwargs or kwargs.get("out") is not None:
@@ -135,37 +116,22 @@ def _max(input: Any, largest: bool, *args: Any, **kwargs: Any) -> Any:
     return (torch.return_types.max if largest else torch.return_types.min)(found)
 
 
-@composite("max")
-def maximum_of(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Largest value of all, or values and indices along a dim."""
-    return _max(input, True, *args, **kwargs)
-
-
-@composite("min")
-def minimum_of(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Smallest value of all, or values and indices along a dim."""
-    return _max(input, False, *args, **kwargs)
-
-
-@composite("argmax")
-def argmax(input: Any, dim: int | None = None, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Index of the largest value; of equal values the first."""
-    return _argmax(input, dim, keepdim, True) if out is None else NotImplemented
-
-
-@composite("argmin")
-def argmin(input: Any, dim: int | None = None, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Index of the smallest value; of equal values the first."""
-    return _argmax(input, dim, keepdim, False) if out is None else NotImplemented
-
-
-def _argmax(input: Any, dim: int | None, keepdim: bool, largest: bool) -> Any:
+def _argmax(largest: bool, input: Any, dim: int | None = None, keepdim: bool = False, *, out: Any = None) -> Any:
+    """Index of the largest (or the smallest) value; of equal values the first."""
+    if out is not None:
+        return NotImplemented
     if dim is not None:
         found = values_and_indices(input, dim, keepdim, largest, want_values=False)
         return found if found is NotImplemented else found[1]
     if not splits(input) or 0 in input._spec.shape:
         return NotImplemented
     return _flat_argmax(sum_terms(input), keepdim, largest)
+
+
+for _largest, _suffix in ((True, "max"), (False, "min")):
+    composite(f"a{_suffix}")(partial(_amax, largest=_largest))
+    composite(_suffix)(partial(_max, _largest))
+    composite(f"arg{_suffix}")(partial(_argmax, _largest))
 
 
 def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_values: bool) -> Any:
@@ -224,7 +190,8 @@ def _flat_argmax(x: GlobalTensor, keepdim: bool, largest: bool) -> GlobalTensor:
     def first(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ones = [1] * t.dim()
         if t.numel() == 0 or region is None:
-            value = torch.full(ones, lowest(t.dtype, largest), dtype=t.dtype, device=t.device)
+            never = identity_element(t.dtype, "max" if largest else "min")
+            value = torch.full(ones, never, dtype=t.dtype, device=t.device)
             return value, torch.full(ones, torch.iinfo(torch.int64).max, device=t.device)
         at = torch.unravel_index((torch.argmax if largest else torch.argmin)(t), t.shape)
         position = torch.zeros((), dtype=torch.int64, device=t.device)

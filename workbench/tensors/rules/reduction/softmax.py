@@ -6,6 +6,7 @@ The ranks exchange one row each, twice in forward and once in backward. The tens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,16 @@ def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = 
     return result if keepdim else dropped(result, stages)
 
 
-def _softmax(input: Any, dim: int | None, options: tuple[Any, ...], logarithm: bool) -> Any:
+def _softmax(
+    logarithm: bool, input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any
+) -> Any:
+    """Softmax or its logarithm over a split dim: two exchanges of a row per rank in forward, one in backward."""
     if type(input) is not GlobalTensor or dim is None:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
-    dtype = next((option for option in options if isinstance(option, torch.dtype)), None)
+    dtype = next((option for option in (*rest, dtype) if isinstance(option, torch.dtype)), None)
     x = sum_terms(input if dtype is None else input.to(dtype))
     stages, out_dtype = stages_of(x, dims), x.dtype
     wide = accumulation_dtype(out_dtype)
@@ -86,24 +90,16 @@ def _softmax(input: Any, dim: int | None, options: tuple[Any, ...], logarithm: b
     return on_shards(finish, [weights, total], [own, stages.gathered], [(own, shape, out_dtype)], "softmax")[0]
 
 
-@composite("softmax")
-def softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Softmax over a split dim: two exchanges of a row per rank in forward, one in backward."""
-    return _softmax(input, dim, (*rest, dtype), logarithm=False)
-
-
-@composite("log_softmax")
-def log_softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Logarithm of the softmax over a split dim."""
-    return _softmax(input, dim, (*rest, dtype), logarithm=True)
+composite("softmax")(partial(_softmax, False))
+composite("log_softmax")(partial(_softmax, True))
 
 
 @composite("softmin")
-def softmin(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def softmin(input: Any, dim: int | None = None, *rest: Any, **options: Any) -> Any:
     """Softmax of the negated input."""
     if type(input) is not GlobalTensor or dim is None or not splits(input, normalize_dims(dim, input.dim())):
         return NotImplemented
-    return _softmax(-input, dim, (*rest, dtype), logarithm=False)
+    return _softmax(False, -input, dim, *rest, **options)
 
 
 @composite("_safe_softmax")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, floa
     return named.get("dim", named.get("axis")), correction, named.get("keepdim", False)
 
 
-def _spread(input: Any, is_root: bool, with_mean: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _spread(is_root: bool, with_mean: bool, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Variance or standard deviation over split dims from the shards' moments."""
     if type(input) is not GlobalTensor or kwargs.get("out") is not None:
         return NotImplemented
     dim, correction, keepdim = _arguments(args, kwargs)
@@ -144,28 +146,9 @@ def root(square: torch.Tensor) -> torch.Tensor:
     return torch.where(is_zero, square.detach(), torch.where(is_zero, 1, square).sqrt())
 
 
-@composite("var")
-def var(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Variance over split dims from the shards' moments."""
-    return _spread(input, False, False, args, kwargs)
-
-
-@composite("std")
-def std(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Standard deviation over split dims."""
-    return _spread(input, True, False, args, kwargs)
-
-
-@composite("var_mean")
-def var_mean(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Variance and mean over split dims."""
-    return _spread(input, False, True, args, kwargs)
-
-
-@composite("std_mean")
-def std_mean(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Standard deviation and mean over split dims."""
-    return _spread(input, True, True, args, kwargs)
+for _name, _is_root in (("var", False), ("std", True)):
+    composite(_name)(partial(_spread, _is_root, False))
+    composite(f"{_name}_mean")(partial(_spread, _is_root, True))
 
 
 @composite("cov")
