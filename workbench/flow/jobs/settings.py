@@ -10,7 +10,7 @@ import torch
 
 from workbench.errors import JobError
 from workbench.flow.old_spellings import warn_old_spelling
-from workbench.flow.optimizer import Rate, UpdateRule, update_rule_of_conf
+from workbench.flow.optimizer import UpdateRule, update_rule_of_conf
 from workbench.flow.scope import View, placement
 
 
@@ -52,18 +52,7 @@ class TrainConfig:
                 "flow.optimizer.SGD(flow.optimizer.PiecewiseConstantScheduler([], [0.1])).minimize(loss)."
             )
         rate: float = self.rate
-        constant: Rate = _Constant(rate)
-        return update_rule_of_conf(self.conf or {"naive_conf": {}}, constant)
-
-
-class _Constant:
-    """A constant learning rate; it can be sent to engines."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __call__(self, step: int) -> float:
-        return self.value
+        return update_rule_of_conf(self.conf or {"naive_conf": {}}, lambda step: rate)
 
 
 class FunctionConfig:

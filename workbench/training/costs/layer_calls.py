@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -12,16 +11,38 @@ from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 
 
-class Entry(Protocol):
-    """A function that was counted, see ``work_counter``."""
+@dataclass
+class Entry:
+    """One function of the batch; ``layer`` is None before the first one begins."""
 
     layer: str | None
     is_own: bool
+    name: str = "saved"
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    inner: int = 0
+    saved_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    again_bytes: float = 0.0
+    passing_bytes: float = 0.0
+
+    def work(self, num_samples: int) -> OpCost:
+        """The work of one sample."""
+        return OpCost(
+            self.name,
+            self.flops / num_samples,
+            self.moved_bytes / num_samples,
+            self.inner,
+            self.saved_bytes / num_samples,
+            backward_bytes=self.backward_bytes / num_samples,
+            again_bytes=self.again_bytes / num_samples,
+            passing_bytes=self.passing_bytes / num_samples,
+        )
 
     @property
-    def is_work(self) -> bool: ...
-
-    def work(self, num_samples: int) -> OpCost: ...
+    def is_work(self) -> bool:
+        """Whether it takes time or memory: a view takes none, unless its backward does (of slices: their gradient)."""
+        return bool(self.flops or self.moved_bytes or self.saved_bytes or self.backward_bytes)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,42 +21,8 @@ from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 from workbench.training.costs.activation_reads import ActivationReads
 from workbench.training.costs.aten_functions import ATTENTION, TO_COPY, matmul_work, name_of
-from workbench.training.costs.layer_calls import LayerCalls
+from workbench.training.costs.layer_calls import Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
-
-
-@dataclass
-class _Entry:
-    """One function of the batch; ``layer`` is None before the first one begins."""
-
-    layer: str | None
-    is_own: bool
-    name: str = "saved"
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    inner: int = 0
-    saved_bytes: float = 0.0
-    backward_bytes: float = 0.0
-    again_bytes: float = 0.0
-    passing_bytes: float = 0.0
-
-    def work(self, num_samples: int) -> OpCost:
-        """The work of one sample."""
-        return OpCost(
-            self.name,
-            self.flops / num_samples,
-            self.moved_bytes / num_samples,
-            self.inner,
-            self.saved_bytes / num_samples,
-            backward_bytes=self.backward_bytes / num_samples,
-            again_bytes=self.again_bytes / num_samples,
-            passing_bytes=self.passing_bytes / num_samples,
-        )
-
-    @property
-    def is_work(self) -> bool:
-        """Whether it takes time or memory: a view takes none, unless its backward does (of slices: their gradient)."""
-        return bool(self.flops or self.moved_bytes or self.saved_bytes or self.backward_bytes)
 
 
 class WorkCounter(TorchDispatchMode):
@@ -75,8 +40,8 @@ class WorkCounter(TorchDispatchMode):
         super().__init__()
         self._owners, self._num_samples = dict(owners), num_samples
         self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
-        self._entries: list[_Entry] = []
-        self._by_node: dict[int, _Entry] = {}
+        self._entries: list[Entry] = []
+        self._by_node: dict[int, Entry] = {}
         self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
         self._early_again: dict[int, float] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, int]] = {}  # and the node for which it was saved first
@@ -298,7 +263,7 @@ class WorkCounter(TorchDispatchMode):
         if name not in self._outputs and (name not in self._active or name in self._containers):
             self._outputs[name] = next(iter(outputs.values()))
 
-    def _place(self, inputs: Mapping[int, torch.Tensor]) -> _Entry:
+    def _place(self, inputs: Mapping[int, torch.Tensor]) -> Entry:
         """The entry of a function that reads these storages."""
         readers = [name for storage in inputs for name in self._owners.get(storage, ())]
         if readers:
@@ -307,7 +272,7 @@ class WorkCounter(TorchDispatchMode):
         is_own = bool(readers) or bool(self._active and self._active[-1] == self._last)
         if is_own and self._last is not None and self._last not in self._order:
             self._order.append(self._last)
-        entry = _Entry(self._last, is_own or self._last is None)
+        entry = Entry(self._last, is_own or self._last is None)
         self._entries.append(entry)
         node = torch._C._autograd._get_sequence_nr() - 1
         if self._by_node.setdefault(node, entry) is entry:

@@ -6,9 +6,10 @@ A pure function: timeline -> SVG. Measured and simulated timelines look the same
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.core.metrics import ACTION_NAMES
+from workbench.pipeline.simulate import Timeline
 from workbench.theme import Palette, palette
 from workbench.ui.pictures.svg import Box, Picture, document, line, rect, text, text_width
 from workbench.units import format_seconds
@@ -17,23 +18,7 @@ MAX_RANKS = 64
 _LEFT, _TOP, _WIDTH, _ROW, _BAR = 84.0, 58.0, 640.0, 34.0, 24.0
 
 
-class TimelineLike(Protocol):
-    """A timeline: the result of ``wb.debug.timeline(model)``, a graph's ``timeline()`` or ``simulate``."""
-
-    @property
-    def spans(self) -> Any:
-        """By rank: ``action``, ``start_s``, ``stop_s``, ``waited_s``."""
-
-    @property
-    def makespan_s(self) -> float:
-        """Seconds from start to end."""
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which ranks wait, from 0 to 1."""
-
-
-def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
+def draw_timeline(timeline: Timeline, *, theme: str = "light") -> Picture:
     """A picture of a pipeline's step. Each rank is a row, and each action is a bar with the number of its micro-batch.
 
     Args:

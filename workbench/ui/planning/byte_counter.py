@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from workbench.cost.estimate import SentBytes
 from workbench.session.planning import CountEnded
@@ -17,10 +16,8 @@ _QUIET_S = 0.3
 """A count begins this long after the last change, so that clicks in a row do not wait for it."""
 
 
-class Counter(Protocol):
-    """Counts one strategy: its text, the number of ranks, and whether nobody waits for it any more."""
-
-    def __call__(self, strategy: str, num_ranks: int, is_ended: Callable[[], bool], /) -> SentBytes: ...
+Counter = Callable[[str, int, Callable[[], bool]], SentBytes]
+"""Counts one strategy: its text, the number of ranks, and whether nobody waits for it any more."""
 
 
 class ByteCounter:
