@@ -54,35 +54,19 @@ def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
     labels = _labels(num_ranks)
     zeros, empty = np.zeros(len(labels)), np.full(len(labels), np.nan)
     place = {"xaxis": "x3", "yaxis": "y3", "y": labels}
+    shared = {"x": zeros, "base": zeros, "orientation": "h", "width": _bar_width(len(labels))} | place
     bars = [
         go.Bar(
             name=MEMORY_LABELS[kind],
-            x=zeros,
-            base=zeros,
-            orientation="h",
-            width=_bar_width(len(labels)),
             marker={"color": colours.memory[kind], "line": {"color": colours.background, "width": 0.5}},
             hovertemplate=f"%{{y}}, {MEMORY_LABELS[kind]}: %{{x:.3g}}<extra></extra>",
-            **place,
+            **shared,
         )
         for kind in MEMORY_KINDS
     ]
-    bars.append(
-        go.Bar(
-            name=OTHER,
-            x=zeros,
-            base=zeros,
-            orientation="h",
-            width=_bar_width(len(labels)),
-            marker={
-                "color": "rgba(0,0,0,0)",
-                "pattern": _hatch(colours),
-                "line": {"color": colours.idle, "width": 0.5},
-            },
-            hovertemplate=f"%{{y}}, {OTHER}: temporaries, the allocator's spare, libraries: %{{x:.3g}}<extra></extra>",
-            **place,
-        )
-    )
+    hover = f"%{{y}}, {OTHER}: temporaries, the allocator's spare, libraries: %{{x:.3g}}<extra></extra>"
+    hatched = _hatched(colours) | {"line": {"color": colours.idle, "width": 0.5}}
+    bars.append(go.Bar(name=OTHER, marker=hatched, hovertemplate=hover, **shared))
     tick = {"symbol": "line-ns", "size": 18, "color": colours.ink, "line": {"color": colours.ink, "width": 2}}
     dashed = {"symbol": "line-ns", "size": 12, "color": colours.muted, "line": {"color": colours.muted, "width": 2}}
     peaks = go.Scatter(
@@ -115,7 +99,7 @@ def split_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
     styles: dict[str, tuple[dict[str, Any], str]] = {
         "compute": ({"color": colours.compute}, "#10181f"),
         "boxing": ({"color": colours.boxing}, "#ffffff"),
-        "waiting": ({"color": "rgba(0,0,0,0)", "pattern": _hatch(colours)}, colours.ink),
+        "waiting": (_hatched(colours), colours.ink),
     }
     return [
         go.Bar(
@@ -127,21 +111,24 @@ def split_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
             width=_bar_width(len(labels)),
             marker=marker | {"line": {"color": colours.background, "width": 0.5}},
             text=[""] * len(labels),
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            textfont={"color": ink, "size": 12},
-            constraintext="none",
             hovertemplate=f"%{{y}}, {name}: %{{x:.0f}} %<extra></extra>",
             xaxis="x4",
             yaxis="y4",
+            **_inside(ink),
         )
         for name, (marker, ink) in styles.items()
     ]
 
 
-def _hatch(colours: Palette) -> dict[str, Any]:
-    return {"shape": "/", "fgcolor": colours.idle, "bgcolor": "rgba(0,0,0,0)", "size": 5, "solidity": 0.35}
+def _inside(ink: str) -> dict[str, Any]:
+    """Text in the middle of a bar, never turned nor shrunk."""
+    look = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none"}
+    return look | {"textfont": {"color": ink, "size": 12}}
+
+
+def _hatched(colours: Palette) -> dict[str, Any]:
+    pattern = {"shape": "/", "fgcolor": colours.idle, "bgcolor": "rgba(0,0,0,0)", "size": 5, "solidity": 0.35}
+    return {"color": "rgba(0,0,0,0)", "pattern": pattern}
 
 
 def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
@@ -160,7 +147,7 @@ def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
         y=np.array([measured_y(row) for row in rows]),
         base=0,
         width=figure_layout.MEASURED / figure_layout.ROW,
-        marker={"color": "rgba(0,0,0,0)", "pattern": _hatch(colours), "line": {"width": 0}},
+        marker=_hatched(colours) | {"line": {"width": 0}},
         hoverinfo="skip",
         **place,
     )
@@ -170,13 +157,9 @@ def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
             name=f"{kind}, measured",
             width=figure_layout.MEASURED / figure_layout.ROW,
             marker={"color": fill, "line": {"color": colours.background, "width": 0.5}},
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            constraintext="none",
-            textfont={"color": "#10181f", "size": 12},
             hovertemplate="%{customdata}<extra></extra>",
             **nothing,
+            **_inside("#10181f"),
         )
         for kind, fill in fills.items()
     ]
