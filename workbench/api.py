@@ -18,7 +18,8 @@ from workbench.tensors.boxing.calibration import calibrate
 from workbench.tensors.boxing.fused import to_global_many
 from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
-from workbench.tensors.dispatch.extension import local_map, register_rule
+from workbench.tensors.dispatch.extension import register_rule
+from workbench.tensors.dispatch.local_map import local_map
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import manual_seed
 from workbench.tensors.world import barrier, current, init, rank, rebuild, shutdown, world_size

@@ -16,7 +16,7 @@ from workbench.core.rules import Equation, Term
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.custom_function import name_of
 from workbench.tensors.dispatch.dispatcher import forget_function
-from workbench.tensors.dispatch.local_map import local_map
+from workbench.tensors.dispatch.local_map import plain_alias
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import (
     RULES,
@@ -26,7 +26,7 @@ from workbench.tensors.dispatch.registry import (
     Resolution,
     fold_name,
 )
-from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.late_imports import later
 from workbench.tensors.world import current
 
@@ -167,14 +167,7 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
 
 def _on_plain(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call with shards as plain tensors, so that a custom ``autograd.Function`` inside sees nothing else."""
-
-    def plain(leaf: Any) -> Any:
-        if not isinstance(leaf, GlobalTensor):
-            return leaf
-        with local_torch():
-            return leaf.as_subclass(torch.Tensor)
-
-    args, kwargs = tree_map(plain, (args, kwargs))
+    args, kwargs = tree_map(plain_alias, (args, kwargs))
     return function(*args, **kwargs)
 
 
@@ -231,6 +224,3 @@ def _prove(name: str, equation: str, called: Any, arguments: Sequence[Any]) -> N
             "that part of the result, or a term of it where the result lacks the letter. Write dims that the function "
             "needs whole as capitals."
         )
-
-
-__all__ = ["local_map", "register_rule"]

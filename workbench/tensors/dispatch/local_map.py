@@ -263,7 +263,7 @@ class _Mapping:
             infos = [(spec.shape, dtype, links) for spec, dtype, links in results]
             locals_ = placeholder_outputs(infos, operands, specs, world.device)
         else:
-            locals_ = tree_leaves(self.function(*tree_map(_plain_alias, args), **kwargs))
+            locals_ = tree_leaves(self.function(*tree_map(plain_alias, args), **kwargs))
             self._check_shards(locals_, specs)
         return tree_unflatten([wrap(t, spec) for t, spec in zip(locals_, specs, strict=True)], structure)
 
@@ -279,7 +279,7 @@ class _Mapping:
             )
 
 
-def _plain_alias(leaf: Any) -> Any:
+def plain_alias(leaf: Any) -> Any:
     """This rank's shard as a plain tensor with its history."""
     if not isinstance(leaf, GlobalTensor):
         return leaf
