@@ -13,7 +13,15 @@ from workbench.ui.assets import asset
 from workbench.ui.failures import guarded
 
 
-class PageLink(anywidget.AnyWidget):
+class Downloads(anywidget.AnyWidget):
+    """A widget whose script has ``download.js``."""
+
+    def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
+        """Let the browser save a file of that name."""
+        self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
+
+
+class PageLink(Downloads):
     """An empty element that reports the page's theme, the panel's width and its visibility, and downloads files.
 
     Args:
@@ -39,10 +47,6 @@ class PageLink(anywidget.AnyWidget):
         self._has_page = False
         self._seen_in: set[str] = set()
         self.on_msg(guarded(self._receive))
-
-    def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
-        """Let the browser save a file of that name."""
-        self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
 
     def ask(self, now_s: float) -> None:
         """Ask the page to answer when it has drawn the messages so far."""

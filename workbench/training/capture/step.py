@@ -25,6 +25,7 @@ from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
 from workbench.training.strategies.state import STATE, recorded_module_calls
+from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
@@ -179,7 +180,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         context = world.context
         if context.tracer is not None or context.recorder is not None:
             return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
-        key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
+        key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(_kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
             kind = None
@@ -235,11 +236,6 @@ def _kind_of(leaf: Any) -> Any:
             "for the values of such arguments, so they must be comparable. Hand in tensors, numbers or strings."
         ) from None
     return type(leaf), leaf
-
-
-def _autocast_state(world: World) -> Any:
-    kind = world.autocast_type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _record(

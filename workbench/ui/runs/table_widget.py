@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets as widgets
 import traitlets
 
@@ -18,6 +17,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded
+from workbench.ui.page_link import Downloads
 from workbench.ui.runs.render_table import below_html, comparison_html, table_style
 from workbench.ui.runs.table_rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
 
@@ -25,7 +25,7 @@ ONE_DEVICE = "1 device"
 _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
 
 
-class RunsPage(anywidget.AnyWidget):
+class RunsPage(Downloads):
     """Shows ``page``, the HTML of table and scatter, and passes the user's actions to one handler."""
 
     _esm = asset("download.js") + asset("controls.js") + asset("runs.js")
@@ -36,10 +36,6 @@ class RunsPage(anywidget.AnyWidget):
         super().__init__(**traits)
         self._on_event = on_event
         self.on_msg(guarded(lambda _widget, content, _buffers: self._on_event(content)))
-
-    def download(self, name: str, content: str, mime_type: str) -> None:
-        """Let the browser save a file of that name."""
-        self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
 
 
 class RunTable:

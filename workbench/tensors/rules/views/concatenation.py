@@ -177,7 +177,8 @@ def _stack(call: Call) -> Resolution:
     return Resolution(", ".join(["+" + inner] * len(call.operands)) + f" -> {inner[:at]}1{inner[at:]}")
 
 
-def _listed(tensors: Any) -> list[Any]:
+def listed(tensors: Any) -> list[Any]:
+    """Tensors that are given one by one, or as one list."""
     return list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
 
 
@@ -272,7 +273,7 @@ def _repeat(call: Call) -> Resolution:
     """New leading dims are whole. Along a split dim, the rows move to a balanced split."""
     shape, target = call.shapes[0], call.outputs[0][0]
     named = call.kwargs.get("repeats", call.kwargs.get("dims", call.args[1:]))
-    times = [int(count) for count in (_listed(named) if isinstance(named, (tuple, list)) else [named])]
+    times = [int(count) for count in (listed(named) if isinstance(named, (tuple, list)) else [named])]
     times = [1] * (len(target) - len(times)) + times
     offset = len(target) - len(shape)
     kept = [d for d in range(len(shape)) if times[offset + d] <= MAX_SEGMENTS]
@@ -299,7 +300,7 @@ def _repeat(call: Call) -> Resolution:
 @composite("block_diag")
 def block_diag(*tensors: Any) -> Any:
     """torch.block_diag, from pads and a concatenation."""
-    blocks = [t.reshape(1, -1) if t.dim() < 2 else t for t in _listed(tensors)]
+    blocks = [t.reshape(1, -1) if t.dim() < 2 else t for t in listed(tensors)]
     width = sum(block.shape[1] for block in blocks)
     rows, start = [], 0
     for block in blocks:

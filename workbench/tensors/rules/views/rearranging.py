@@ -14,6 +14,7 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
+from workbench.tensors.rules.views.concatenation import listed
 from workbench.tensors.rules.views.row_moves import own_rows
 
 
@@ -106,26 +107,22 @@ def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, *
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
 
-def _tensors(given: Any) -> list[Any]:
-    return list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else list(given)
-
-
 @composite("broadcast_tensors")
 def broadcast_tensors(*tensors: Any) -> Any:
     """All tensors expanded to their common shape."""
-    listed = _tensors(tensors)
-    shape = torch.broadcast_shapes(*(tuple(t.shape) for t in listed))
-    return tuple(t.expand(shape) for t in listed)
+    given = listed(tensors)
+    shape = torch.broadcast_shapes(*(tuple(t.shape) for t in given))
+    return tuple(t.expand(shape) for t in given)
 
 
 @composite("cartesian_prod")
 def cartesian_prod(*tensors: Any) -> Any:
     """All combinations of the elements of vectors, as rows."""
-    listed = _tensors(tensors)
-    if len(listed) == 1:
-        return listed[0].clone()
-    shape = tuple(t.shape[0] for t in listed)
-    grids = [t.view([-1 if d == k else 1 for d in range(len(shape))]).expand(shape) for k, t in enumerate(listed)]
+    given = listed(tensors)
+    if len(given) == 1:
+        return given[0].clone()
+    shape = tuple(t.shape[0] for t in given)
+    grids = [t.view([-1 if d == k else 1 for d in range(len(shape))]).expand(shape) for k, t in enumerate(given)]
     return torch.stack([grid.reshape(-1) for grid in grids], 1)
 
 
@@ -141,7 +138,7 @@ def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
 
 def _each(name: str, least: int) -> None:
     def widen(*tensors: Any) -> Any:
-        widened = [_with_dims(t, least) for t in _tensors(tensors)]
+        widened = [_with_dims(t, least) for t in listed(tensors)]
         return widened[0] if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)) else tuple(widened)
 
     composite(name)(widen)
