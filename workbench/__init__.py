@@ -86,12 +86,8 @@ _HOMES = {
 _MODULES = {f"workbench.{name}": [f"{name}="] for name in ("errors", "flow", "testing")}
 """Parts that can be used without an import of their own; ``from workbench import *`` leaves them out."""
 
-_find, __dir__, _names = lazy_names(__name__, _HOMES | _MODULES, RENAMED)
+__getattr__, __dir__, _names = lazy_names(__name__, _HOMES | _MODULES, RENAMED)
 __all__ = [name for name in _names if name not in ("errors", "flow", "testing")]
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -6,7 +6,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.lazy import lazy_names
 
@@ -24,8 +24,4 @@ _HOMES = {
     "workbench.training.strategies.loading": ["load_safetensors"],
 }
 
-_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

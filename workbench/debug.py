@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.lazy import lazy_names
 
@@ -30,8 +30,4 @@ _HOMES = {
     "workbench.training.diagnostics.boxing_trace": ["trace"],
 }
 
-_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

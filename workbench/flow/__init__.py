@@ -62,10 +62,6 @@ def _from_torch(name: str) -> Any:
     return getattr(import_module("torch"), name)
 
 
-_find, __dir__, __all__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__, _HOMES | {f"{__name__}.{name}": [f"{name}="] for name in _MODULES}, otherwise=_from_torch
 )
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)

@@ -5,7 +5,7 @@ Engines import `workbench.session.engine` from here, so the notebook's side is l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.lazy import lazy_names
 
@@ -22,8 +22,4 @@ _HOMES = {
     "workbench.session.run": ["CellResult"],
 }
 
-_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

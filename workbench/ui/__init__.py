@@ -5,14 +5,8 @@ Nothing here runs on engines. Names load on first use, because plotly and ipywid
 
 from __future__ import annotations
 
-from typing import Any
-
 from workbench.lazy import lazy_names
 
 _HOMES = {"workbench.ui.panel": ["Panel"], "workbench.ui.runs.report": ["write_report"]}
 
-_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

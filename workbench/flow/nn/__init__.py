@@ -24,8 +24,4 @@ def _from_torch(name: str) -> Any:
     return import_module(f"{__name__}.modules").from_torch(name)
 
 
-_find, __dir__, __all__ = lazy_names(__name__, _HOMES, otherwise=_from_torch)
-
-
-def __getattr__(name: str) -> Any:
-    return _find(name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES, otherwise=_from_torch)
