@@ -161,8 +161,10 @@ class TestWhenThingsGoWrong:
         text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
         assert all(word in text for word in words), text
 
-    def test_training_goes_on_from_the_checkpoint(self, broken: Any) -> None:
-        assert "going on from the checkpoint" in text_of(broken, "wb.checkpoint.load(folder")
+    def test_training_goes_on_with_the_weights_of_the_other_rank(self, broken: Any) -> None:
+        table = text_of(broken, "%workbench recover")
+        assert "recovered rank 1; 1 set-up cell ran again" in table and "model" in table and "lost" not in table
+        assert 0 < float(text_of(broken, "going on").rpartition(":")[2]) < 0.1
         assert "0 is back" in text_of(broken, "is back")
 
     def test_the_whole_output_is_on_disk(self, broken: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from workbench.cli.checks import WARNING, check_gpus
 from workbench.errors import SessionError
-from workbench.session import cluster
 from workbench.session.processes import gpus
 from workbench.session.processes.launch import rank_environment
 
@@ -110,16 +109,16 @@ def test_doctor_says_what_is_wrong_with_the_gpus(machine, monkeypatch, case, wor
 
 def test_a_session_says_in_one_line_why_it_uses_the_cpu(machine, capsys):
     machine("eight_gpus", "old_driver")
-    assert cluster._choose_gpus("auto") == []
+    assert gpus.choose_gpus("auto") == []
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "work on the CPU: the driver is for CUDA 11.4" in said
     with pytest.raises(SessionError, match=r"0 GPUs found \(the driver is for CUDA 11.4"):
-        cluster._choose_gpus("cuda")
+        gpus.choose_gpus("cuda")
 
 
 def test_nothing_is_said_where_there_is_no_gpu(machine, capsys):
     machine()
-    assert cluster._choose_gpus("auto") == [] and capsys.readouterr().err == ""
+    assert gpus.choose_gpus("auto") == [] and capsys.readouterr().err == ""
 
 
 def test_torchs_file_says_which_cuda_it_was_built_with():

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from workbench.core.metrics import RunEvent
@@ -19,10 +20,11 @@ from workbench.session.output.log import OutputLogs
 from workbench.session.output.tracebacks import check_syntax
 from workbench.session.processes import discovery
 from workbench.session.processes.folder import SessionFolder, reap_stale_sessions
-from workbench.session.processes.gpus import find_gpus
+from workbench.session.processes.gpus import choose_gpus, choose_num_engines
 from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
+from workbench.session.recovery import Recovered, SetupCells
 from workbench.session.remote_call import RemoteCall
 from workbench.session.request_queue import RequestQueue
 from workbench.session.run import CellResult, Listener, Outcome
@@ -58,8 +60,8 @@ class Session:
     def __init__(
         self, engines: int | None = None, profile: str | None = None, device: str = "auto", keep: bool = False
     ) -> None:
-        gpus = _choose_gpus(device)
-        num_engines = _choose_num_engines(engines, gpus)
+        gpus = choose_gpus(device)
+        num_engines = choose_num_engines(engines, gpus)
         if keep and profile is not None:
             raise SessionError(
                 f"Session(profile={profile!r}, keep=True): engines of a profile end with their controller, which ends "
@@ -107,6 +109,7 @@ class Session:
         self._owner_pid = os.getpid()
         self._requests = RequestQueue()
         self._subscribers: list[OnPublished] = []
+        self._setup = SetupCells()
         self._closed = False
         atexit.register(self._end)
 
@@ -132,19 +135,23 @@ class Session:
         """
         return current()
 
-    def run(self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> CellResult:
+    def run(
+        self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None, setup: bool = False
+    ) -> CellResult:
         """Run code on all engines, or on some, as one program. The call itself prints nothing.
 
         Args:
             code: Python, as in a cell.
             ranks: the ranks that run it; default: all. Code on some of the ranks must not call collectives of all.
             timeout: seconds after which ranks that still run are stopped.
+            setup: `recover` runs this code again. Equal code is remembered once.
 
         Raises:
-            CellError: the code does not parse, failed on a rank, or timed out; equal failures are shown once.
+            CellError: the code does not parse, failed on a rank, timed out, or reads what a replaced rank has lost;
+                equal failures are shown once.
             KeyboardInterrupt: the caller was interrupted; so were the engines.
         """
-        return self.run_cell(code, ranks, timeout)
+        return self.run_cell(code, ranks, timeout, setup=code if setup else "")
 
     def run_cell(
         self,
@@ -158,6 +165,7 @@ class Session:
         label: str = "",
         show_unfinished: ShowUnfinished | None = None,
         show_bars: ShowBars | None = None,
+        setup: str = "",
     ) -> CellResult:
         """`run` with options of a front end.
 
@@ -168,6 +176,7 @@ class Session:
             label: a name for this cell, shown while other requests wait for it.
             show_unfinished: called with all unfinished lines as one text, each time they change.
             show_bars: the same with progress bars. Without it, bars are text, shown once at the end.
+            setup: a name of this cell among the set-up cells; an earlier one of this name is replaced in its place.
         """
         targets = self._check(ranks)
         check_syntax(code)
@@ -176,14 +185,16 @@ class Session:
         hear = self._notify_subscribers
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
-        name = label or "a cell"
+        send, name = lambda _live: self._pool.execute(targets, code, tag), label or "a cell"
         try:
-            outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)
+            outcome = self._perform(send, targets, listener, timeout, name)
             listener.finish()
         finally:
             log.close()
         self._notify_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
+        if setup:
+            self._setup.record(setup, code, targets)
         ordered = [outcome.values.get(rank) for rank in targets]
         times = [outcome.replied_s[rank] for rank in targets]
         return CellResult(listener.text, ordered, time.monotonic() - started_s, times)
@@ -256,9 +267,7 @@ class Session:
 
     def interrupt(self) -> Outcome:
         """Stop the engines' present work, a call of `submit` or a cell of another thread, and wait until it has ended.
-
-        Returns:
-            How each rank ended; empty if nothing ran.
+        Returns how each rank ended; empty if nothing ran.
         """
         active = list(self._pool.active)
         for run in active:
@@ -277,6 +286,27 @@ class Session:
             run.stop("restart", replaced=targets)
         with self._requests.exclusive(self._requests.enqueue()):
             self._pool.replace(targets)
+
+    def recover(self) -> Recovered:
+        """Bring back what replaced ranks have lost, and return a table of it for ``print``.
+
+        Set-up cells run again on all ranks. Modules, optimizers and values then come from the other ranks, or from the
+        newest checkpoint of this session.
+
+        Raises:
+            SessionError: a set-up cell failed, or there is none. Nothing is lost by that: mend it and recover again.
+        """
+        call = partial(self._call, self._check(None), what="recover")
+        with self._requests.exclusive(self._requests.enqueue()):
+            self._pool.prepare(self._pool.ranks)
+        lost = sorted(self._pool.lost)
+        if not lost:
+            return Recovered()
+        parts = set().union(*call(engine.keep_variables, (self._pool.num_losses,)))
+        num_cells = self._setup.run_again(parts, self.run_cell, lambda: call(engine.put_back_variables, ()))
+        rows = call(engine.restore_variables, (lost,))[0]
+        self._pool.lost -= set(lost)
+        return Recovered(tuple(lost), num_cells, rows)
 
     def close(self) -> None:
         """End the engines and everything else that the session started; safe to call twice."""
@@ -339,12 +369,10 @@ class Session:
         with self._requests.exclusive(ticket):
             return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
 
-    def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
+    def _call(self, targets: Sequence[int], fn: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
         tag = self._pool.tag(targets, label=what)
-        outcome = self._perform(
-            lambda live: live.apply(targets, function, arguments, tag), targets, listener, label=what
-        )
+        outcome = self._perform(lambda live: live.apply(targets, fn, arguments, tag), targets, listener, label=what)
         raise_unless_ok(outcome, what)
         return [outcome.replies[rank] for rank in targets]
 
@@ -370,27 +398,3 @@ def current() -> Session:
 def find_current() -> Session | None:
     """The session opened last that is still open, or None."""
     return _open[-1] if _open else None
-
-
-def _choose_gpus(device: str) -> list[str]:
-    if device not in ("auto", "cpu", "cuda"):
-        raise SessionError(f"Session(device={device!r}): the device is 'auto', 'cpu' or 'cuda'.")
-    if device == "cpu":
-        return []
-    gpus, why_not = find_gpus()
-    if device == "cuda" and not gpus:
-        raise SessionError(
-            f"Session(device='cuda'): 0 GPUs found ({why_not or 'nvidia-smi and CUDA_VISIBLE_DEVICES'}), at least 1 is "
-            "needed. Use device='cpu', or device='auto', which takes GPUs if there are any."
-        )
-    if why_not:
-        print(f"workbench: the engines work on the CPU: {why_not}", file=sys.stderr)
-    return list(gpus)
-
-
-def _choose_num_engines(engines: int | None, gpus: Sequence[str]) -> int:
-    if engines is None:
-        return len(gpus) or 2
-    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
-        raise SessionError(f"Session(engines={engines!r}): a session has 1 or more engines, e.g. engines=2.")
-    return engines

@@ -21,7 +21,18 @@ from workbench.session.ranks import parse_ranks
 ANSWER_TIMEOUT_S = 0.5
 _GLOBAL_CELL = re.compile(r"^(?:#\s*)?%%global\b(.*)\n")
 _WORKBENCH_LINE = re.compile(r"^\s*%workbench\s+(\S+\s+)?(?:.*\s)?")
-CELL_OPTIONS = ("--ranks", "--timeout", "--quiet", "--no-stream", "--label", "--time", "--out", "--group-outputs", "-o")
+CELL_OPTIONS = (
+    "--ranks",
+    "--timeout",
+    "--quiet",
+    "--no-stream",
+    "--label",
+    "--time",
+    "--setup",
+    "--out",
+    "--group-outputs",
+    "-o",
+)
 LINE_OPTIONS = ("--engines", "--device", "--keep", "--new", "--name", "--profile", "--ranks", "--lines")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from workbench.session import protocol
@@ -48,7 +50,9 @@ def join(
 
     from workbench.tensors import world
     from workbench.training.runs import user_loops
+    from workbench.training.saving import store
 
+    store.listen(_record_checkpoint)
     user_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
@@ -57,6 +61,33 @@ def join(
         "device": str(here.device),
         "transport": here.transport_name,
     }
+
+
+def _record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
+    from workbench.session.on_engine import recovery
+
+    recovery.record_checkpoint(path, parts)
+
+
+def keep_variables(loss: int) -> list[str]:
+    """See ``on_engine.recovery.keep``."""
+    from workbench.session.on_engine import recovery
+
+    return recovery.keep(loss)
+
+
+def put_back_variables() -> None:
+    """See ``on_engine.recovery.put_back``."""
+    from workbench.session.on_engine import recovery
+
+    recovery.put_back()
+
+
+def restore_variables(lost: list[int]) -> list[tuple[str, str]]:
+    """See ``on_engine.recovery.restore``."""
+    from workbench.session.on_engine import recovery
+
+    return recovery.restore(lost)
 
 
 def leave() -> None:

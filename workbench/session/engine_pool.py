@@ -21,6 +21,7 @@ from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.processes.rendezvous_address import find_rendezvous_address, rendezvous_store
 from workbench.session.ranks import describe_ranks
+from workbench.session.recovery import COMMAND, explain_lost_names, refuse_lost_names
 from workbench.session.run import Listener, Outcome, Run
 from workbench.units import counted
 
@@ -49,6 +50,8 @@ class EnginePool:
         self._engines: Engines | None = None
         self._facts: dict[int, dict[str, Any]] = {}
         self._world_is_stale = False
+        self.lost: set[int] = set()  #: ranks whose engines were replaced, and whose variables are not recovered yet
+        self.num_losses = 0
 
     def start(self) -> None:
         """Start all engines, join them, and show the progress."""
@@ -115,6 +118,8 @@ class EnginePool:
             live.forget()
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
+        if self.lost:
+            outcome.failures = explain_lost_names(outcome.failures, self.lost)
         return outcome
 
     def prepare(self, targets: Sequence[int]) -> None:
@@ -143,9 +148,16 @@ class EnginePool:
                 if set(targets) <= set(self.live.ids()):
                     raise
 
+    def execute(self, targets: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
+        """Send a cell, unless it reads variables that a replaced rank among the targets has lost."""
+        refuse_lost_names(code, targets, self.lost, lambda rank: self.ask(rank, "names"))
+        return self.live.execute(targets, code, tag)
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers. All ranks join a new world."""
         progress = StartProgress(len(ranks))
+        self.lost |= set(ranks)
+        self.num_losses += 1
         self._processes.kill(ranks)
         self.live.wait_until_gone(ranks)
         self._processes.start_engines(self.live.client, ranks, progress.engines_up)
@@ -217,7 +229,7 @@ class EnginePool:
         if not names:
             return f"{what} without variables"
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}"
+        return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""

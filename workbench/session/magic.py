@@ -72,6 +72,9 @@ class SessionMagics(Magics):
     @argument("--no-stream", action="store_true", help="show output when the cell is done, not while it runs")
     @argument("--label", default="", help="a name for this cell, shown by %%workbench status")
     @argument("--time", action="store_true", help="print the seconds of the cell and the slowest rank")
+    @argument(
+        "--setup", action="store_true", help="the cell makes what training needs: %%workbench recover runs it again"
+    )
     @no_var_expand
     @cell_magic("global")  # type: ignore[arg-type]
     def cell_global(self, line: str, cell: str) -> None:
@@ -115,7 +118,7 @@ class SessionMagics(Magics):
 
         ``log`` shows the last lines that each rank printed in the last cell, and the file with all of them. ``dump``
         shows the Python stack of each rank, also while a cell runs. ``interrupt`` stops the running cell.
-        ``debug --ranks 1`` opens a debugger on loopback.
+        ``debug --ranks 1`` opens a debugger on loopback. ``recover`` brings back what a replaced rank has lost.
         """
         if line.strip() in _ASKS_FOR_HELP:
             print(_help(self.line_workbench.parser.format_help()))
@@ -191,7 +194,15 @@ class OutputDisplay:
 
 
 _DEFAULTS = Namespace(
-    ranks=None, timeout=None, quiet=False, no_stream=False, label="", groupby="type", save_name=None, time=False
+    ranks=None,
+    timeout=None,
+    quiet=False,
+    no_stream=False,
+    label="",
+    groupby="type",
+    save_name=None,
+    time=False,
+    setup=False,
 )
 
 
@@ -211,6 +222,7 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
             merge=not by_rank,
             values=options.save_name is not None,
             label=options.label,
+            setup=_cell_name(shell, code) if options.setup else "",
             show_unfinished=output_display.show_unfinished if show == output_display.show and in_notebook else None,
             show_bars=output_display.show_bars if show == output_display.show and in_notebook else None,
         )
@@ -220,6 +232,12 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
         shell.user_ns[options.save_name] = result
     if options.time:
         print(describe_times(result, ranks or range(here.num_engines)))
+
+
+def _cell_name(shell: Any, code: str) -> str:
+    """The notebook's id of the present cell; its code where cells have no ids."""
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    return str(parent.get("metadata", {}).get("cellId") or code)
 
 
 def _parse(magic: Any, line: str) -> Namespace:

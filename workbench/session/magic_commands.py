@@ -102,6 +102,11 @@ def restart(options: Namespace) -> None:
     here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
 
 
+def recover(options: Namespace) -> None:
+    """Bring back what replaced ranks have lost."""
+    print(cluster.current().recover())
+
+
 def status(options: Namespace) -> None:
     """One line about every rank, and how they exchange."""
     _print(text_reports.status_lines(cluster.current()))
@@ -158,5 +163,5 @@ def _print(lines: Sequence[str]) -> None:
 
 COMMANDS = {
     command.__name__: command
-    for command in (start, status, stop, restart, interrupt, attach, detach, clean, log, dump, debug)
+    for command in (start, status, stop, restart, recover, interrupt, attach, detach, clean, log, dump, debug)
 }

@@ -160,7 +160,7 @@ class TooLarge(ValueError):
     """A pickle is larger than its limit."""
 
 
-class _LimitedBuffer(io.BytesIO):
+class LimitedBuffer(io.BytesIO):
     """A buffer that ends a pickle once it is larger than the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -181,7 +181,7 @@ def dump(value: object, limit_bytes: int | None = None) -> bytes:
     """
     from workbench.session import pickling
 
-    buffer = io.BytesIO() if limit_bytes is None else _LimitedBuffer(limit_bytes)
+    buffer = io.BytesIO() if limit_bytes is None else LimitedBuffer(limit_bytes)
     pickling.dump(value, buffer)
     return buffer.getvalue()
 

@@ -270,12 +270,16 @@ def at_rebuild(forget: Callable[[], None]) -> None:
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """Give all ranks rank 0's random states, of the CPU and of the ranks' devices. torch seeds every process
-    differently, but the ranks' models and the keys of their random tensors must agree.
+    """Give all ranks one rank's random states, of the CPU and of the ranks' devices: rank 0's, or in a rebuilt world
+    those of the first rank that was in the former one. torch seeds every process differently, but the ranks' models and
+    the keys of their random tensors must agree.
     """
-    own = default_generator.states(device)
-    of_rank_0 = [transport.all_gather(state.to(device), "init()")[0].cpu() for state in own]
-    default_generator.set_states(of_rank_0, device)
+    was_there = torch.tensor([_left_world is not None], dtype=torch.uint8)
+    chosen = []
+    for state in default_generator.states(device):
+        found = [each.cpu() for each in transport.all_gather(torch.cat([state, was_there]).to(device), "init()")]
+        chosen.append(next((each for each in found if each[-1]), found[0])[:-1])
+    default_generator.set_states(chosen, device)
 
 
 def shutdown() -> None:

@@ -12,8 +12,12 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from workbench.errors import SessionError
 
 _TIMEOUT_S = 20
 _GPU = re.compile(r"GPU (\d+):")
@@ -47,6 +51,32 @@ def find_gpus() -> FoundGpus:
         return FoundGpus((), "" if said.startswith(_NO_GPU) else f"nvidia-smi: {said}")
     why_not = _unusable(_cuda_of_torch(), _nvidia_smi().stdout)
     return FoundGpus((), why_not) if why_not else FoundGpus(named if chosen is None else _visible(chosen))
+
+
+def choose_gpus(device: str) -> list[str]:
+    """The GPUs of a session's engines; none for engines on the CPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise SessionError(f"Session(device={device!r}): the device is 'auto', 'cpu' or 'cuda'.")
+    if device == "cpu":
+        return []
+    gpus, why_not = find_gpus()
+    if device == "cuda" and not gpus:
+        raise SessionError(
+            f"Session(device='cuda'): 0 GPUs found ({why_not or 'nvidia-smi and CUDA_VISIBLE_DEVICES'}), at least 1 is "
+            "needed. Use device='cpu', or device='auto', which takes GPUs if there are any."
+        )
+    if why_not:
+        print(f"workbench: the engines work on the CPU: {why_not}", file=sys.stderr)
+    return list(gpus)
+
+
+def choose_num_engines(engines: int | None, gpus: Sequence[str]) -> int:
+    """The number of a session's engines: the one asked for, or one per GPU, or 2."""
+    if engines is None:
+        return len(gpus) or 2
+    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
+        raise SessionError(f"Session(engines={engines!r}): a session has 1 or more engines, e.g. engines=2.")
+    return engines
 
 
 def _nvidia_smi(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -82,15 +82,13 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
 
 def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint) -> list[str]:
     """The mismatches, one line each."""
-    groups = checkpoint.value(part, "param_groups") or []
+    groups, where = checkpoint.value(part, "param_groups") or [], checkpoint.title
     if len(groups) != len(optimizer.param_groups):
-        return [
-            f"{part}: {len(groups)} parameter groups in the checkpoint, {len(optimizer.param_groups)} in the optimizer"
-        ]
+        return [f"{part}: {len(groups)} parameter groups in {where}, {len(optimizer.param_groups)} in the optimizer"]
     found = []
     for index, (ours, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         have, want = {_name(parameter, names, part) for parameter in ours["params"]}, set(saved["params"])
-        for text, some in (("missing in the checkpoint", have - want), ("unexpected", want - have)):
+        for text, some in ((f"missing in {where}", have - want), ("unexpected", want - have)):
             if some:
                 found.append(f"{part}, group {index}: {len(some)} {text}: {', '.join(sorted(some))}")
     return found

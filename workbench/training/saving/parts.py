@@ -32,17 +32,24 @@ def kind_of(value: Any) -> str:
 
 def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], dict[str, str]]:
     """The leaves of all parts, and for each other name of a tied tensor the name of its entry."""
-    state: dict[str, Any] = {}
+    leaves: dict[Path, Any] = {}
     aliases: dict[str, str] = {}
     for part, value in parts.items():
         if part == RANDOM:
             raise CheckpointError(f"save({part}=...): {RANDOM!r} is the name of the random state. Choose another name.")
-        state[part] = _state_of(part, value, parts)
-    state[RANDOM] = {"generator": _generator(world).get_state()}
-    leaves = flatten(state)
-    for part in (part for part, value in parts.items() if kind_of(value) == "module"):
-        aliases |= _drop_tied(leaves, part)
-    return leaves, aliases
+        found, tied = leaves_of(part, value, parts)
+        leaves |= found
+        aliases |= tied
+    return leaves | flatten({RANDOM: {"generator": _generator(world).get_state()}}), aliases
+
+
+def leaves_of(part: str, value: Any, parts: Mapping[str, Any]) -> tuple[dict[Path, Any], dict[str, str]]:
+    """The leaves of one of the parts, and for each other name of its tied tensors the name of the entry."""
+    leaves = flatten({part: _state_of(part, value, parts)})
+    if kind_of(value) != "module":
+        return leaves, {}
+    leaves.pop((part,), None)  # of a module without tensors
+    return leaves, _drop_tied(leaves, part)
 
 
 def _generator(world: World) -> torch.Generator:
@@ -89,15 +96,18 @@ class Restoring:
 
     def problems(self) -> list[str]:
         """All mismatches, one line each; empty if everything fits."""
-        found = []
-        for part, value in self.parts.items():
-            if not self.checkpoint.below(part) and part not in self.checkpoint.kinds:
-                found.append(f"{part}: not in the checkpoint, which holds {', '.join(sorted(self.checkpoint.kinds))}")
-            elif isinstance(value, nn.Module):
-                found += self._module_problems(part, value)
-            elif isinstance(value, Optimizer):
-                found += optimizers.problems(value, self.names, part, self.checkpoint)
-        return found
+        return [problem for part in self.parts for problem in self.problems_of(part)]
+
+    def problems_of(self, part: str) -> list[str]:
+        """The mismatches of one part."""
+        value = self.parts[part]
+        if not self.checkpoint.below(part) and part not in self.checkpoint.kinds:
+            return [f"{part}: not in {self.checkpoint.title}, which holds {', '.join(sorted(self.checkpoint.kinds))}"]
+        if isinstance(value, nn.Module):
+            return self._module_problems(part, value)
+        if isinstance(value, Optimizer):
+            return optimizers.problems(value, self.names, part, self.checkpoint)
+        return []
 
     def _module_problems(self, part: str, module: nn.Module) -> list[str]:
         saved, ours = self.checkpoint.below(part), module.state_dict(keep_vars=True)
@@ -105,7 +115,7 @@ class Restoring:
         missing = [name for name, value in ours.items() if (name,) not in saved and id(value) not in known]
         unexpected = [name_of(path) for path in saved if name_of(path) not in ours]
         shapes = [
-            f"{name} is {tuple(saved[name,].size)} in the checkpoint, {shape_of(value)} in the model"
+            f"{name} is {tuple(saved[name,].size)} in {self.checkpoint.title}, {shape_of(value)} in the model"
             for name, value in ours.items()
             if isinstance(value, torch.Tensor)
             and (name,) in saved
@@ -114,7 +124,7 @@ class Restoring:
         ]
         listed = [("of another shape", shapes)]
         if self.strict:
-            listed = [("missing in the checkpoint", missing), ("unexpected", unexpected), *listed]
+            listed = [(f"missing in {self.checkpoint.title}", missing), ("unexpected", unexpected), *listed]
         return [f"{part}: {len(some)} {text}: {', '.join(some)}" for text, some in listed if some]
 
     def targets(self) -> Iterator[tuple[Path, torch.Tensor]]:

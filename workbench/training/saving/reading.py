@@ -78,6 +78,9 @@ class Checkpoint:
             written.
     """
 
+    title = "the checkpoint"
+    """Its name in messages."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:

@@ -6,19 +6,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
-from workbench.tensors.world import World, current
+from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.saving import reading, writing
 from workbench.training.saving.parts import Restoring, collect, kind_of
 
 _POLL_S = 0.01
 _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
+_listener: Callable[[Path, Mapping[str, Any]], None] | None = None
 
 
 class Saving:
@@ -130,6 +131,8 @@ def save(
     """
     world, path = current(), Path(os.path.abspath(path))
     finish_previous(world)
+    if _listener is not None:
+        _listener(path, parts)
     what = f"save({str(path)!r})"
     folder = path.with_name(path.name + writing.INCOMPLETE)
     run_on_all_ranks(lambda: _make(folder) if world.rank == 0 else None, world, what)
@@ -151,6 +154,24 @@ def save(
     else:
         saving.wait()
     return saving
+
+
+def listen(listener: Callable[[Path, Mapping[str, Any]], None] | None) -> None:
+    """Call ``listener`` with the path and the parts of each checkpoint that this process begins to save from now on."""
+    global _listener
+    _listener = listener
+
+
+def _give_up() -> None:
+    """Give up the saves in progress: the world was rebuilt, and a rank that was replaced writes nothing. A save whose
+    files are all there is completed.
+    """
+    for saving in list(_under_way.values()):
+        saving._job.given_up.set()
+    _under_way.clear()
+
+
+at_rebuild(_give_up)
 
 
 def _make(folder: Path) -> None:

@@ -121,7 +121,7 @@ class Job:
                     waiting.discard(rank)
             if threading.main_thread().is_alive() or size != (size := _size_of(self.folder)):
                 grown_at = time.monotonic()
-            if self.given_up.is_set() or time.monotonic() - grown_at > _GRACE_S:
+            if waiting and (self.given_up.is_set() or time.monotonic() - grown_at > _GRACE_S):
                 raise CheckpointError(
                     f"save({str(self.path)!r}): ranks {sorted(waiting)} have not written their parts."
                 )
@@ -162,11 +162,15 @@ class Job:
         _write_whole(self.folder / ".metadata", pickle.dumps(metadata))
 
 
-def local_plan(flat: Mapping[StatePath, Any]) -> tuple[Any, Any]:
-    """torch's planner, and the slices that this rank could write."""
+def local_plan(flat: Mapping[StatePath, Any], to_lowest: bool = False) -> tuple[Any, Any]:
+    """torch's planner, and the slices that this rank could write. ``to_lowest``: of equal slices, the lowest rank
+    writes its own; else the one with the least to write.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=to_lowest
+    )
     planner.set_up_planner({name_of(path): value for path, value in flat.items()}, is_coordinator=True)
     return planner, replace(planner.create_local_plan(), planner_data={name_of(path): path for path in flat})
 

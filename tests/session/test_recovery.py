@@ -1,0 +1,303 @@
+"""After a loss: the source of each variable, cells that cannot run, and losses as if no rank had been lost."""
+
+import copy
+import io
+from types import FunctionType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.errors import CellError, SessionError
+from workbench.session.first_reads import first_reads
+from workbench.session.on_engine.recovery import Recovery, Saved, _random_states
+from workbench.session.protocol import Failure
+from workbench.session.recovery import Recovered, SetupCells, explain_lost_names, refuse_lost_names
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+
+LOST = 1
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 3))
+
+
+NET = make_net()
+
+
+def set_up(strategy):
+    model = wb.parallelize(copy.deepcopy(NET), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    ranks = wb.placement("cpu", ranks=list(range(wb.world_size())))
+    return {
+        "model": model,
+        "net": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "step": 0,
+        "losses": [],
+        "own_rank": wb.rank(),
+        "inputs": wb.ones(4, 3, placement=ranks, sbp="S(0)"),
+        "average": wb.zeros(3, placement=ranks, sbp="B"),
+    }
+
+
+def train(has, num_steps):
+    for _ in range(num_steps):
+        inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(has["step"]))
+        has["optimizer"].zero_grad()
+        loss = F.cross_entropy(has["model"](inputs), torch.arange(6) % 3)
+        loss.backward()
+        has["optimizer"].step()
+        has["scheduler"].step()
+        has["losses"].append(loss.item())
+        has["average"] += loss.item()
+        has["step"] += 1
+    return has["losses"][-num_steps:]
+
+
+def recover(kept, fresh, checkpoints=()):
+    """As after the loss of rank 1: it has no variables but those of the set-up cells."""
+    namespace = {**(kept if wb.rank() != LOST else {}), **fresh}
+    states = _random_states(current())
+    rows = Recovery(namespace, dict(namespace), kept, [LOST], current(), checkpoints).run(states)
+    return namespace, dict(rows)
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    def program():
+        has = set_up("*: data")
+        return train(has, 5), train(has, 3)
+
+    return run_ranks(program, 3)[0]
+
+
+def test_losses_are_those_of_a_run_that_lost_no_rank(unbroken):
+    def program():
+        kept = set_up("*: data")
+        assert train(kept, 5) == unbroken[0]
+        kept["frozen"] = nn.Linear(2, 2)
+        namespace, rows = recover(kept, set_up("*: data") | {"frozen": nn.Linear(3, 2)})
+        assert "weight is (2, 2) in the copies that are left, (2, 3) in the model" in rows.pop("frozen")
+        assert namespace["own_rank"] == wb.rank() and namespace["step"] == 5
+        assert torch.equal(namespace["average"].to_local(), kept["average"].to_local())
+        return train(namespace, 3), rows
+
+    for losses, rows in run_ranks(program, 3):
+        assert losses == unbroken[1]
+        assert rows == dict.fromkeys(
+            ["average", "loss_fn", "losses", "model", "net", "optimizer", "scheduler", "step = 5"], "rank 0"
+        )
+
+
+def scale(x):
+    return x * factor  # noqa: F821 - a variable of the cells
+
+
+def test_each_value_comes_from_where_it_can():
+    """By name: the value before the loss, the one of the set-up cells (None: they make none), what the table says."""
+    old_class, new_class = (type("Meter", (), {"__module__": "__main__"}) for _ in range(2))
+
+    def program():
+        rank = wb.rank()
+        ranks = wb.placement("cpu", ranks=[0, 1, 2])
+        meter = old_class()
+        meter.values = [1, 2]
+        kept = {
+            "counter": (7, None, "rank 0"),
+            "factor": (3, None, "rank 0"),
+            "mean": (torch.ones(2), None, "rank 0"),
+            "nested": ({"a": [1, torch.ones(2)]}, {"a": [1, torch.zeros(2)]}, "rank 0"),
+            "library": (io, None, "rank 0"),
+            "scale": (scale, None, "rank 0"),
+            "meter": (meter, new_class(), "rank 0"),
+            "Meter": (old_class, new_class, None),
+            "trainer": ({"step": 3, "of": nn.Linear(1, 1)}, {"step": 0}, "as its set-up cell makes it: it cannot be"),
+            "unchanged": ([1, "x"], [1, "x"], None),
+            "of_setup": (rank, rank, None),
+            "different": (rank, None, "lost: it differs between the other ranks"),
+            "handle": ((i for i in ()), None, "lost: it cannot be pickled"),
+            "lines": ((i for i in ()), (i for i in ()), "as its set-up cell makes it: it cannot be pickled"),
+            "large": (torch.ones(5_000_000), None, "lost: it cannot be pickled (larger than"),
+            "Local": (old_class, None, "lost: a class"),
+            "forgotten": (nn.Linear(2, 2), None, "lost: no set-up cell makes it"),
+            "shards": (wb.ones(6, placement=ranks, sbp="S(0)"), None, "lost: no set-up cell makes it"),
+            "changed": (
+                wb.ones(6, placement=ranks, sbp="S(0)"),
+                wb.zeros(6, placement=ranks, sbp="S(0)"),
+                "lost: of changed only 4 of 6 elements are left",
+            ),
+        }
+        fresh = {name: made for name, (_, made, _) in kept.items() if made is not None}
+        expected = {name: shown for name, (_, _, shown) in kept.items()}
+        old = {name: value for name, (value, _, _) in kept.items()}
+        if rank == 2:
+            old["only"] = 1
+        namespace = {**(old if rank != LOST else {}), **fresh}
+        old["scale"] = FunctionType(scale.__code__, namespace)
+        rows = Recovery(namespace, dict(namespace), old, [LOST], current()).run(_random_states(current()))
+        return {name.partition(" =")[0]: text for name, text in rows}, expected, namespace
+
+    results = run_ranks(program, 3)
+    rows, expected, _ = results[0]
+    assert all(each == rows for each, _, _ in results)
+    assert rows.pop("only") == "lost: only rank 2 had it"
+    assert set(rows) == {name for name, shown in expected.items() if shown is not None}
+    for name, text in rows.items():
+        assert text.startswith(expected[name]), name
+    for rank, (_, _, has) in enumerate(results):
+        assert has["counter"] == 7 and has["nested"]["a"][1].sum() == 2 and has["of_setup"] == rank
+        assert has["scale"](2) == 6 and has["library"] is io and has["meter"].values == [1, 2]
+        assert ("different" in has) == (rank != LOST)
+    assert type(results[0][2]["meter"]) is new_class
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [
+        ("*: data | 1x3x1 zero=1", "0.weight.exp_avg only 32 of 48"),
+        ("*: data | 1x3x1 zero=3", "of model.0.weight only 32 of 48 elements"),
+        ("0: data@0; [1-3]: data@1; 4: data@2", "1.weight"),
+        ("0: model; [1-3]: model; 4: data", "of model.0.weight only"),
+    ],
+    ids=["zero1", "zero3", "stages", "model"],
+)
+def test_what_no_rank_holds_comes_from_the_newest_checkpoint(tmp_path, strategy, lost):
+    def program():
+        kept = set_up(strategy)
+        paths = [tmp_path / name for name in ("first", "second", "of_another_model", "removed")]
+        names = {"net": ["model", "net"]}  # the variable has another name than the part
+        train(kept, 2)
+        wb.checkpoint.save(paths[0], **{part: kept[part] for part in ("model", "optimizer", "step")})
+        train(kept, 2)
+        wb.checkpoint.save(paths[1], **{part: kept[part] for part in ("net", "optimizer", "scheduler", "step")})
+        wb.checkpoint.save(paths[2], other=nn.Linear(2, 2))
+        expected = train(kept, 3)
+
+        _, rows = recover(kept, set_up(strategy))
+        assert lost in rows["model"] + rows["optimizer"] and "no checkpoint of this session has it" in rows["optimizer"]
+        assert rows["step = 7"] == "rank 0"
+
+        namespace, rows = recover(kept, set_up(strategy), [Saved(path, names) for path in paths])
+        source = f"checkpoint {paths[1]}"
+        assert rows == {
+            **dict.fromkeys(["model", "net", "optimizer", "scheduler", "step = 4"], source),
+            **dict.fromkeys(["losses", "loss_fn", "average"], "rank 0"),
+        }
+        assert len(namespace["losses"]) == 7  # not in the checkpoint
+        assert train(namespace, 3) == expected
+
+    run_ranks(program, 3)
+
+
+def test_copies_of_a_step_that_broke_off_come_from_one_rank():
+    def program():
+        kept = set_up("*: data")
+        train(kept, 1)
+        if wb.rank() == 2:
+            kept["model"][0].weight.to_local().detach().add_(1.0)
+        namespace, rows = recover(kept, set_up("*: data"))
+        return rows["model"], namespace["model"][0].weight.to_local()
+
+    results = run_ranks(program, 3)
+    assert all(text == "rank 0; the copies differed, as a step broke off" for text, _ in results)
+    assert all(torch.equal(weight, results[0][1]) for _, weight in results)
+
+
+def test_without_any_rank_left_a_checkpoint_is_the_only_source(tmp_path):
+    def program():
+        kept = set_up("*: data")
+        train(kept, 2)
+        wb.checkpoint.save(tmp_path / "c", model=kept["model"], optimizer=kept["optimizer"], step=kept["step"])
+        expected, namespace = train(kept, 2), set_up("*: data")
+        rows = Recovery(namespace, dict(namespace), {}, [0, 1], current(), [Saved(tmp_path / "c", {})]).run(None)
+        assert dict(rows)["scheduler"] == "lost: no rank has a copy of it; it is as its set-up cell makes it"
+        assert dict(rows)["step = 2"] == f"checkpoint {tmp_path / 'c'}"
+        assert train(namespace, 1) == expected[:1]
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("loss = model(x)\nprint(loss)", ["model", "x", "print"]),
+        ("step += 1", ["step"]),
+        ("model = make()\nmodel.train()", ["make"]),
+        ("import torch.nn as nn\nnn.Linear(2, n)", ["n"]),
+        ("def train():\n    model()\ntrain()", []),
+        ("if 'model' not in globals():\n    model = 1\nmodel", ["globals"]),
+        ("try:\n    model\nexcept NameError:\n    model = 1\nmodel", []),
+        ("for i in range(n):\n    total = step(i)\ntotal", ["range", "n", "step"]),
+        ("with no_grad() as g:\n    y = f(g)", ["no_grad", "f"]),
+        ("found = wb.rank() == 0 and print(model)", ["wb"]),
+        ("[f(x) for x in xs]; (lambda: z)", ["xs"]),
+        ("# %%global\n%timeit x\n!ls", ["get_ipython"]),
+        ("@jit\nclass A: pass\nA()", ["jit"]),
+        ("x: int\ny: int = z\nif (n := len(y)): n", ["z", "len"]),
+    ],
+)
+def test_names_that_a_cell_is_sure_to_read(code, names):
+    assert first_reads(code) == names
+
+
+def test_a_cell_that_a_replaced_rank_cannot_run_is_refused():
+    names = {0: ["model", "optimizer", "x"], 1: ["x"], 2: ["model", "optimizer", "x"]}
+    code = "optimizer.zero_grad(); model(x); other"
+    with pytest.raises(
+        CellError,
+        match=r"(?s)rank 1 has no variables optimizer, model: its engine was replaced. Rank 0 .*"
+        r"Nothing ran on any rank.*%workbench recover",
+    ):
+        refuse_lost_names(code, [0, 1, 2], {1}, names.get)
+    refuse_lost_names(code, [0, 2], {1}, names.get)
+    refuse_lost_names(code, [1], {1}, names.get)
+    refuse_lost_names(code, [0, 1, 2], {1}, {0: names[0], 1: None}.get)
+    refuse_lost_names("model = make()", [0, 1, 2], {1}, names.get)
+    refuse_lost_names(code, [0, 1], set(), lambda rank: pytest.fail("asked without a reason"))
+
+
+def test_a_missing_name_of_a_replaced_rank_is_explained():
+    failure = Failure("NameError", "name 'x' is not defined", (), 0.0)
+    found = explain_lost_names({0: Failure("ValueError", "y", (), 0.0), 1: failure}, {1})
+    assert found[0].message == "y" and found[1].message.endswith(
+        "its engine was replaced; %workbench recover brings variables back"
+    )
+    assert explain_lost_names({0: failure, 1: failure}, {1})[1] == failure  # no rank has it
+
+
+def test_set_up_cells_keep_their_places_and_fail_with_what_to_do():
+    cells, ran = SetupCells(), []
+    cells.record("a", "x = 1", (0, 1))
+    cells.record("b", "y = x", (0,))
+    cells.record("a", "x = 2", (0, 1))
+    assert cells.run_again([], lambda code, ranks, **_: ran.append((code, ranks)), lambda: None) == 2
+    assert ran == [("x = 2", (0, 1)), ("y = x", (0,))]
+
+    def fail(code, ranks, **_):
+        if code == "y = x":
+            raise CellError("NameError on rank 0")
+
+    with pytest.raises(SessionError, match=r"(?s)set-up cell 2 of 2 failed.*have their variables back.*NameError"):
+        cells.run_again(["model"], fail, lambda: ran.append("back"))
+    assert ran[-1] == "back"
+    with pytest.raises(SessionError, match=r"only cells can make model, optimizer again.*%%global --setup"):
+        SetupCells().run_again(["optimizer", "model"], fail, lambda: None)
+    assert SetupCells().run_again([], fail, lambda: None) == 0
+
+
+def test_the_table_has_one_line_per_source():
+    rows = [("model", "rank 0"), ("x", "lost: why"), ("optimizer", "rank 0")]
+    assert str(Recovered((1,), 2, rows)).splitlines() == [
+        "workbench: recovered rank 1; 2 set-up cells ran again",
+        "  model, optimizer  rank 0",
+        "  x                 lost: why",
+    ]
+    assert "no rank has lost its variables" in str(Recovered())

@@ -1,0 +1,106 @@
+"""Engines are killed in the middle of training, and `recover` lets it go on as if nothing had happened."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import workbench as wb
+from workbench.errors import CellError, SessionError
+from workbench.session import magic_commands
+
+pytestmark = [pytest.mark.engines]
+
+SETUP = """
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.25), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+model = wb.parallelize(net, {strategy!r})
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+step, own_rank = 0, wb.rank()
+
+class Meter:
+    def __init__(self): self.values = []
+
+meter = Meter()
+"""
+FUNCTIONS = """
+import torch.nn.functional as F
+
+def train(num_steps):
+    global step
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(torch.randn(8, 8)), torch.arange(8) % 4)
+        loss.backward()
+        optimizer.step()
+        meter.values.append(loss.item())
+        step += 1
+    assert isinstance(meter, Meter) and own_rank == wb.rank()
+    return meter.values
+"""
+
+
+@pytest.fixture(scope="module")
+def own_session():
+    """Of this module alone: it remembers set-up cells."""
+    with wb.Session(engines=2, device="cpu") as session:
+        yield session
+
+
+def kill(session, rank):
+    """As when the machine runs out of memory; returns when the controller has noticed."""
+    (pid,) = session.run("import os; os.getpid()", ranks=[rank]).values
+    os.kill(pid, signal.SIGKILL)
+    while rank in session._pool.live.ids():
+        time.sleep(0.01)
+
+
+def test_losses_are_those_of_a_run_that_lost_no_rank(own_session, capfd):
+    setup = SETUP.format(strategy="*: data")
+    assert "nothing to recover" in str(own_session.recover())
+    own_session.run(setup)
+    own_session.run(FUNCTIONS)
+    expected = own_session.run("train(8)").values[0]
+
+    own_session.run(setup)
+    own_session.run("train(5)")
+    kill(own_session, 0)
+    with pytest.raises(CellError, match=r"rank 0 has no variable train: .* Rank 1 still(.|\n)*%workbench recover"):
+        own_session.run("values = train(3)")
+    assert "To bring them back: %workbench recover" in capfd.readouterr().err
+    with pytest.raises(CellError, match=r"NameError on rank 0: name 'step' is not defined: its engine was replaced"):
+        own_session.run("def show():\n    return step\nshow()")
+    with pytest.raises(
+        SessionError, match="no cell is marked as set-up, and only cells can make model, net, optimizer"
+    ):
+        own_session.recover()
+
+    own_session.run(setup, setup=True)  # begins anew; what rank 1 had is kept
+    magic_commands.recover(None)
+    table = capfd.readouterr().out
+    assert "recovered rank 0; 1 set-up cell ran again" in table
+    assert "model, net, optimizer" in table and "step = 5" in table
+    assert own_session.run("train(3)").values == [expected, expected]
+
+
+def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_path):
+    """Rank 1 is lost, and with it half of each parameter. The first time a set-up cell fails."""
+    flag = tmp_path / "flag"
+    own_session.run(SETUP.format(strategy="*: data | zero=3"), setup=True)
+    own_session.run(f"from pathlib import Path\nassert not Path({str(flag)!r}).exists()", setup=True)
+    own_session.run(FUNCTIONS, setup=True)
+    own_session.run("train(3)")
+    own_session.run(
+        f"wb.checkpoint.save({str(tmp_path / 'c')!r}, model=model, optimizer=optimizer, step=step, async_op=True)"
+    )
+    expected = own_session.run("train(3)").values[0]
+    kill(own_session, 1)
+    flag.touch()
+    with pytest.raises(SessionError, match=r"(?s)set-up cell 3 of 4 failed.*variables back.*AssertionError"):
+        own_session.recover()
+    assert own_session.run("step", ranks=[0]).values == [6]
+    flag.unlink()
+    rows = dict(own_session.recover().rows)
+    assert rows["model"] == rows["optimizer"] == rows["step = 3"] == f"checkpoint {tmp_path / 'c'}"
+    assert own_session.run("train(3)[-3:]").values == [expected[3:]] * 2

@@ -1,0 +1,315 @@
+"""Brings back what replaced ranks have lost. Set-up cells make everything anew on all ranks, then values return:
+
+* modules, optimizers, objects with state, and global tensors that have changed: from the copies that ranks still hold
+  (`peer_copies`), or else from the newest checkpoint of this session;
+* values that set-up cells do not make, or that have changed since: each rank keeps its own. A replaced rank gets it if
+  the others have equal ones;
+* anything else is as its set-up cell makes it, or lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.errors import CheckpointError
+from workbench.session.on_engine import completion as engine_assist
+from workbench.session.on_engine.sent_values import in_new_class, is_same, kind, pack, shown, unpack
+from workbench.session.on_engine.shell import shell
+from workbench.session.ranks import describe_ranks
+from workbench.tensors import default_generator
+from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.world import World, current
+from workbench.training.saving import store
+from workbench.training.saving.peer_copies import PeerCopies
+from workbench.training.saving.reading import Checkpoint, find
+
+Rows = list[tuple[str, str]]
+"""(variable, where its value came from, or that it is lost and why)."""
+_NO_SETUP = "lost: no set-up cell makes it"
+_DIFFERS = "it differs between the other ranks"
+_PARTS = ("module", "optimizer", "stateful", "global tensor")
+_CHECKPOINTS = "checkpoints"
+_kept: tuple[int, dict[str, Any], Any] | None = None
+"""The number of the loss, the variables at that time, and the random states."""
+
+
+def keep(loss: int) -> list[str]:
+    """Keep this rank's variables while set-up cells run; those of one loss are kept once, until they are restored.
+
+    Returns:
+        Names of modules and optimizers, which only set-up cells can make on other ranks.
+    """
+    global _kept
+    if _kept is None or _kept[0] != loss:
+        variables = shell().user_ns
+        _kept = (loss, {name: variables[name] for name in engine_assist.names()}, _random_states(current()))
+    return sorted(name for name, value in _kept[1].items() if kind(value) in ("module", "optimizer"))
+
+
+def put_back() -> None:
+    """Give the variables their values from before the set-up cells, of which one has failed."""
+    if _kept is not None:
+        shell().user_ns.update(_kept[1])
+
+
+def restore(lost: Collection[int]) -> Rows:
+    """Bring back the variables of lost ranks, when set-up cells have run. All ranks call it."""
+    global _kept
+    _, kept, states = _kept if _kept is not None else (0, {}, None)
+    namespace = shell().user_ns
+    fresh = {name: namespace[name] for name in engine_assist.names()}
+    rows = Recovery(namespace, fresh, kept, lost, current(), _saved_checkpoints()).run(states)
+    _kept = None
+    return rows
+
+
+class Saved(NamedTuple):
+    """A checkpoint of this session, and the variables that its parts were."""
+
+    path: Path
+    names: dict[str, list[str]]
+
+
+def record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
+    """Remember a checkpoint for all engines of this session, also those that are started later."""
+    folder = os.environ.get("WORKBENCH_SESSION_FOLDER")
+    if folder is None or current().rank != 0:
+        return
+    namespace = shell().user_ns
+    names = {
+        part: [name for name in engine_assist.names() if namespace[name] is value]
+        for part, value in parts.items()
+        if kind(value) != "value"
+    }
+    with open(Path(folder) / _CHECKPOINTS, "a") as file:
+        file.write(f"{json.dumps([str(path), names])}\n")
+
+
+def _saved_checkpoints() -> list[Saved]:
+    file = Path(os.environ.get("WORKBENCH_SESSION_FOLDER", "")) / _CHECKPOINTS
+    lines = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    return [Saved(Path(path), names) for path, names in lines]
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others about a variable: its kind before, its kind after set-up, whether these differ."""
+
+    kept: str
+    fresh: str
+    has_changed: bool
+
+
+class _ToldValue(NamedTuple):
+    """What a rank tells the others about a value that one rank has sent: whether it had it, whether its set-up cells
+    make it, and why the sent one is of no use.
+    """
+
+    is_kept: bool
+    is_made: bool
+    problem: str
+
+
+class Recovery:
+    """One rank's part of a recovery.
+
+    Args:
+        namespace: the variables of this rank, to be set.
+        fresh: those that set-up cells may have made.
+        kept: this rank's variables before set-up cells ran.
+        lost: the ranks that were replaced.
+        checkpoints: those of this session, oldest first.
+    """
+
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        fresh: Mapping[str, Any],
+        kept: Mapping[str, Any],
+        lost: Collection[int],
+        world: World,
+        checkpoints: Sequence[Saved] = (),
+    ) -> None:
+        self.namespace, self.fresh, self.world, self.checkpoints = namespace, fresh, world, checkpoints
+        self.is_lost = world.rank in lost
+        self.kept = {} if self.is_lost else {name: in_new_class(value, namespace) for name, value in kept.items()}
+        self.holders = [rank for rank in range(world.world_size) if rank not in lost]
+        self.rows: dict[str, str] = {}
+
+    def run(self, random_states: Any) -> Rows:
+        """Set the variables. Returns what became of each, equal on all ranks. All ranks call it."""
+        told = self._gather({name: self._tell(name) for name in {*self.kept, *self.fresh}})
+        nothing = _Told("", "", False)
+        parts, values = [], []
+        for name in sorted({name for each in told for name, said in each.items() if said.kept or not self.holders}):
+            said = [each.get(name, nothing) for each in told]
+            kinds, made = {said[rank].kept for rank in self.holders}, {each.fresh for each in said}
+            must_return = "" in made or any(each.has_changed for each in said)
+            if not kinds <= set(_PARTS) or not made <= {*_PARTS, ""}:
+                values += [name] if must_return else []
+            elif len(kinds | made) > 1:
+                self.rows[name] = _NO_SETUP
+            elif must_return or not self.holders:
+                parts.append(name)
+        same = {name: other for name, other in self._names_of_the_same(parts).items() if name != other}
+        loaded = self._restore_parts([name for name in parts if name not in same])
+        self.rows |= {name: self.rows[other] for name, other in same.items()}
+        self._restore_values([name for name in values if name not in loaded])
+        self._restore_random(random_states, was_loaded=bool(loaded))
+        return sorted(self.rows.items())
+
+    def _tell(self, name: str) -> _Told:
+        kept, fresh = (kind(of[name]) if name in of else "" for of in (self.kept, self.fresh))
+        has_same = bool(kept and fresh) and is_same(self.kept[name], self.fresh[name])
+        return _Told(kept, fresh, bool(kept) and not has_same)
+
+    def _names_of_the_same(self, names: Sequence[str]) -> dict[str, str]:
+        """Each name with the first name of the same object, where all ranks give it that: ``net`` is ``model``."""
+        found = self._gather({name: next(n for n in names if self.fresh[n] is self.fresh[name]) for name in names})
+        return {name: first for name, first in found[0].items() if all(each[name] == first for each in found)}
+
+    def _gather(self, value: Any) -> list[Any]:
+        return all_gather_object(value, self.world, "recover")
+
+    # Parts.
+
+    def _restore_parts(self, names: Collection[str]) -> Collection[str]:
+        """Fill modules, optimizers and their like; returns the names of everything that came from a checkpoint."""
+        parts = {name: self.fresh[name] for name in names}
+        copies, lost = None, dict.fromkeys(parts, "no rank has a copy of it")
+        if self.holders:
+            copies = PeerCopies({name: self.kept[name] for name in names if name in self.kept}, self.world)
+            lost = copies.compare(parts)
+        loaded = self._load_checkpoint(parts, lost) if lost else ()
+        if copies is not None:
+            chosen = [name for name in names if name not in lost and name not in loaded]
+            copies.restore(parts, chosen)
+            for name in chosen:
+                broken = "; the copies differed, as a step broke off" if name in copies.differing else ""
+                self.rows[name] = f"{describe_ranks(copies.givers(name) or self.holders[:1])}{broken}"
+        for name, why in lost.items():
+            self.rows.setdefault(name, f"lost: {why}; it is as its set-up cell makes it")
+        return loaded
+
+    def _load_checkpoint(self, parts: Mapping[str, Any], lost: dict[str, str]) -> Collection[str]:
+        """Load the newest checkpoint that has all that is lost, or else some of it; ``lost`` says why there is none."""
+        path, saved = self._gather(self._newest(parts, set(lost)) if self.world.rank == 0 else None)[0]
+        if path is None:
+            lost.update({name: f"{why}, and no checkpoint of this session has it" for name, why in lost.items()})
+            return ()
+        try:
+            values = store.load(path, **{part: parts[name] for part, name in saved.items()})
+        except CheckpointError as error:
+            lost.update({name: f"{why}; {error}" for name, why in lost.items()})
+            return ()
+        known = {name for each in self._gather({*self.kept, *self.fresh}) for name in each}
+        values = {name: value for name, value in values.items() if name in known and name not in saved}
+        self.namespace.update(values)
+        for name in [*saved.values(), *values]:
+            self.rows[shown(name, values.get(name))] = f"checkpoint {path}"
+            lost.pop(name, None)
+        return [*saved.values(), *values]
+
+    def _newest(self, parts: Collection[str], lost: Collection[str]) -> tuple[Path | None, dict[str, str]]:
+        """The newest complete checkpoint that has all that is lost, or else some of it; and its parts' variables."""
+        some: tuple[Path | None, dict[str, str]] = (None, {})
+        for path, names in reversed(self.checkpoints):
+            try:
+                kinds = Checkpoint(find(path)).kinds
+            except CheckpointError:
+                continue  # broken off, damaged, or removed since
+            saved = {part: name for part in kinds for name in parts if name in (names.get(part) or [part])}
+            if set(saved.values()) >= set(lost):
+                return path, saved
+            some = (path, saved) if some[0] is None and set(saved.values()) & set(lost) else some
+        return some
+
+    # Values.
+
+    def _restore_values(self, names: Collection[str]) -> None:
+        """Ranks keep their own values; lost ranks get those on which the others agree."""
+        giver = min(self.holders, default=0)
+        own = {
+            name: pack(self.kept[name], self.namespace)
+            for name in names
+            if self.world.rank == giver and name in self.kept
+        }
+        sent, names_shown = self._gather((own, {name: shown(name, self.kept[name]) for name in own}))[giver]
+        unpacked, problems = self._unpack(sent)
+        told = self._gather({name: self._tell_value(name, problems.get(name, "")) for name in names})
+        for name in names:
+            having = [rank for rank in self.holders if told[rank][name].is_kept]
+            problem = next((each[name].problem for each in told if each[name].problem), "")
+            row = describe_ranks([giver])
+            if having != self.holders:
+                row = f"lost: only {describe_ranks(having)} had it"
+            elif problem and problem != _DIFFERS and all(each[name].is_made for each in told):
+                row = f"as its set-up cell makes it: {problem}"
+            elif problem:
+                row = f"lost: {problem}"
+            elif self.is_lost:
+                self.namespace[name] = unpacked[name]
+            if name in self.kept and problem in ("", _DIFFERS):
+                self.namespace[name] = self.kept[name]
+            self.rows[names_shown.get(name, name)] = row
+
+    def _unpack(self, sent: Mapping[str, bytes | str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The values that were sent, and why others are of no use."""
+        values: dict[str, Any] = {}
+        problems = {name: data for name, data in sent.items() if isinstance(data, str)}
+        for name, data in sent.items():
+            try:
+                if not isinstance(data, str):
+                    values[name] = unpack(data, self.namespace)
+            except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+                problems[name] = f"it cannot be unpickled ({type(error).__name__}: {error})"
+        for name, value in values.items():
+            if name in self.kept and self.world.rank != min(self.holders) and not is_same(self.kept[name], value):
+                problems[name] = _DIFFERS
+        return values, problems
+
+    def _tell_value(self, name: str, problem: str) -> _ToldValue:
+        return _ToldValue(name in self.kept, name in self.fresh, problem)
+
+    def _restore_random(self, states: Any, was_loaded: bool) -> None:
+        """Let random numbers go on as if nothing had happened, or from where a checkpoint left them."""
+        found = self._gather(None if self.is_lost else states)
+        if not self.holders:
+            return
+        of_torch, others = found[self.holders[0]]
+        if not was_loaded:
+            _set_torch_states(of_torch, self.world)
+        if not self.is_lost:
+            _set_other_states(states[1])
+        elif all(found[rank][1] == others for rank in self.holders):
+            _set_other_states(others)
+
+
+def _random_states(world: World) -> tuple[list[torch.Tensor], bytes]:
+    """torch's random states, and those of Python and numpy."""
+    own = world.context.generator
+    of_torch = [own.get_state()] if own is not None else default_generator.states(world.device)
+    numpy = sys.modules.get("numpy.random")
+    return of_torch, pickle.dumps((random.getstate(), numpy.get_state() if numpy is not None else None))
+
+
+def _set_torch_states(states: list[torch.Tensor], world: World) -> None:
+    if world.context.generator is not None:
+        world.context.generator.set_state(states[0])
+    else:
+        default_generator.set_states(states, world.device)
+
+
+def _set_other_states(states: bytes) -> None:
+    of_python, of_numpy = pickle.loads(states)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy.random"].set_state(of_numpy)

@@ -1,0 +1,136 @@
+"""Values of one rank that another rank gets: whether they have changed, how they travel, how they are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.session import pickling, protocol
+from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.training.saving.parts import kind_of
+
+_SHOWN_CHARACTERS = 20
+
+
+def kind(value: Any) -> str:
+    """``"global tensor"``, or as in checkpoints ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"value"``."""
+    if isinstance(value, GlobalTensor):
+        return "global tensor"
+    try:
+        return "value" if isinstance(value, type) else kind_of(value)
+    except Exception:  # noqa: BLE001 - an object's own __getattr__ may raise anything
+        return "value"
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; no exchange, and no function of the user's classes runs."""
+    try:
+        return _is_same(one, other)
+    except Exception:  # noqa: BLE001 - pickling runs anybody's code, and objects may hold each other in circles
+        return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, type) and isinstance(other, type):
+        return one.__qualname__ == other.__qualname__
+    if type(one) is not type(other) or kind(one) not in ("value", "global tensor"):
+        return False
+    if isinstance(one, torch.Tensor):
+        return _is_same_tensor(one, other)
+    if isinstance(one, FunctionType):
+        return one.__code__ == other.__code__
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if getattr(one, "__dict__", None):
+        return _is_same(vars(one), vars(other))
+    return _pickled(one) == _pickled(other)
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    specs = [(each._spec.layout, each._spec.shape) for each in (one, other) if isinstance(each, GlobalTensor)]
+    one, other = plain(one.detach()), plain(other.detach())
+    is_alike = (one.dtype, one.device, specs[:1]) == (other.dtype, other.device, specs[1:])
+    return is_alike and torch.equal(one, other)
+
+
+def in_new_class(value: Any, namespace: Mapping[str, Any]) -> Any:
+    """The value, as an object of the class that set-up cells have made in the place of its own."""
+    old = type(value)
+    new = namespace.get(old.__name__)
+    if old.__module__ == "__main__" and isinstance(new, type) and new is not old:
+        with contextlib.suppress(TypeError):  # its layout has changed
+            value.__class__ = new
+    return value
+
+
+class _Function(NamedTuple):
+    """A function of a cell, without the variables of all cells, which pickles of functions have in them."""
+
+    code: CodeType
+    name: str
+    defaults: Any
+    keyword_defaults: Any
+
+
+def pack(value: Any, namespace: Mapping[str, Any]) -> bytes | str:
+    """The pickle of a value, or the reason why it cannot travel."""
+    if isinstance(value, type) and value.__module__ == "__main__":
+        return "a class"
+    try:
+        if isinstance(value, FunctionType) and (value.__module__ == "__main__" or value.__globals__ is namespace):
+            if value.__closure__ is not None:
+                return "a function with a closure"
+            value = _Function(value.__code__, value.__name__, value.__defaults__, value.__kwdefaults__)
+        return _pickled(value)
+    except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
+        return f"it cannot be pickled ({error})"
+
+
+class _Pickler(pickling.Pickler):
+    """Takes no modules and optimizers, which other variables name too, and takes classes of cells by their names:
+    another rank has its own from its set-up cells.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module | Optimizer | nn.Parameter):
+            raise TypeError(f"it holds a {type(obj).__name__}")
+        if isinstance(obj, type) and obj.__module__ == "__main__" and _cell_class(obj.__qualname__) is obj:
+            return obj.__qualname__
+        return super().reducer_override(obj)
+
+
+def _cell_class(name: str) -> Any:
+    return getattr(sys.modules["__main__"], name, None)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = protocol.LimitedBuffer(protocol.MAX_VALUE_BYTES)
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, namespace: dict[str, Any]) -> Any:
+    """The value of the bytes of ``pack``; functions of cells use this rank's variables."""
+    value = protocol.load_strictly(data)
+    if not isinstance(value, _Function):
+        return value
+    function = FunctionType(value.code, namespace, value.name, value.defaults)
+    function.__kwdefaults__ = value.keyword_defaults
+    return function
+
+
+def shown(name: str, value: Any) -> str:
+    """The variable's name, with its value if that is short: ``step = 12``."""
+    is_plain = isinstance(value, int | float | str) and len(repr(value)) <= _SHOWN_CHARACTERS
+    return f"{name} = {value!r}" if is_plain else name
