@@ -85,11 +85,11 @@ def test_pause_and_resume(part: RunsSection, trainer: FakeTrainer):
 def test_another_strategy_and_on_with_the_same_weights(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
     part.run()
     part.change_button.click()
-    assert part.changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
+    assert part.is_changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
     editor.strategy, editor.label = Strategy("*: model"), "model"
     part.apply_button.click()
     assert trainer.runs[0].commands == ["pause", "strategy *: model", "resume"]
-    assert not part.changing and part.apply_button.layout.display == "none"
+    assert not part.is_changing and part.apply_button.layout.display == "none"
     wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
     assert (change.before, change.after) == ("data", "model")
@@ -103,9 +103,9 @@ def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsSection, trai
     editor.error = StrategyError("stages cannot go back")
     with pytest.raises(StrategyError, match="stages cannot go back"):
         part.apply()
-    assert part.changing and trainer.runs[0].commands == ["pause"]
+    assert part.is_changing and trainer.runs[0].commands == ["pause"]
     part.keep_button.click()
-    assert trainer.runs[0].commands == ["pause", "resume"] and not part.changing
+    assert trainer.runs[0].commands == ["pause", "resume"] and not part.is_changing
     finish(part, trainer)
 
 

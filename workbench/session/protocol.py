@@ -74,11 +74,6 @@ class Failure:
     syntax: str = ""  #: for syntax errors: the marked line, as Python shows it
     broke_off_step: bool = False  #: in the middle of a schedule, so its messages may be in transit
 
-    @property
-    def cell_line(self) -> int | None:
-        """The line of the cell that led to the exception, counted from 1."""
-        return next((frame.line for frame in self.frames if frame.in_cell), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Value:

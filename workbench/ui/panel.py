@@ -323,9 +323,9 @@ class Panel(widgets.VBox):
     def changed(self) -> None:
         """Show the state in every part of the panel, and open the tab of a run that has begun."""
         self._editor.refresh()
-        now = (self.running, self._runs_section.changing)
+        now = (self.running, self._runs_section.is_changing)
         if now != self._was and self.running:
-            self.tabs.chosen = "strategy" if self._runs_section.changing else "live"
+            self.tabs.chosen = "strategy" if self._runs_section.is_changing else "live"
         self._was = now
         self.tabs.show_counts(len(self.runs))
         self._keep_static()
@@ -347,7 +347,7 @@ class Panel(widgets.VBox):
 
     def _on_page(self, colours: Palette) -> None:
         """Handle a page that shows the panel, or that has another theme."""
-        self._runs_section.use(colours)
+        self._runs_section.live.use(colours)
         if not self._no_run:
             self._runs_section.live.prepare()
 

@@ -258,7 +258,7 @@ class StrategyEditor:
 
     def _show_measure(self) -> None:
         """Show the button while it can do something."""
-        useful = self._calibrate is not None and not self.machine.has_own
+        useful = self._calibrate is not None and self.machine.own is None
         self.measure.layout.display = "" if useful else "none"
         self.measure.disabled = self._is_measuring or self.busy()
         self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"

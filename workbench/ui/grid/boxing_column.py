@@ -60,11 +60,6 @@ class StepBoxings:
         return [self.plan.half_sums_per_step * layer.gradient_bytes for layer in self.layers]
 
     @property
-    def exchanged(self) -> str:
-        """What ``gradient_bytes`` counts."""
-        return "gradients and weights" if self.plan.resolved.options.zero else "gradients"
-
-    @property
     def bytes_per_micro_batch(self) -> int:
         """Bytes of activations and their gradients, all ranks together."""
         return sum(edge.forward_bytes + edge.backward_bytes for edge in self.layer_edges)
@@ -232,7 +227,7 @@ def total_text(
 
     Without ``sent``, they are those of the boxings between rows. What is not counted is "about" so many.
     """
-    what = boxings.exchanged
+    what = "gradients and weights" if boxings.plan.resolved.options.zero else "gradients"
     m, between = boxings.num_micro_batches, boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
     if sent is None:
         sent = SentBytes(m * between, sum(boxings.gradient_bytes))

@@ -26,7 +26,7 @@ _TIPS = {
 
 
 class MachineBar:
-    """Changes the predictor's machine. ``box`` is the widget.
+    """Changes the predictor's machine. ``box`` is the widget, ``own`` the machine that was given or measured.
 
     Args:
         predictor: has the machine.
@@ -43,7 +43,7 @@ class MachineBar:
         on_ranks: Callable[[int], None],
     ) -> None:
         self._predictor, self._on_machine, self._on_ranks = predictor, on_machine, on_ranks
-        self._own, self._refreshing = predictor.machine, False
+        self.own, self._refreshing = predictor.machine, False
         self._num_ranks = num_ranks
         self.machine = widgets.Dropdown(options=self._machines(), layout={"width": "168px"})
         self.machine.value = predictor.machine.name if predictor.machine else NO_MACHINE
@@ -64,14 +64,9 @@ class MachineBar:
         self.numbers = bar(*fields, css=("wb-field",))
         self.box = bar(bar(self.which, ranks, css=("wb-field",)), self.numbers, css=("wb-bar", "wb-wrap", "wb-machine"))
 
-    @property
-    def has_own(self) -> bool:
-        """Whether a machine was given or measured, besides those of the package."""
-        return self._own is not None
-
     def adopt(self, machine: Hardware) -> None:
         """Predict for a measured machine, and add it to the choices."""
-        self._own, self._predictor.machine, self._predictor.assumed = machine, machine, MachineFactors()
+        self.own, self._predictor.machine, self._predictor.assumed = machine, machine, MachineFactors()
         self._refreshing = True
         self.machine.options = self._machines()
         self._refreshing = False
@@ -97,7 +92,7 @@ class MachineBar:
             self._refreshing = False
 
     def _machines(self) -> list[str]:
-        own = [self._own.name] if self._own is not None else [NO_MACHINE]
+        own = [self.own.name] if self.own is not None else [NO_MACHINE]
         return [*own, *(name for name in known_machines() if name not in own)]
 
     def _user(self, action: Callable[[], None]) -> None:
@@ -109,8 +104,8 @@ class MachineBar:
         if self._refreshing:
             return
         name = change["new"]
-        is_own = self._own is not None and name == self._own.name
-        self._predictor.machine = self._own if is_own else None if name == NO_MACHINE else load_hardware(name)
+        is_own = self.own is not None and name == self.own.name
+        self._predictor.machine = self.own if is_own else None if name == NO_MACHINE else load_hardware(name)
         self._predictor.assumed = MachineFactors()
         self._on_machine()
 

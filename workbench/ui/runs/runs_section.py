@@ -18,7 +18,6 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError
 from workbench.session.comparison.comparison import RunStopped
 from workbench.session.comparison.saved_runs import SavedRuns
-from workbench.theme import Palette
 from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.live.history import Message
@@ -54,6 +53,7 @@ class RunsSection:
 
     ``live.box`` and ``table.box`` are the contents of the tabs; ``steering``, ``check`` and ``live.status.parts`` are
     in the bar above them. ``saved`` has earlier runs, ``error`` is the exception that ended the last run.
+    ``is_changing``: the user chooses another strategy for a paused run.
     """
 
     def __init__(self, trainer: Trainer, steps: int, callbacks: PanelCallbacks, saved: SavedRuns | None = None) -> None:
@@ -63,7 +63,7 @@ class RunsSection:
         self._run: Run | None = None
         self._names: dict[str, str] = {}
         self._spans: list[StepSpans] = []
-        self._is_changing = self._is_stopping = self.is_paused = False
+        self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
         self._end_shown = guarded(self._show_end)
         self._rest_shown = [guarded(show) for show in (self._show_buttons, self.show_runs)]
@@ -119,7 +119,7 @@ class RunsSection:
             num_steps = int(asked)
             name = self._free_name(label)
             self._names = {str(strategy): name}
-            self._spans, self.is_paused, self._is_changing, self._is_stopping = [], False, False, False
+            self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
             self.error = None
             try:
                 self._begin(strategy, name, num_steps)
@@ -162,14 +162,14 @@ class RunsSection:
         """Continue a paused run under its present strategy."""
         if self._poller is not None and self.is_paused:
             self._poller.run.resume()
-            self.is_paused = self._is_changing = False
+            self.is_paused = self.is_changing = False
             self._show_buttons()
 
     def change(self) -> None:
         """Pause, so that another strategy can be chosen; ``apply`` continues with it."""
         if self._poller is not None:
             self.pause()
-            self._is_changing = True
+            self.is_changing = True
             self._show_buttons()
             self._callbacks.changed()
 
@@ -204,15 +204,6 @@ class RunsSection:
         with self._lock:  # the thread of the last run may still show its end
             return True
 
-    @property
-    def changing(self) -> bool:
-        """Whether the user chooses another strategy for a paused run."""
-        return self._is_changing
-
-    def use(self, colours: Palette) -> None:
-        """Draw in another theme."""
-        self.live.use(colours)
-
     def trace(self) -> dict[str, Any]:
         """The recorded steps of the run in Chrome's trace format."""
         return chrome_trace(self._spans)
@@ -221,8 +212,7 @@ class RunsSection:
         """The last run and the comparison for readers without a kernel."""
         return self.live.static_html() + self.table.static_html()
 
-    # ---- a run in progress (the poller's thread)
-    # ------------------------------------------------------------------------
+    # ---- a run in progress (the poller's thread) ------------------------------------------------------------------
 
     def _on_messages(self, messages: Sequence[object]) -> None:
         with self._lock:
@@ -243,7 +233,7 @@ class RunsSection:
     def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
         with self._lock:
             self._poller = None
-            self.is_paused = self._is_changing = self._is_stopping = False
+            self.is_paused = self.is_changing = self._is_stopping = False
             self.baseline = self._trainer.baseline or self.baseline
             if record is not None:
                 self.runs.append(record)
@@ -309,7 +299,7 @@ class RunsSection:
         return "-".join("".join(c if c.isalnum() else " " for c in words).split()) or "run"
 
     def _show_buttons(self) -> None:
-        busy, changing = self.busy, self._is_changing
+        busy, changing = self.busy, self.is_changing
         for each in (self.pause_button, self.stop_button, self.change_button):
             each.disabled = not busy
         self.check.disabled = busy

@@ -101,11 +101,6 @@ class RowPlan:
         plan.__dict__["transposed"] = self
         return plan
 
-    @cached_property
-    def crosses(self) -> bool:
-        """Whether the map needs communication."""
-        return any(move.from_rank != move.to_rank for move in self.moves)
-
     def account(self, itemsize: int) -> Account:
         """The bytes that each rank sends."""
         first, last = self.sources[0], self.results[0]
@@ -189,7 +184,7 @@ class _Rows(torch.autograd.Function):
 
 def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local shards of the results. All ranks of the placement call it; other ranks only draw a tag."""
-    if plan.crosses and not world.context.implicit_boxing_allowed:
+    if not world.context.implicit_boxing_allowed and any(move.from_rank != move.to_rank for move in plan.moves):
         first, last = plan.sources[0], plan.results[0]
         raise ExplicitBoxingError(
             f"rows of {tuple(first.shape)} in {first.layout} have to move to {tuple(last.shape)} in {last.layout}, a "
