@@ -72,15 +72,10 @@ def run_file(path: Path) -> ModuleType:
         raise CommandError(
             f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
         ) from None
-    _send_by_value(module)
-    return module
-
-
-def _send_by_value(module: ModuleType) -> None:
-    """Send the file's functions to engines by value: engines cannot import the file by name."""
     import cloudpickle
 
-    cloudpickle.register_pickle_by_value(module)
+    cloudpickle.register_pickle_by_value(module)  # engines cannot import the file by name
+    return module
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

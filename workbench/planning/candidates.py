@@ -82,7 +82,7 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
         for zero, recompute, sequence in product(zeros, recomputes, sequences):
             m = group.num_micro_batches
             options = Options(group.degrees, m, schedule, zero, recompute, sequence, problem.precision)
-            if _can_run(options):
+            if not (schedule == "zero_bubble" and recompute):  # a split backward would recompute a block twice
                 yield Candidate(options, num_stages)
 
 
@@ -95,11 +95,6 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int
         yield schedule, pipeline
     for virtual_stages in range(2, min(MAX_VIRTUAL_STAGES, num_layers // pipeline) + 1):
         yield "interleaved", virtual_stages * pipeline
-
-
-def _can_run(options: Options) -> bool:
-    """Whether the engines run it: a split backward would recompute a block twice."""
-    return not (options.schedule == "zero_bubble" and options.recompute)
 
 
 def divisors(number: int) -> list[int]:

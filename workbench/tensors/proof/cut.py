@@ -68,7 +68,8 @@ def mismatch(
     if isinstance(entry, Split) and not 0 <= entry.dim < whole.dim():
         return f"the result has {whole.dim()} dims, so it cannot be {entry}"
     expected = list(torch.tensor_split(whole, len(shards), entry.dim)) if isinstance(entry, Split) else [whole]
-    found = [_combine(shards, entry)] if isinstance(entry, Partial) and _same_shapes(shards) else shards
+    have_one_shape = len({shard.shape for shard in shards}) == 1
+    found = [_combine(shards, entry)] if isinstance(entry, Partial) and have_one_shape else shards
     for rank, value in enumerate(found):
         wanted = expected[rank] if isinstance(entry, Split) else whole
         where = "the terms together" if isinstance(entry, Partial) else f"rank {rank}"
@@ -82,10 +83,6 @@ def mismatch(
             verb = "give" if isinstance(entry, Partial) else "gives"
             return f"{where} {verb} {difference[1]} at {difference[0]}, one device {difference[2]}"
     return None
-
-
-def _same_shapes(shards: list[torch.Tensor]) -> bool:
-    return len({shard.shape for shard in shards}) == 1
 
 
 def _combine(shards: list[torch.Tensor], entry: Partial) -> torch.Tensor:

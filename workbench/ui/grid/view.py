@@ -164,7 +164,7 @@ class _Drawing:
             "label": node.label,
             "depth": row.depth,
             "open": row.unfolded,
-            "kind": _kind(node, state.layers),
+            "kind": "" if node.children else state.layers[node.layers[0]].kind,
             "weight": self._weight_text(node),
             "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
             "parallel": parallel,
@@ -251,10 +251,6 @@ def _common(values: Any) -> Any:
     """The common value; None if values differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
-
-
-def _kind(node: Node, layers: Sequence[Layer]) -> str:
-    return "" if node.children else layers[node.layers[0]].kind
 
 
 def _choice_text(choices: Sequence[Choice]) -> str:

@@ -82,6 +82,7 @@ class Predictor:
         hardware = hardware or self.hardware
         if self.costs is None or hardware is None:
             return None
+        num_actions = 2 * resolved.num_stages * resolved.num_micro_batches
         by_name = {layer.name: layer for layer in resolved.layers}
         in_order = tuple(by_name[row.layer.name] for row in self.costs.rows if row.layer.name in by_name)
         try:
@@ -91,7 +92,7 @@ class Predictor:
                 hardware,
                 self.batch_size,
                 optimizer=self.optimizer,
-                with_timeline=with_timeline and _num_actions(resolved) <= _MAX_ACTIONS,
+                with_timeline=with_timeline and num_actions <= _MAX_ACTIONS,
             )
         except StrategyError as error:
             self.problem = str(error)
@@ -146,8 +147,3 @@ class Predictor:
 def counted(found: Estimate, sent: SentBytes | None) -> Estimate:
     """An estimate with the bytes that have been counted; unchanged if they have not."""
     return found if sent is None else replace(found, sent=sent)
-
-
-def _num_actions(resolved: ResolvedStrategy) -> int:
-    """Forward and backward of every micro-batch on every stage."""
-    return 2 * resolved.num_stages * resolved.num_micro_batches
