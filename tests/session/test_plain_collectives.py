@@ -1,12 +1,10 @@
-"""Ranks that wait in plain torch.distributed for ranks that never come: control is back in seconds, not in minutes."""
-
-import time
+"""Ranks that wait in plain torch.distributed for ranks that never come; `test_chaos` holds how soon control is back."""
 
 import pytest
 
 from workbench.errors import CellError
 
-pytestmark = [pytest.mark.engines, pytest.mark.timed]
+pytestmark = pytest.mark.engines
 
 SETUP = """
 import torch.distributed as dist
@@ -43,11 +41,8 @@ def test_control_is_back_and_the_next_cell_works(session, case):
     code, words, call = CASES[case]
     is_killed = case == "a group"  # nothing ends a wait in a store
     session.run(SETUP)
-    began = time.monotonic()
     with pytest.raises(CellError, match=words) as caught:
         session.run(code)
-    took_s = time.monotonic() - began
-    assert took_s < 4, (took_s, str(caught.value))
     assert call in str(caught.value) and "at cell line" in str(caught.value)
     assert ("its variables are lost" in str(caught.value)) is is_killed
     session.run("import torch.distributed as dist; y = torch.ones(3); dist.all_reduce(y)")
