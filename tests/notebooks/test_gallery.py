@@ -15,6 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 _SHORTER = [
     (r"steps=\d+", "steps=4"),
     (r"width=16", "width=4"),
+    (r"batch_size=\d+", "batch_size=16"),
+    (r"LENGTH = 64", "LENGTH = 16"),
     (r"range\(150\)", "range(4)"),
     (r"step % 50 == 49", "step % 2 == 1"),
     (r"last_step == 150", "last_step == 4"),
@@ -22,7 +24,7 @@ _SHORTER = [
     (r"range\(60\)", "range(2)"),
     (r"range\(40\)", "range(2)"),
 ]
-"""What is replaced for the quick run: fewer steps, smaller layers, and what is expected of them."""
+"""What is replaced for the quick run: fewer steps, smaller layers and batches, and what is expected of them."""
 
 
 def test_every_notebook_is_on_the_page_with_its_picture() -> None:

@@ -44,7 +44,7 @@ class Regression(nn.Module):
 
     def forward(self, left, right, y=None):
         found = self.out(torch.tanh(self.left(left) + self.right(right))).squeeze(1)
-        return {"found": found, "loss": F.mse_loss(found, y)} if y is not None else found
+        return {"found": found} if y is None else {"found": found, "loss": F.mse_loss(found, y)}
 
 
 def columns():
@@ -53,6 +53,7 @@ def columns():
     return {"left": left, "right": right.numpy(), "y": left.sum(1)}
 
 
+@pytest.mark.slow  # so does the gallery; and tests/training/runs with samples and strategies of every kind
 def test_transformers_are_compared_with_one_device(session):
     strategies = [ROWS, "pipeline | mb=2"]
     result = wb.compare(make_bert, samples(), strategies=strategies, batch_size=7, steps=4, session=session, keep=False)
@@ -71,8 +72,6 @@ def test_the_panel_trains_a_module_with_its_own_loss(session):
 
 
 def test_a_model_without_a_loss_is_told_before_anything_trains(session):
-    with pytest.raises(CellError, match=r"no loss_fn.*SequenceClassifierOutput with logits: 0 losses.*'labels'"):
-        wb.compare(
-            make_bert, [{k: v for k, v in row.items() if k != "labels"} for row in samples()], strategies=["data"],
-            batch_size=7, steps=4, session=session, keep=False,
-        )  # fmt: skip
+    data = {name: column for name, column in columns().items() if name != "y"}
+    with pytest.raises(CellError, match=r"no loss_fn.*dict with found: 0 losses.*'labels'"):
+        wb.compare(Regression, data, strategies=["data"], batch_size=7, steps=4, session=session, keep=False)
