@@ -50,6 +50,7 @@ def run_ranks(
         world = World(rank, num_ranks, place, ThreadTransport(hub, rank, place))
         run_backward_in_calling_thread(world.device)
         world.context.generator = torch.Generator().manual_seed(seed)
+        hub.begin(rank)
         try:
             with Simulated(world), torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(rank) if takes_rank else fn()

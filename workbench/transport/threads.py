@@ -1,7 +1,8 @@
 """Simulated ranks: threads of one process that exchange clones through queues.
 
 Most tests run on this, in milliseconds. The hub sees the waits of all ranks, so it detects a deadlock at once and names
-the wait of each rank.
+the wait of each rank. Ranks that ask for turns run one at a time, until they wait for a message: threads that run at
+once fight for Python's lock at every function of torch, which takes longer than most functions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, Pee
 _ANSWER_S = 5.0
 """Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
 
+_TURN_S = 0.05
+"""How long a rank waits for its turn: the rank that has it may wait for something that the hub does not see."""
+
 _CPU = torch.device("cpu")
 
 
@@ -37,45 +41,61 @@ class _Wait(NamedTuple):
 class ThreadHub:
     """The queues that the simulated ranks of one world share.
 
-    ``queues`` is keyed by (source, destination, tag); ``waiting`` holds the wait of each blocked rank.
+    ``queues`` is keyed by (source, destination, tag); ``waiting`` holds the wait of each blocked rank, and ``changed``
+    by rank what wakes it up.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self.changed = [threading.Condition(self.lock) for _ in range(num_ranks)]
         self.queues: dict[tuple[int, int, int], deque[_Message]] = {}
         self.waiting: dict[int, _Wait] = {}
+        self.begun: set[int] = set()
         self.ended: set[int] = set()
         self.abort_reason: str | None = None
+        self._turn = threading.Lock()
+        self._has_turn: int | None = None
+
+    def begin(self, rank: int) -> None:
+        """From now on ``rank`` runs in turns with the other ranks that have begun."""
+        self.begun.add(rank)
+        self._take_turn(rank)
 
     def post(self, source: int, destination: int, tag: int, message: _Message) -> None:
         """Append a message to its queue."""
-        with self.changed:
+        with self.lock:
             self.queues.setdefault((source, destination, tag), deque()).append(message)
-            self.changed.notify_all()
+            self.changed[destination].notify_all()
 
     def take(self, rank: int, wait: _Wait) -> _Message:
         """Wait for the next message from ``wait.source``."""
         key = (wait.source, rank, wait.tag)
-        with self.changed:
+        with self.lock:
+            if self.queues.get(key):
+                return self.queues[key].popleft()
+            self._pass_turn(rank)
             self.waiting[rank] = wait
             try:
                 while not self.queues.get(key):
                     self._raise_if_stuck(rank)
-                    if not self.changed.wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
-                        self.abort(
+                    if not self.changed[rank].wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
+                        self._abort(
                             "its simulated ranks have ended and no rank answers; read global tensors inside run_ranks, "
                             "with full_tensor() on all ranks or to_local(), and return the result"
                         )
-                return self.queues[key].popleft()
+                message = self.queues[key].popleft()
             finally:
                 del self.waiting[rank]
+        self._take_turn(rank)
+        return message
 
     def end(self, rank: int) -> None:
         """Note that the program of ``rank`` has ended: no wait for it can succeed."""
-        with self.changed:
+        with self.lock:
             self.ended.add(rank)
-            self.changed.notify_all()
+            self._pass_turn(rank)
+            self._wake_all()
 
     def check_empty(self) -> None:
         """Raise ``CollectiveAborted`` if a message was sent and never received."""
@@ -87,16 +107,32 @@ class ThreadHub:
 
     def abort(self, reason: str) -> None:
         """End the waits of all ranks; the first reason is kept."""
-        with self.changed:
-            self.abort_reason = self.abort_reason or reason
-            self.changed.notify_all()
+        with self.lock:
+            self._abort(reason)
+
+    def _abort(self, reason: str) -> None:
+        self.abort_reason = self.abort_reason or reason
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for changed in self.changed:
+            changed.notify_all()
+
+    def _take_turn(self, rank: int) -> None:
+        if rank in self.begun and self._turn.acquire(timeout=_TURN_S):
+            self._has_turn = rank
+
+    def _pass_turn(self, rank: int) -> None:
+        if self._has_turn == rank:
+            self._has_turn = None
+            self._turn.release()
 
     def _raise_if_stuck(self, rank: int) -> None:
         if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
             stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
             if not any(self.queues.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
                 gone = f"; ranks {sorted(self.ended)} have ended" if self.ended else ""
-                self.abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
+                self._abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
         if self.abort_reason is not None:
             raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
 
