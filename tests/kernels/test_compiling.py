@@ -15,6 +15,13 @@ OTHERS = ["80", "100", "120"]
 """Beside Hopper: Ampere, and Blackwell in servers and at home."""
 
 
+@pytest.fixture
+def cache(request, tmp_path):
+    """Where Triton keeps what it has compiled, from run to run, by the source, arguments and versions."""
+    kept = getattr(request.config, "cache", None)
+    return kept.mkdir("kernels") if kept is not None else tmp_path
+
+
 def compiled(cache, *arguments):
     if not has_triton():
         pytest.skip("Triton is not installed (it exists for Linux only)")
@@ -68,8 +75,8 @@ def assert_compiled_well(lines, capability):
 
 @pytest.mark.procs
 @pytest.mark.parametrize("capability", ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
-def test_kernels_of_training_are_short(capability, tmp_path):
-    lines = compiled(tmp_path, capability)
+def test_kernels_of_training_are_short(capability, cache):
+    lines = compiled(cache, capability)
     assert_compiled_well(lines, capability)
     assert largest("spilled", lines) == 0
     costs = {}
@@ -83,7 +90,7 @@ def test_kernels_of_training_are_short(capability, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", ["80", "90"])
-def test_kernels_compile_for_every_dtype(capability, tmp_path):
-    lines = compiled(tmp_path, capability, "all")
+def test_kernels_compile_for_every_dtype(capability, cache):
+    lines = compiled(cache, capability, "all")
     assert_compiled_well(lines, capability)
     assert largest("spilled", lines) <= MOST_SPILLED
