@@ -1,4 +1,4 @@
-"""Layers of other stages that are in no block: replays skip their forward and their input hook."""
+"""Layers of other stages that are in no block."""
 
 import copy
 
@@ -9,8 +9,6 @@ from torch import nn
 
 import workbench as wb
 from workbench.testing import run_ranks
-from workbench.training.parallel import state_of
-from workbench.training.pipelining.placeholder_forward import PlaceholderLayerForward
 
 STAGES = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 WORDS, WIDTH = 11, 8
@@ -97,71 +95,6 @@ def compare(one, strategy, num_ranks, batches, before_step=lambda model, step: N
     return [model for *_, model in found]
 
 
-def layers_of(model):
-    return {
-        name: cache
-        for cache in state_of(model).forward_caches or []
-        if isinstance(cache, PlaceholderLayerForward)
-        for name, module in model.named_modules()
-        if module is cache.module
-    }
-
-
-def is_as_it_was(model):
-    hooks = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
-    return not any("forward" in part.__dict__ for part in model.modules()) and not any(
-        getattr(hook, "is_disabled", False) for hook in hooks
-    )
-
-
-def test_layers_of_other_stages_are_recorded_and_all_numbers_are_those_of_one_device():
-    torch.manual_seed(0)
-    models = compare(Model(), STAGES, 3, [words_of(6, 5)] * 3)
-    told = [
-        {name for name, layer in layers_of(model).items() if layer.records and None not in layer.records}
-        for model in models
-    ]
-    assert told == [{"norm", "head"}, {"words", "positions", "norm", "head"}, {"words", "positions"}]
-    assert all(map(is_as_it_was, models))
-
-
-def test_a_layer_of_another_stage_is_not_run_again():
-    torch.manual_seed(0)
-    calls = [0, 0, 0]
-
-    class Counted(nn.LayerNorm):
-        def forward(self, x):
-            calls[wb.rank()] += 1
-            return super().forward(x)
-
-    one = Model()
-    one.norm = Counted(WIDTH)
-
-    def program(rank):
-        trained(copy.deepcopy(one), STAGES, [words_of(6, 5)] * 3)
-
-    run_ranks(program, 3)
-    assert calls == [1, 1, 6]
-
-
-def test_another_forward_that_somebody_has_given_a_layer_runs_on_every_rank():
-    torch.manual_seed(0)
-    calls = []
-
-    def before_step(model, step):
-        def forward(x):
-            calls.append((wb.rank(), type(x)))
-            return nn.LayerNorm.forward(model.norm, x)
-
-        if step == 1:
-            model.norm.forward = forward
-
-    one = Model()
-    models = [copy.deepcopy(one) for _ in range(3)]
-    run_ranks(lambda rank: trained(models[rank], STAGES, [words_of(6, 5)] * 3, before_step), 3)
-    assert sorted(calls, key=lambda call: call[0]) == [(rank, wb.GlobalTensor) for rank in range(3) for _ in range(4)]
-
-
 def test_hooks_of_users_get_boxed_inputs_on_every_rank():
     torch.manual_seed(0)
     seen = []
@@ -183,9 +116,7 @@ def test_positions_as_many_as_rows_are_another_call(rows):
     """With as many positions as samples in a micro-batch, an input hook takes positions for samples."""
     torch.manual_seed(0)
     hybrid = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@1; head: data@1 | 2x2x1 mb=2"
-    models = compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
-    told = [record for layer in layers_of(models[0]).values() for record in layer.records]
-    assert told and None not in told
+    compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
 
 
 @pytest.mark.parametrize("strategy", [
@@ -203,31 +134,15 @@ def test_under_every_schedule_weights_may_be_frozen_and_learn_again(strategy):
         model.words.weight.requires_grad_(step != 1)
         model.norm.bias.requires_grad_(step % 2 == 0)
 
-    models = compare(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
-    assert all(map(is_as_it_was, models))
+    compare(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
 
 
-def test_a_block_or_layer_in_two_places_gets_its_forward_back():
+def test_a_block_or_layer_may_have_two_places():
     torch.manual_seed(0)
     batch = torch.randn(6, WIDTH), torch.arange(6) % WORDS
     rows = "first: data; one.0: data@1; last: data@2 | 3x1x1 mb=2 gpipe"
-    models = compare(TwoLists(), rows, 3, [batch] * 3)
-    assert all(map(is_as_it_was, models))
-
-
-def test_a_failed_step_enables_the_input_hooks_again():
-    torch.manual_seed(0)
-    one = Model()
-
-    def program(rank):
-        model = wb.parallelize(copy.deepcopy(one), STAGES)
-        words, targets = words_of(6, 5)
-        wb.forward_backward(model, loss_of, words, targets)
-        with pytest.raises(ZeroDivisionError):
-            wb.forward_backward(model, lambda *_: 1 / 0, words, targets)
-        return is_as_it_was(model)
-
-    assert run_ranks(program, 3) == [True] * 3
+    for model in compare(TwoLists(), rows, 3, [batch] * 3):
+        assert not any("forward" in part.__dict__ for part in model.modules())
 
 
 def test_plain_tensors_are_compared_over_ranks_where_that_is_asked_for():

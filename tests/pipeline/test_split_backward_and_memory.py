@@ -15,8 +15,8 @@ from tests.models.zoo import WORDS
 from tests.models.zoo import make as make_transformer
 from tests.training.models import make
 from workbench.errors import StrategyError
-from workbench.tensors.dispatch.weight_gradients import WeightGradients
 from workbench.testing import run_ranks
+from workbench.training.pipelining.split_backward import WeightGradients
 
 LINEAR = "0: data; 2: data; 4: data@1; 6: data@1 | 2x1x1 mb={} {}"
 

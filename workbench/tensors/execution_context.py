@@ -51,7 +51,6 @@ class ExecutionContext:
         micro_batch: the micro-batch of that step that runs now; 0 outside of one.
         num_edges: by micro-batch, how many boxings were called so far.
         num_sums: by group of ranks, how many sums were called so far.
-        differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
     """
 
     generator: torch.Generator | None = None
@@ -66,7 +65,6 @@ class ExecutionContext:
     micro_batch: int = 0
     num_edges: dict[int, int] = field(default_factory=dict)
     num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)
-    differentiates_within_steps: bool = False
 
     @contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

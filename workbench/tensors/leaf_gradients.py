@@ -66,6 +66,11 @@ def mark_placeholder(leaf: GlobalTensor) -> None:
         recorder.placeholders.append(leaf)
 
 
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether a leaf has hooks on its gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def will_accumulate(node: Any) -> bool:
     """Whether the backward that runs adds to the gradient of the leaf of this node."""
     try:

@@ -43,7 +43,6 @@ class World:
         plans: the cached plan for a function and its arguments (see ``dispatch.planning``).
         on_plan: called with (function, args, kwargs) for every call that needs a new plan.
         casts: in a dry run, adds autocast's casts to a local function, given the function's name; else None.
-        splits_backward: whether plans for functions of parameters compute weight gradients apart (split backward).
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
@@ -55,7 +54,6 @@ class World:
         self.plans: dict[Any, Any] = {}
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
-        self.splits_backward = False
 
     @property
     def autocast_type(self) -> str:

@@ -126,9 +126,6 @@ def parallelize(
         materialize(module, on_meta, init, world)
     if optimizer_state is not None:
         optimizer_state.reshard(converted)
-    if resolved.schedule == "zero_bubble" and not world.splits_backward:
-        world.splits_backward = True
-        world.plans.clear()
     return module
 
 

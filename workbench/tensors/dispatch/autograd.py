@@ -86,7 +86,6 @@ def backward(
     running = context.running
     if running is not None and running.defers_backward(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
-    _record_differentiation(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     context.begin_action("B")
     try:
@@ -110,14 +109,6 @@ def _backward_of_one(
     backward(self, gradient, retain_graph, create_graph, inputs)
 
 
-def _record_differentiation(results: list[Any]) -> None:
-    """A program of a scheduled step that differentiates on its own may ask for any leaf's gradient."""
-    for result in results:
-        world = result._spec.world if isinstance(result, GlobalTensor) else None
-        if world is not None and world.context.running is not None and not world.context.running.runs_backward:
-            world.context.differentiates_within_steps = True
-
-
 def grad(
     outputs: Any,
     inputs: Any,
@@ -139,7 +130,6 @@ def grad(
     given = _listed(grad_outputs) or [None] * len(outputs)
     seeds = [seed_of(output, seed) for output, seed in zip(outputs, given, strict=True)]
     reached = _ReachedInputs(inputs)
-    _record_differentiation(outputs)
     try:
         found = _engine_run_backward(
             tuple(outputs),

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workbench.tensors.dispatch.weight_gradients import has_hooks, is_parameter
-from workbench.tensors.global_tensor import local_torch
-from workbench.tensors.leaf_gradients import read_grad, will_accumulate
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.leaf_gradients import has_hooks, read_grad, will_accumulate
 
 SMALLEST_NUMEL = 2**20
 """Elements of a weight from which on it pays (4 MB in 32 bits)."""
@@ -48,7 +47,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _step_that_adds(weight: Any) -> Any:
     """The scheduled step whose micro-batches accumulate in place; None where torch makes the weight's gradient."""
-    if weight.numel() < SMALLEST_NUMEL or not is_parameter(weight) or not weight.requires_grad:
+    if weight.numel() < SMALLEST_NUMEL or not _is_parameter(weight) or not weight.requires_grad:
         return None
     running = weight._spec.world.context.running
     if running is None or running.num_micro_batches == 1 or running.splits_backward or not torch.is_grad_enabled():
@@ -59,6 +58,11 @@ def _step_that_adds(weight: Any) -> Any:
     # transform must see functions that it knows.
     is_observed = running.observer is not None or torch._C._are_functorch_transforms_active()
     return None if is_observed or _saves_through_hooks(True) else running
+
+
+def _is_parameter(tensor: Any) -> bool:
+    """Whether a tensor is a parameter itself, and not something made of one."""
+    return isinstance(tensor, GlobalTensor) and tensor._is_param and tensor.is_leaf
 
 
 def _gradient_to_add_to(weight: Any, running: Any, ctx: Any) -> torch.Tensor | None:

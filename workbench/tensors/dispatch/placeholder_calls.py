@@ -169,15 +169,10 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool =
 class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        infos: list[OutputInfo],
-        device: torch.device,
-        second_order: Any,
-        on_backward: Callable[[], None] | None,
-        *inputs: torch.Tensor,
+        ctx: Any, infos: list[OutputInfo], device: torch.device, second_order: Any, *inputs: torch.Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.num_inputs, ctx.second_order, ctx.on_backward = len(inputs), second_order, on_backward
+        ctx.num_inputs, ctx.second_order = len(inputs), second_order
         ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and isinstance(tensor, GlobalTensor)]
         return tuple([new_placeholder(shape, dtype, device) for shape, dtype, _ in infos])
 
@@ -185,10 +180,8 @@ class _Placeholder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if any(leaf._gradient.placeholder is False for leaf in ctx.leaves):  # few steps need the walk over all inputs
             mark_placeholder_leaves(ctx)
-        if ctx.on_backward is not None:
-            ctx.on_backward()
         found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
-        return None, None, None, None, *found
+        return None, None, None, *found
 
 
 _apply_in_c = super(torch.autograd.Function, _Placeholder).apply
@@ -249,7 +242,7 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
                 sources = [grad for grad in grads if grad is not None] + list(inputs)
                 infos: list[OutputInfo] = [(tuple(t.shape), t.dtype, True) for t in inputs]
                 again = _second_order(sources, [id(t) for t in sources], None, device)
-                return _Placeholder.apply(infos, device, again, None, *sources)
+                return _Placeholder.apply(infos, device, again, *sources)
             metas = {key: _ToMeta.apply(t) for key, t in zip(keys, inputs, strict=True)}
             results = recipe(metas)
             pairs = [
@@ -277,21 +270,19 @@ def placeholder_outputs(
     specs: list[Spec],
     device: torch.device,
     recipe: Recipe | None = None,
-    on_backward: Callable[[], None] | None = None,
 ) -> Sequence[torch.Tensor]:
     """Plain placeholder tensors for the results, each linked to the operands that its owner's result is linked to.
 
-    Without a ``recipe`` the gradient of the gradient is linked to everything. ``on_backward`` is called when a backward
-    comes by.
+    Without a ``recipe`` the gradient of the gradient is linked to everything.
     """
     with local_torch():
         if len(infos) == 1:
-            return _alike(infos, operands, device, recipe, on_backward)
+            return _alike(infos, operands, device, recipe)
         results: dict[int, torch.Tensor] = {}
         for links in dict.fromkeys([info[2] for info in infos]):
             chosen = [i for i, info in enumerate(infos) if info[2] == links]
             of_these = None if recipe is None else _only(recipe, chosen)
-            made = _alike([infos[i] for i in chosen], operands, device, of_these, on_backward)
+            made = _alike([infos[i] for i in chosen], operands, device, of_these)
             results.update(zip(chosen, made, strict=True))
         return [results[i] for i in range(len(infos))]
 
@@ -301,7 +292,6 @@ def _alike(
     operands: list[GlobalTensor],
     device: torch.device,
     recipe: Recipe | None,
-    on_backward: Callable[[], None] | None,
 ) -> Sequence[torch.Tensor]:
     """Results that are all linked to the same operands, by one node."""
     links = infos[0][2]
@@ -312,7 +302,7 @@ def _alike(
     if not linked or not torch.is_grad_enabled():  # without gradients, views alone still require one
         return [new_placeholder(shape, dtype, device).requires_grad_(bool(linked)) for shape, dtype, _ in infos]
     again = _second_order(linked, [id(t) for t in linked], recipe, device)
-    made: Sequence[torch.Tensor] = _apply_placeholder(infos, device, again, on_backward, *linked)
+    made: Sequence[torch.Tensor] = _apply_placeholder(infos, device, again, *linked)
     return made
 
 
@@ -359,5 +349,5 @@ def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, a
         of_others = _second_order(inputs, keys, recipe, device)
         return lambda grads: (None, *of_others(grads))
     info: OutputInfo = (tuple(target.shape), target.dtype, True)
-    before = _Placeholder.apply([info], device, lambda grads: grads, None, target)[0]  # the target's history up to now
+    before = _Placeholder.apply([info], device, lambda grads: grads, target)[0]  # the target's history up to now
     return _second_order([before, *inputs], [id(stub), *keys], recipe, device)

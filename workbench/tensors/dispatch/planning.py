@@ -20,7 +20,6 @@ from workbench.tensors.dispatch.keywords import Order
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
 from workbench.tensors.dispatch.plan_keys import dtype_of
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
-from workbench.tensors.dispatch.weight_gradients import split_backward
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
 
@@ -167,9 +166,6 @@ def _plan_by_rule(
     num_tags = getattr(local, "num_tags", 0)
     if world.casts is not None:
         local = world.casts(name.folded, local or call.func)
-    may_split = returns_tensor and not name.in_place and name.folded not in ALIASING | PERHAPS_ALIASING
-    if world.splits_backward and may_split and num_tags == 0 and any(info.is_parameter for info in infos):
-        local = split_backward(local or call.func, world)
     stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
     copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     inputs_match = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))

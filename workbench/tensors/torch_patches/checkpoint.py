@@ -82,7 +82,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _set_generator_state(world, random_state)
         try:
             with world.context.temporarily(call=call):
-                return function(*inputs, **named)
+                result = function(*inputs, **named)
+            if world.context.running is not None:
+                world.context.running.refuse_recomputation(tree_leaves(result))
+            return result
         finally:
             _set_generator_state(world, before)
 

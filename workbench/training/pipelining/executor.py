@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from workbench.errors import RunError, StrategyError
-from workbench.pipeline.schedules import Action
+from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.tensors.dispatch.hooks import run_hooks
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.dispatch.weight_gradients import WeightGradients
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import ForwardCache, cached_forwards
 from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.pipelining.split_backward import WeightGradients, backward_of_inputs
+from workbench.training.pipelining.stage_ranks import StageRank
 from workbench.training.recorded_actions import RecordedAction
 from workbench.transport.closed import close_after_error
 
@@ -30,26 +32,16 @@ MicroBatchFunction = Callable[[int], Any]
 """micro-batch number -> its loss, already weighted with its share of the step; or what an evaluation returns."""
 
 
-class Stage(Protocol):
-    """One stage of this rank."""
-
-    world: World
-
-    def step_context(self) -> AbstractContextManager[None]:
-        """Context around all actions of the step."""
-
-    def activated(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the stage's parameters and buffers."""
-
-    def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
-        """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
-
-    def write_gradients(self) -> None:
-        """Write the stage's gradients to the module's own parameters."""
+@lru_cache(maxsize=64)
+def table_of(schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int | None = None) -> Table:
+    """The table of a step. With one stage, or none, micro-batches run one after the other."""
+    if num_stages < 2:
+        return make_table("1f1b", 1, num_micro_batches)
+    return make_table(schedule, num_stages, num_micro_batches, num_ranks)
 
 
 class SingleStage:
-    """The stage of a rank that has one stage: it sees the module unchanged."""
+    """The stage of a rank that has one stage: it sees the module unchanged. ``StageRank`` has the same methods."""
 
     def __init__(self, world: World, forward_caches: Sequence[ForwardCache] = ()) -> None:
         self.world, self._forward_caches = world, forward_caches
@@ -57,16 +49,22 @@ class SingleStage:
             cache.begin_step()
 
     def step_context(self) -> AbstractContextManager[None]:
+        """Context around all actions of the step."""
         return cached_forwards(self._forward_caches)
 
     def activated(self) -> AbstractContextManager[None]:
+        """Context of one action, in which the module holds the stage's parameters and buffers."""
         return nullcontext()
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
+        """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
         return result
 
     def write_gradients(self) -> None:
-        pass
+        """Write the stage's gradients to the module's own parameters."""
+
+
+Stage = SingleStage | StageRank
 
 
 class Executor:
@@ -92,13 +90,12 @@ class Executor:
     ) -> list[torch.Tensor]:
         """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
         losses: dict[int, torch.Tensor] = {}
-        deferred = {_key(action) for action in actions if action.kind == "I"}
-        self.running.splits_backward = bool(deferred)
+        self.running.splits_backward = any(action.kind == "I" for action in actions)
         with self._scheduled():
             for action in actions:
                 with self._running(action) as stage:
                     if action.kind == "F":
-                        loss = self._forward(action, program, splits_backward=_key(action) in deferred)
+                        loss = self._forward(action, program)
                         known = losses.get(action.micro_batch)
                         losses[action.micro_batch] = _without_placeholder(known, stage.to_rank_world(loss))
                         continue
@@ -125,9 +122,7 @@ class Executor:
             return batch
         return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
 
-    def _forward(self, action: Action, program: MicroBatchFunction, splits_backward: bool) -> torch.Tensor:
-        if splits_backward:
-            self.running.weight_gradients = self._deferred[_key(action)] = WeightGradients()
+    def _forward(self, action: Action, program: MicroBatchFunction) -> torch.Tensor:
         self.running.edges = []
         loss = self._graphs[_key(action)] = program(action.micro_batch)
         return loss.detach()
@@ -135,13 +130,17 @@ class Executor:
     def _backward(self, action: Action) -> None:
         self.running.hooks = self._hooks.setdefault(_key(action), {})
         if action.kind == "W":
-            self._deferred.pop(_key(action)).accumulate()
+            if (kept := self._deferred.pop(_key(action), None)) is not None:
+                kept.accumulate()
             return
         loss = self._graphs.pop(_key(action))
         if loss.requires_grad:  # a micro-batch of weight 0 has no backward
             self.running.runs_backward = True
             try:
-                loss.backward()
+                if action.kind == "I":
+                    self._deferred[_key(action)] = backward_of_inputs(loss)
+                else:
+                    loss.backward()
             finally:
                 self.running.runs_backward = False
 
@@ -183,7 +182,7 @@ class Executor:
                 context.position = 0
                 self._seed(action.micro_batch)
             yield stage
-        self.running.edges = self.running.weight_gradients = None
+        self.running.edges = None
         self.spans.append(RecordedAction(action, started, traffic.moment()))
 
 

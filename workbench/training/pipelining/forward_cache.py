@@ -25,8 +25,8 @@ from workbench.core.strategy import Options
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
-from workbench.tensors.dispatch.weight_gradients import has_hooks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
@@ -357,19 +357,17 @@ def runs_once(options: Options) -> bool:
     return not options.recompute and options.zero < 3
 
 
-def blocks(
-    root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool = False
-) -> Iterator[nn.Module]:
+def blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:
     """The largest modules with parts of their own that ``is_wanted``, each once; it returns None to skip a module
-    and its parts. ``with_layers``: also modules without parts that are in none of these.
+    and its parts.
     """
-    yield from dict.fromkeys(_blocks(root, is_wanted, with_layers))
+    yield from dict.fromkeys(_blocks(root, is_wanted))
 
 
-def _blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool) -> Iterator[nn.Module]:
+def _blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:
     for child in root.children():
         wanted = is_wanted(child)
-        if wanted and not isinstance(child, CONTAINERS) and (with_layers or any(child.children())):
+        if wanted and not isinstance(child, CONTAINERS) and any(child.children()):
             yield child
         elif wanted is not None:
-            yield from _blocks(child, is_wanted, with_layers)
+            yield from _blocks(child, is_wanted)

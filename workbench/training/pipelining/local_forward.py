@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import WorkbenchError
-from workbench.tensors.dispatch.weight_gradients import graph_inside
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import (
@@ -36,7 +35,6 @@ from workbench.training.pipelining.forward_cache import (
     runs_once,
 )
 from workbench.training.pipelining.placeholder_forward import placeholder_forwards
-from workbench.training.pipelining.split_backward import split_block
 from workbench.training.strategies.state import ParallelState, parameter_stages
 
 _NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
@@ -95,11 +93,8 @@ class LocalForward(ForwardCache):
             return result
 
     def _run(self, record: LocalRecord, args: Any, kwargs: Any) -> Any:
-        running = self.world.context.running
-        kept = None if running is None or not torch.is_grad_enabled() else running.deferred_weight_gradients()
         with local_torch(), self._without_hooks():
-            forward = self.forward if kept is None else split_block(self.forward, kept, self.world.device)
-            result = forward(*args, **kwargs)
+            result = self.forward(*args, **kwargs)
             if type(result) is torch.Tensor:
                 return self._wrapped(result, record.layouts[0])
             leaves, structure = tree_flatten(result)
@@ -179,12 +174,7 @@ class LocalForward(ForwardCache):
                     if not source.layout.placement == target.layout.placement == self.placement:
                         return False
                 elif isinstance(node, BackwardCFunction):
-                    split = graph_inside(node)
-                    if split is None:
-                        return False
-                    result, leaves = split
-                    parameters |= {id(leaf) for leaf in leaves}
-                    waiting.append((result.grad_fn, result.output_nr))
+                    return False
                 waiting += node.next_functions
         return True
 

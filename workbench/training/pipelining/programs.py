@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
-from workbench.training.pipelining.executor import Executor, SingleStage
+from workbench.training.pipelining.executor import Executor, SingleStage, table_of
 from workbench.training.pipelining.forward_cache import ForwardCache
 from workbench.training.pipelining.local_forward import local_forwards
 from workbench.training.pipelining.placeholder_forward import placeholder_forwards
@@ -48,7 +47,7 @@ def train_program(
         placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
             one after the other.
         schedule: the name of the table that the stages run.
-        forward_caches: forward caches of blocks; see ``forward_caches_for``.
+        forward_caches: see ``forward_caches_for``.
         weigh: (loss) -> the loss that backward starts from, such as the scaled one of a ``GradScaler``.
 
     Returns:
@@ -58,7 +57,7 @@ def train_program(
         StrategyError: no such schedule, or the program calls no backward from a scalar.
     """
     world, outputs = current(), [None] * len(parts)
-    table = _table(schedule, len(placements), len(parts))
+    table = table_of(schedule, len(placements), len(parts))
     own = max(0, _stage_of(world, placements))
     running = RunningStep(tuple(placements) or (_everywhere(world),), schedule, table, len(parts))
 
@@ -122,9 +121,3 @@ def _losses_of(running: RunningStep, program: Program, inputs: Any) -> tuple[Any
 
 def _everywhere(world: World) -> Placement:
     return Placement.of(world.device.type, list(range(world.world_size)))
-
-
-def _table(schedule: str, num_stages: int, num_micro_batches: int) -> Table:
-    if num_stages < 2:
-        return [[Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]]
-    return make_table(schedule, num_stages, num_micro_batches)

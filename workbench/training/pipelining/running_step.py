@@ -29,7 +29,6 @@ class RunningStep:
         edges: (from stage, to stage) of the boxings of the present forward; None in a backward.
         observer: receives every boxing while a forward cache records a call; else None.
         splits_backward: whether this step computes gradients of inputs and of weights in separate actions.
-        weight_gradients: collects deferred gradients of weights of this micro-batch; None where they are not deferred.
         losses: if the program itself calls ``backward``, the losses that wait for the schedule's backward. None if a
             backward runs at once.
         runs_backward: whether the schedule's own backward runs, which gives all leaves their gradients.
@@ -43,7 +42,6 @@ class RunningStep:
     edges: list[tuple[int, int | None]] | None = None
     observer: Any = None
     splits_backward: bool = False
-    weight_gradients: Any = None
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -53,19 +51,18 @@ class RunningStep:
     def __post_init__(self) -> None:
         self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
 
-    def deferred_weight_gradients(self) -> Any:
-        """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
+    def refuse_recomputation(self, results: list[Any]) -> None:
+        """A checkpoint has run a function again in a backward.
 
         Raises:
-            StrategyError: a checkpoint runs the function again in a split backward.
+            StrategyError: a split backward, of a function that this rank computes.
         """
-        if self.splits_backward and self.edges is None:
+        if self.splits_backward and not all(getattr(result, "is_placeholder", True) for result in results):
             raise StrategyError(
                 f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which has 2 parts "
                 "here (inputs, weights): each would run it, at other times on other ranks. Use 1f1b, or leave the "
                 "checkpoint out."
             )
-        return self.weight_gradients
 
     def defers_backward(self, losses: list[Any], *, is_plain: bool) -> bool:
         """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.

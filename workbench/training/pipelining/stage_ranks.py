@@ -185,7 +185,7 @@ def _release_nothing() -> None:
 
 
 class StageRank:
-    """One of several stages of this rank; see ``executor.Stage``."""
+    """One of several stages of this rank; see ``executor.SingleStage``."""
 
     def __init__(
         self, module: nn.Module, state: ParallelState, rank_world: World, stage: int, queues: MessageQueues
@@ -196,7 +196,7 @@ class StageRank:
         self.rank_world, self._numbering = rank_world, numbering
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
-        self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
+        self.world.traffic = rank_world.traffic
         self.world.context.checks_agreement = False  # the check compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)

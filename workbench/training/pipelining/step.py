@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import RunError
-from workbench.pipeline.schedules import Action, Table, make_table
+from workbench.pipeline.schedules import Action, Table
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, join, loss_of
-from workbench.training.pipelining.executor import Executor, SingleStage, Stage
+from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_order import reorder_stages
@@ -175,7 +174,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
     resolved = state.resolved
     state.layouts.plan.settle()
-    table = _table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
+    table = table_of(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
     own = _stages_of(world.rank, resolved)
     if state.forward_caches is None:
         placement = state.placements[own[0]]
@@ -187,13 +186,6 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
         placements = several[own[0]].placements
     running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
     return Executor(world, stages, running, draw_key(world)), table
-
-
-@lru_cache(maxsize=64)
-def _table(schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int) -> Table:
-    if num_stages == 1:
-        return [[Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]]
-    return make_table(schedule, num_stages, num_micro_batches, num_ranks)
 
 
 def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:

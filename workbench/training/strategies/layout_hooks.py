@@ -26,17 +26,13 @@ from workbench.training.strategies.state import record_module_call, state_of
 
 
 class PrepareInput:
-    """The input hook of a layer. While it ``is_disabled``, a forward cache boxes the inputs instead."""
+    """The input hook of a layer."""
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer) -> None:
-        self._in_use, self._choice, self.is_disabled = in_use, choice, False
+        self._in_use, self._choice = in_use, choice
         self._is_first_operand = True
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments in the layer's layouts; None if they do not change."""
-        return None if self.is_disabled else self.box_inputs(args, kwargs)
-
-    def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with every tensor in the layout that the layer expects."""
         self._is_first_operand = True
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
