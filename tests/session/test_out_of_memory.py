@@ -68,7 +68,7 @@ def test_the_kernel_ends_an_engine_for_want_of_memory(session, limit, capfd):
     assert time.monotonic() - began < 20  # it takes a while to fill
     text = str(caught.value)
     assert "rank 1 died while running this cell (out of memory" in text
-    assert "its variables are lost" in text and "%workbench restart --ranks 1" in text
+    assert "its variables are lost" in text and "%workbench recover" in text
     assert "rank 0 was running at cell line 3" in text and "its variables are kept" in text
     assert session.run("globals().get('kept'), wb.rank()").values == [(17, 0), (None, 1)]
     printed = capfd.readouterr().err

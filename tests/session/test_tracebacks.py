@@ -71,7 +71,7 @@ def test_killed_ranks_are_told_to_the_user():
     text = str(cell_error(what))
     assert "had to be killed" in text
     assert "variables are lost" in text
-    assert "%workbench restart --ranks 0" in text
+    assert "%workbench recover" in text
     assert "died while running" not in text
 
 

@@ -24,7 +24,7 @@ from workbench.session.processes.gpus import choose_gpus, choose_num_engines
 from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
-from workbench.session.recovery import Recovered, SetupCells
+from workbench.session.recovery import Recovered, SetupCells, undone_on_error
 from workbench.session.remote_call import RemoteCall
 from workbench.session.request_queue import RequestQueue
 from workbench.session.run import CellResult, Listener, Outcome
@@ -299,12 +299,12 @@ class Session:
         call = partial(self._call, self._check(None), what="recover")
         with self._requests.exclusive(self._requests.enqueue()):
             self._pool.prepare(self._pool.ranks)
-        lost = sorted(self._pool.lost)
-        if not lost:
+        if not (lost := sorted(self._pool.lost)):
             return Recovered()
         parts = set().union(*call(engine.keep_variables, (self._pool.num_losses,)))
-        num_cells = self._setup.run_again(parts, self.run_cell, lambda: call(engine.put_back_variables, ()))
-        rows = call(engine.restore_variables, (lost,))[0]
+        with undone_on_error(lambda: call(engine.put_back_variables, ())):
+            num_cells = self._setup.run_again(parts, self.run_cell)
+            rows = call(engine.restore_variables, (lost,))[0]
         self._pool.lost -= set(lost)
         return Recovered(tuple(lost), num_cells, rows)
 

@@ -4,7 +4,8 @@ what was recovered. `on_engine/recovery` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from workbench.errors import CellError, SessionError
@@ -17,6 +18,16 @@ COMMAND = "%workbench recover"
 _WIDEST = 40
 
 
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """A context that calls ``undo`` if its body fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 class SetupCells:
     """The cells that make what training needs, in the order of their first runs."""
 
@@ -27,13 +38,12 @@ class SetupCells:
         """Remember a cell that has run. An earlier one of this name is replaced in its place."""
         self._cells[name] = (code, ranks)
 
-    def run_again(self, parts: Collection[str], run: Callable[..., object], put_back: Callable[[], object]) -> int:
+    def run_again(self, parts: Collection[str], run: Callable[..., object]) -> int:
         """Run the cells on their ranks; returns how many they are.
 
         Args:
             parts: names of modules and optimizers, which nothing but a cell can make.
             run: runs code on ranks.
-            put_back: gives the other ranks their variables back.
 
         Raises:
             SessionError: a cell failed, or there are parts and no cell.
@@ -48,7 +58,6 @@ class SetupCells:
             try:
                 run(code, ranks, values=False, label=f"set-up cell {number}")
             except CellError as error:
-                put_back()
                 raise SessionError(
                     f"recover: set-up cell {number} of {len(self._cells)} failed, so nothing is recovered yet; ranks "
                     f"that were not replaced have their variables back. Change the cell, run it with %%global --setup, "

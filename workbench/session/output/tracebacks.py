@@ -12,6 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.ranks import describe_ranks, rank_label
+from workbench.session.recovery import COMMAND
 from workbench.session.run import Outcome
 from workbench.units import format_seconds
 
@@ -123,9 +124,8 @@ def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
 
 
 def restart_hint(ranks: Sequence[int]) -> str:
-    """A sentence about how to start ended ranks again."""
-    them = "it" if len(ranks) == 1 else "them"
-    return f"The next cell starts {them} again, or: %workbench restart --ranks {rank_label(ranks)}"
+    """A sentence about how ended ranks start again, and get their variables back."""
+    return f"The next cell starts {'it' if len(ranks) == 1 else 'them'} again; {COMMAND} also brings variables back."
 
 
 def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint: Paint) -> list[str]:
