@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench.session import protocol
 from workbench.session.on_engine import activity
 from workbench.transport.messaging import waiter
 from workbench.transport.messaging.message_transport import MessageTransport
@@ -60,3 +61,23 @@ def test_a_rank_that_has_not_taken_its_message_yet_does_not_wait(has_message, fo
     with pytest.raises(KeyboardInterrupt):
         waiter.Waiter.wait_for_room(None, None, 0.0)
     assert seen == [found]
+
+
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [
+        ("torch/distributed/distributed_c10d.py", True),
+        ("torch/nn/parallel/distributed.py", True),
+        ("torch/autograd/graph.py", True),
+        ("torch/distributed/checkpoint/filesystem.py", False),  # a slow disk
+        ("torch/distributed/elastic/multiprocessing/api.py", False),  # processes of its own
+        ("torch/nn/modules/module.py", False),
+        ("cell.py", False),
+    ],
+)
+def test_torch_waits_for_other_ranks_only_in_some_of_its_files(file, waits):
+    found = []
+    space = {"look": lambda: found.append(activity.wait_of(sys._getframe(1), None))}
+    exec(compile("look()", f"/somewhere/{file}", "exec"), space)
+    assert found[0].startswith(protocol.PLAIN) is waits
+    assert waits or found == [""]

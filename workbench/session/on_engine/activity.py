@@ -26,9 +26,18 @@ _PACKAGE = Path(__file__).parents[2]
 LOCAL_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
 REMOTE_WAITS = str(_PACKAGE / "transport" / "network" / "helper_thread.py")
 PLAIN_WAITS = interruptible_waits.__file__
-#: Files of torch whose functions block in C++: all of torch.distributed, and two more.
-_TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
-_DATA_PARALLEL = os.path.join("torch", "nn", "parallel", "distributed.py")
+#: Files of torch whose functions wait for other ranks in C++. Other parts of torch.distributed wait for disks, say.
+_TORCH_WAITS = tuple(
+    os.path.join("torch", *parts)
+    for parts in (
+        ("distributed", "distributed_c10d.py"),
+        ("distributed", "rendezvous.py"),
+        ("distributed", "utils.py"),
+        ("distributed", "_functional_collectives.py"),
+        ("nn", "parallel", "distributed.py"),
+    )
+)
+_TORCH_OPERATOR = os.path.join("torch", "_ops.py")
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")
 
 
@@ -66,8 +75,10 @@ def _may_block_in_torch(frame: FrameType) -> bool:
 
     A backward waits there if it is DistributedDataParallel's. On a GPU it waits for the device, too.
     """
+    while frame.f_code.co_filename.endswith(_TORCH_OPERATOR) and frame.f_back is not None:
+        frame = frame.f_back
     file = frame.f_code.co_filename
-    if _TORCH_DISTRIBUTED in file or file.endswith(_DATA_PARALLEL):
+    if file.endswith(_TORCH_WAITS):
         return True
     torch = sys.modules.get("torch")
     return file.endswith(_BACKWARD) and torch is not None and not torch.cuda.is_initialized()
