@@ -2,7 +2,7 @@
 
 import copy
 import io
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ def set_up(strategy):
         "step": 0,
         "losses": [],
         "own_rank": wb.rank(),
+        "trainer": SimpleNamespace(model=model, ema=copy.deepcopy(NET), best=10.0, own_rank=wb.rank()),
         "inputs": wb.ones(4, 3, placement=ranks, sbp="S(0)"),
         "average": wb.zeros(3, placement=ranks, sbp="B"),
     }
@@ -58,6 +59,9 @@ def train(has, num_steps):
         has["scheduler"].step()
         has["losses"].append(loss.item())
         has["average"] += loss.item()
+        with torch.no_grad():
+            has["trainer"].ema[0].weight.mul_(0.9)
+        has["trainer"].best = min(has["trainer"].best, loss.item())
         has["step"] += 1
     return has["losses"][-num_steps:]
 
@@ -90,6 +94,10 @@ def test_losses_are_those_of_a_run_that_lost_no_rank(strategy, num_ranks, givers
         assert "weight is (2, 2) in the copies that are left, (2, 3) in the model" in rows.pop("frozen")
         assert namespace["own_rank"] == wb.rank() and namespace["step"] == 5
         assert torch.equal(namespace["average"].to_local(), kept["average"].to_local())
+        old, new = kept["trainer"], namespace["trainer"]
+        assert (new.best, new.own_rank, new.model) == (old.best, wb.rank(), namespace["model"]) and new is not old
+        assert torch.equal(new.ema[0].weight, old.ema[0].weight) and rows.pop("trainer.ema") == "rank 0"
+        assert rows.pop(f"trainer.best = {old.best!r}") == "rank 0" and rows.pop("trainer.model") == rows["model"]
         return train(namespace, 3), rows
 
     names = ["average", "loss_fn", "losses", "model", "net", "optimizer", "scheduler", "step = 5"]
@@ -187,10 +195,11 @@ def test_what_no_rank_holds_comes_from_the_newest_checkpoint(tmp_path, strategy,
         assert rows["step = 7"] == "rank 0"
 
         namespace, rows = recover(kept, set_up(strategy), [Saved(path, names) for path in paths])
-        source = f"checkpoint {paths[1]}"
+        source, best = f"checkpoint {paths[1]}", f"trainer.best = {kept['trainer'].best!r}"
         assert rows == {
             **dict.fromkeys(["model", "net", "optimizer", "scheduler", "step = 4"], source),
-            **dict.fromkeys(["losses", "loss_fn", "average"], "rank 0"),
+            **dict.fromkeys(["losses", "loss_fn", "average", "trainer.ema", best], "rank 0"),
+            "trainer.model": source,
         }
         assert len(namespace["losses"]) == 7  # not in the checkpoint
         assert train(namespace, 3) == expected

@@ -22,7 +22,7 @@ import torch
 
 from workbench.errors import CheckpointError
 from workbench.session.on_engine import completion as engine_assist
-from workbench.session.on_engine.sent_values import in_new_class, is_same, kind, pack, shown, unpack
+from workbench.session.on_engine.sent_values import in_new_class, is_same, kind, pack, shown, spread, unpack
 from workbench.session.on_engine.shell import shell
 from workbench.session.ranks import describe_ranks
 from workbench.tensors import default_generator
@@ -52,7 +52,7 @@ def keep(loss: int) -> list[str]:
     if _kept is None or _kept[0] != loss:
         variables = shell().user_ns
         _kept = (loss, {name: variables[name] for name in engine_assist.names()}, _random_states(current()))
-    return sorted(name for name, value in _kept[1].items() if kind(value) in ("module", "optimizer"))
+    return sorted(name for name, value in spread(_kept[1]).items() if kind(value) in ("module", "optimizer"))
 
 
 def put_back() -> None:
@@ -84,9 +84,9 @@ def record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
     folder = os.environ.get("WORKBENCH_SESSION_FOLDER")
     if folder is None or current().rank != 0:
         return
-    namespace = shell().user_ns
+    variables = spread({name: shell().user_ns[name] for name in engine_assist.names()})
     names = {
-        part: [name for name in engine_assist.names() if namespace[name] is value]
+        part: [name for name, other in variables.items() if other is value]
         for part, value in parts.items()
         if kind(value) != "value"
     }
@@ -138,9 +138,11 @@ class Recovery:
         world: World,
         checkpoints: Sequence[Saved] = (),
     ) -> None:
-        self.namespace, self.fresh, self.world, self.checkpoints = namespace, fresh, world, checkpoints
+        self.namespace, self.fresh, self.world, self.checkpoints = namespace, spread(fresh), world, checkpoints
         self.is_lost = world.rank in lost
-        self.kept = {} if self.is_lost else {name: in_new_class(value, namespace) for name, value in kept.items()}
+        self.kept = (
+            {} if self.is_lost else {name: in_new_class(value, namespace) for name, value in spread(kept).items()}
+        )
         self.holders = [rank for rank in range(world.world_size) if rank not in lost]
         self.rows: dict[str, str] = {}
 
@@ -153,10 +155,11 @@ class Recovery:
             said = [each.get(name, nothing) for each in told]
             kinds, made = {said[rank].kept for rank in self.holders}, {each.fresh for each in said}
             must_return = "" in made or any(each.has_changed for each in said)
-            if not kinds <= set(_PARTS) or not made <= {*_PARTS, ""}:
-                values += [name] if must_return else []
-            elif len(kinds | made) > 1:
+            is_part = kinds <= set(_PARTS) and made <= {*_PARTS, ""}
+            if (is_part and len(kinds | made) > 1) or ("." in name and "" in made):
                 self.rows[name] = _NO_SETUP
+            elif not is_part:
+                values += [name] if must_return else []
             elif must_return or not self.holders:
                 parts.append(name)
         same = {name: other for name, other in self._names_of_the_same(parts).items() if name != other}
@@ -256,10 +259,17 @@ class Recovery:
             elif problem:
                 row = f"lost: {problem}"
             elif self.is_lost:
-                self.namespace[name] = unpacked[name]
+                self._set(name, unpacked[name])
             if name in self.kept and problem in ("", _DIFFERS):
-                self.namespace[name] = self.kept[name]
+                self._set(name, self.kept[name])
             self.rows[names_shown.get(name, name)] = row
+
+    def _set(self, name: str, value: Any) -> None:
+        owner, _, attribute = name.partition(".")
+        if attribute:
+            setattr(self.namespace[owner], attribute, value)
+        else:
+            self.namespace[name] = value
 
     def _unpack(self, sent: Mapping[str, bytes | str]) -> tuple[dict[str, Any], dict[str, str]]:
         """The values that were sent, and why others are of no use."""

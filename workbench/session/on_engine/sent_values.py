@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,20 @@ def kind(value: Any) -> str:
         return "value" if isinstance(value, type) else kind_of(value)
     except Exception:  # noqa: BLE001 - an object's own __getattr__ may raise anything
         return "value"
+
+
+def spread(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables. An object that holds modules, optimizers or their like is replaced by its attributes, under names
+    such as ``trainer.model``.
+    """
+    found = {}
+    for name, value in variables.items():
+        attributes = {} if isinstance(value, type | ModuleType | FunctionType) else getattr(value, "__dict__", {})
+        if kind(value) == "value" and any(kind(each) != "value" for each in attributes.values()):
+            found.update({f"{name}.{attribute}": each for attribute, each in attributes.items()})
+        else:
+            found[name] = value
+    return found
 
 
 def is_same(one: Any, other: Any) -> bool:
