@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from math import inf
 
 import pytest
@@ -68,13 +69,16 @@ def test_bounds_are_below_every_strategy_of_many_problems() -> None:
     ],
 )
 def test_far_bounds_are_below_close_ones_of_a_transformer(name: str, batch_size: int) -> None:
-    """Under all options, where samples share out evenly among the ranks of the model axis or not; mostly near them."""
+    """Under all options, where samples share out evenly among the ranks of the model axis or not; mostly near them.
+
+    Of the candidates every third, which has every option with every other.
+    """
     hardware = load_hardware(name) if name != "made up" else replace(machine(random.Random(1)), one_shot_bytes=1e5)
     problem = Problem(
         transformer_costs(GPT), hardware, 12, batch_size, precision="bf16", constraints=Constraints(zero=(0, 3))
     )
     bounds = bounds_of(problem)
-    ratios = [bounds.quick(one) / bounds.tight(one) for one in candidates(problem)]
+    ratios = [bounds.quick(one) / bounds.tight(one) for one in islice(candidates(problem), 0, None, 3)]
     assert max(ratios) <= 1 + 1e-12
     assert sum(ratio > 0.5 for ratio in ratios) > len(ratios) / 2
 
