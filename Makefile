@@ -59,29 +59,33 @@ lab: $(STAMP_TO_RUN)
 # Every engine, kernel and worker is a process of its own, which would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, three files at a time, because more
-# than half of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that
-# ARGS has chosen no test of that part.
+# Two parts: files of tests shared out between workers, one more than there are cores, because what starts processes, engines
+# and browsers waits half of its time; and one by one what promises a time or looks at the whole machine. Before them, where they
+# are wanted, slow cases of simulated ranks, which are hundreds in one file. Exit code 5 of pytest means that ARGS has chosen no
+# test of that part.
 PYTEST := env OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
-SIMULATED := $(PYTEST) -n auto --dist worksteal
-REAL := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
+CASES := $(PYTEST) -n auto --dist worksteal
+FILES := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ALONE := $(PYTEST) --files-that-say="mark\.timed"
+ANYWHERE := not gpu and not types
+REAL := (engines or procs or browser)
 
-# $(call run_tests,condition): all three parts of the tests for which it holds, whatever the first one says.
+# $(call run_tests,first,condition): a command, and both parts of the tests for which the condition holds; all of them, whatever the
+# first one says.
 define run_tests
 	@status=0; part() { "$$@" || [ $$? -eq 5 ] || status=1; }; \
-	part $(SIMULATED) -m "$(1) and not timed and not (engines or procs or browser)" $(ARGS); \
-	part $(REAL) -m "$(1) and not timed and (engines or procs or browser)" $(ARGS); \
-	part $(ALONE) -m "$(1) and timed" $(ARGS); \
+	part $(1); \
+	part $(FILES) -m "$(2) and not timed" $(ARGS); \
+	part $(ALONE) -m "$(2) and timed" $(ARGS); \
 	exit $$status
 endef
 
 test: $(STAMP)
-	$(call run_tests,not gpu and not types and not slow)
+	$(call run_tests,true,$(ANYWHERE) and not slow)
 
 test-full: export WORKBENCH_REQUIRE_BROWSER := 1
 test-full: $(STAMP)
-	$(call run_tests,not gpu and not types)
+	$(call run_tests,$(CASES) -m "$(ANYWHERE) and slow and not timed and not $(REAL)" $(ARGS),$(ANYWHERE) and (not slow or timed or $(REAL)))
 
 test-gpu: $(STAMP)
 	@$(PY) -m pytest -q -rs -m gpu $(ARGS)

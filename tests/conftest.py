@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from tests.sampling import mark_what_is_not_sampled
 from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
 
-_LATER = ("procs", "engines", "browser", "slow")
+_REAL = ("procs", "engines", "browser")
+_LATER = (*_REAL, "slow")
 _LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_TIMEOUT_S) | {"browser": 4 * PAGE_TIMEOUT_S}
 """Of whole tests by marker, the longest that fits: such a test waits several times, and each wait says what for."""
 
@@ -24,15 +27,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What takes milliseconds first, so that a mistake shows before a browser has started; in the order of the files.
     And each gets the limit of its kind, unless it has its own.
 
-    Shared out between workers, what takes longest comes first: else one of them would end alone with it.
+    Shared out between workers, what takes longest comes first, else one of them would end alone with it; and between
+    files that wait for processes half of their time come files that compute.
     """
     mark_what_is_not_sampled(items)
-    shared_out = hasattr(config, "workerinput")
-    items.sort(key=_cost, reverse=shared_out)
+    costs = {}
     for item in items:
-        limits = [limit_s for name, limit_s in _LIMITS_S.items() if item.get_closest_marker(name)]
-        if limits and item.get_closest_marker("timeout") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        costs[item] = sum(2**place for place, name in enumerate(_LATER) if name in marks)
+        limits = [limit_s for name, limit_s in _LIMITS_S.items() if name in marks]
+        if limits and "timeout" not in marks:
             item.add_marker(pytest.mark.timeout(max(limits)))
+    shared_out = hasattr(config, "workerinput")
+    items.sort(key=costs.__getitem__, reverse=shared_out)
+    if shared_out:
+        _mix(items, costs)
+
+
+def _mix(items: list[pytest.Item], costs: dict[pytest.Item, int]) -> None:
+    """Spread the files with real processes over the first two thirds, in their order, and the others over all."""
+    is_real: dict[Path, bool] = {}
+    for item in items:
+        is_real[item.path] = is_real.get(item.path, False) or costs[item] % 2 ** len(_REAL) > 0
+    real, others = ([path for path, found in is_real.items() if found == wanted] for wanted in (True, False))
+    places = {path: 2 / 3 * number / len(real) for number, path in enumerate(real)}
+    places |= {path: number / len(others) for number, path in enumerate(others)}
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: real processes are waited for."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,10 +102,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _cost(item: pytest.Item) -> int:
-    return max((1 + place for place, name in enumerate(_LATER) if item.get_closest_marker(name)), default=0)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs that tests keep, also in the kernels and engines that they start, are none of the user's."""
@@ -101,6 +123,18 @@ def no_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     while (session := cluster.find_current()) is not None:
         session.close()
+
+
+@pytest.fixture(autouse=True)
+def no_session_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test without engines finds no session, whatever files have run before it in this process."""
+    cluster: Any = sys.modules.get("workbench.session.cluster")
+    if cluster is None or not cluster._open or request.node.get_closest_marker("engines"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "_open", [])
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
