@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.browser.page import ROOT, LabPage
-from tests.browser.server import LabServer, write_notebook
 from tests.ui.models import GPT_HYBRID
 
 SETUP = f"""
@@ -63,11 +62,9 @@ CELLS = [SETUP, PANEL, DEEP, CONVOLUTIONS, RUNS, FIGURE, ""]
 NOTEBOOK = "cells.ipynb"
 
 
-def open_cells(open_notebook: Callable[[str], LabPage], lab: LabServer) -> LabPage:
+def open_cells(open_notebook: Callable[..., LabPage]) -> LabPage:
     """The page that shows this notebook, whose first cell has run; its kernel has run other files' cells, too."""
-    if not (lab.folder / NOTEBOOK).exists():
-        write_notebook(lab.folder / NOTEBOOK, CELLS)
-    lab_page = open_notebook(NOTEBOOK)
+    lab_page = open_notebook(NOTEBOOK, cells=CELLS)
     lab_page.run_cell(0)
     return lab_page
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.browser.page import ROOT, WIDE, LabPage, new_page
-from tests.browser.server import CHROMIUM_OPTIONS, LabServer, find_chromium, running_lab
+from tests.browser.server import CHROMIUM_OPTIONS, LabServer, find_chromium, running_lab, write_notebook
 from tests.timeouts import PAGE_TIMEOUT_S
 
 
@@ -69,17 +69,22 @@ def open_notebook(
     opened: list[LabPage] = []
     failed = request.session.testsfailed
 
-    def open_page(name: str, app: str = "lab") -> LabPage:
-        if app == "lab" and free_pages:
-            opened.append(free_pages.pop())
-            if not opened[-1].shows(name):
-                opened[-1].leave_notebook()
-                lab.shut_down_kernels()
-            opened[-1].show_notebook(name)
+    def open_page(name: str, app: str = "lab", cells: Sequence[str] = ()) -> LabPage:
+        """``cells``: what is written into the notebook, where it is opened anew."""
+        lab_page = free_pages.pop() if app == "lab" and free_pages else None
+        is_new = lab_page is None or not lab_page.shows(name)
+        if lab_page is not None and is_new:
+            lab_page.leave_notebook()
+            lab.shut_down_kernels()
+        if cells and is_new:
+            write_notebook(lab.folder / name, cells)
+        if lab_page is not None:
+            lab_page.show_notebook(name)
         else:
-            opened.append(LabPage(new_page(browser, viewport=WIDE), app))
-            opened[-1].open(lab.notebook_url(name, app))
-        return opened[-1]
+            lab_page = LabPage(new_page(browser, viewport=WIDE), app)
+            lab_page.open(lab.notebook_url(name, app))
+        opened.append(lab_page)
+        return lab_page
 
     yield open_page
     server_errors = [error for page in opened for error in page.server_errors]

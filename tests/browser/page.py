@@ -33,6 +33,7 @@ class LabPage:
     errors: list[str] = field(default_factory=list)
     server_errors: list[str] = field(default_factory=list)
     """Answers for which the server of a busy machine was too late."""
+    was_reloaded: bool = False
 
     def __post_init__(self) -> None:
         self.page.on("console", self._hear)
@@ -59,8 +60,8 @@ class LabPage:
         self.page.wait_for_function(IDLE)
 
     def shows(self, name: str) -> bool:
-        """Whether this notebook is open."""
-        return bool(self.page.evaluate(f"path => {SHOWN_PATH} === path", name))
+        """Whether this notebook is open; one that was loaded again does not count, as it may lack widgets."""
+        return not self.was_reloaded and bool(self.page.evaluate(f"path => {SHOWN_PATH} === path", name))
 
     def show_notebook(self, name: str) -> None:
         """Open a notebook in JupyterLab as it is loaded, and wait for the kernel; the page is as after `open`.
@@ -69,6 +70,7 @@ class LabPage:
         """
         self.errors.clear()
         self.server_errors.clear()
+        self.was_reloaded = False
         self.page.set_viewport_size(WIDE)
         script = """path => {
             const { shell, commands } = window.jupyterapp;
@@ -94,6 +96,7 @@ class LabPage:
         self.page.wait_for_function(IDLE)
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
         self.page.reload()
+        self.was_reloaded = True
         self.page.wait_for_function(IDLE)
 
     def run_cells(self, last: int) -> None:

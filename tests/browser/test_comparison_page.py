@@ -15,7 +15,6 @@ import pytest
 
 from tests.browser.cells import RUNS, open_cells, show
 from tests.browser.page import LabPage, new_page
-from tests.browser.server import LabServer
 
 pytestmark = pytest.mark.browser
 NUM_RUNS = 6
@@ -23,8 +22,8 @@ NAMES = {"*: data | 1x2x1 zero=3": "data, ZeRO 3", "*: data | 1x2x1 recompute": 
 
 
 @pytest.fixture(scope="module")
-def notebook(open_notebook: Any, lab: LabServer) -> Any:
-    return open_cells(open_notebook, lab)
+def notebook(open_notebook: Any) -> Any:
+    return open_cells(open_notebook)
 
 
 @pytest.fixture

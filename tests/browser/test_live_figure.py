@@ -29,8 +29,8 @@ PLOTLY_WAITS = """() => {
 
 
 @pytest.fixture(scope="module")
-def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
-    return open_cells(open_notebook, lab)
+def notebook(open_notebook: Any) -> LabPage:
+    return open_cells(open_notebook)
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ import pytest
 
 from tests.browser.cells import PANEL, open_cells, show
 from tests.browser.page import LabPage
-from tests.browser.server import LabServer
 from tests.ui.models import GPT_HYBRID
 
 pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
-    return open_cells(open_notebook, lab)
+def notebook(open_notebook: Any) -> LabPage:
+    return open_cells(open_notebook)
 
 
 @pytest.fixture

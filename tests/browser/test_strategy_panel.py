@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from tests.browser.cells import CONVOLUTIONS, DEEP, PANEL, open_cells, show
-from tests.browser.server import LabServer
 from tests.ui.models import GPT_HYBRID
 
 pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def notebook(open_notebook: Any, lab: LabServer) -> Any:
-    lab_page = open_cells(open_notebook, lab)
+def notebook(open_notebook: Any) -> Any:
+    lab_page = open_cells(open_notebook)
     lab_page.close_sidebar()
     return lab_page
 
