@@ -90,7 +90,8 @@ def _in_ordinary_memory(world: World) -> Iterator[None]:
         """There is none: tensors lie in ordinary memory."""
 
     has_room = segment.allocate_for_tensor
-    segment.allocate_for_tensor, transport.start_shared_all_gather = allocate_for_tensor, None
+    segment.allocate_for_tensor = allocate_for_tensor
+    transport.start_shared_all_gather = lambda *args: (False, list)
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ STRATEGIES = {
     "zero 1": "*: data | zero=1",
     "zero 2": "*: data | zero=2",
     "zero 3": "*: data | zero=3",
+    "unlike layers": "[0-7]: data; [8-15]: model:row",
     "recompute": "*: data | zero=3 recompute",
     "gpipe": _pipeline("gpipe"),
     "1f1b": _pipeline("1f1b"),
@@ -44,6 +45,7 @@ STRATEGIES = {
         4: f"{STAGES.format('data', 'data')} | 2x2x1 mb=4 zero=2",
         8: f"{STAGES.format('model', 'model')} | 2x2x2 mb=4 1f1b zero=1",
     },
+    "zero 3 in stages": {4: "pipeline | 2x2x1 mb=4 interleaved zero=3", 8: "pipeline | 2x4x1 mb=4 interleaved zero=3"},
     "hybrid": {4: "hybrid | mb=4", 8: "hybrid | mb=4"},
     "unlike stages": {
         4: f"{STAGES.format('data', 'model')} | 2x2x1 mb=4 1f1b",
@@ -171,7 +173,9 @@ def _waits_for_sends():
 
 PLANTED = {
     "a receive is not waited for": ("gpipe", 2, _skips_wait("send", "receive")),
-    "a batch is not waited for": ("zero 3", 2, _skips_wait("send", "receive")),
+    "a batch is not waited for": ("unlike layers", 2, _skips_wait("send", "receive")),
+    "a gathering is not waited for": ("zero 3", 2, _skips_wait("all-gather")),
+    "a sum of shards is not waited for": ("zero 2", 2, _skips_wait("reduce-scatter")),
     "a sum is not waited for": ("data", 2, _skips_wait("sum")),
     "a send is waited for": ("1f1b", 2, _waits_for_sends()),
     "both directions of a pair share a communicator": (

@@ -41,9 +41,14 @@ class Part:
 
     def __init__(self, kind: str, others: tuple[int, ...], read: torch.Tensor | None, write: list[torch.Tensor]):
         self.kind, self.others, self.read, self.write = kind, others, read, write
-        self.size = (write[0] if read is None else read).numel()
+        self.size = sum(out.numel() for out in write) if read is None or kind == "all-gather" else read.numel()
         self.arrived: list[torch.Tensor] = []
         self.is_done = False
+        self.place: slice | None = None
+
+    def part_of(self, result: torch.Tensor) -> torch.Tensor:
+        """What this rank gets of a result."""
+        return result if self.place is None else result[self.place][: self.write[0].numel()]
 
     def is_counterpart(self, of: int, part: Part, rank: int) -> bool:
         """Whether this part of rank ``of`` belongs to ``part`` of ``rank``."""
@@ -171,13 +176,38 @@ class PlayedNccl:
         kinds = {self.isend: "send", self.irecv: "receive"}
         return [self.call(None, [self.part(kinds[op.op], op.tensor, op.peer) for op in ops])]
 
-    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Call:
-        return self.call(None, [Part("all-gather", self.world, tensor, parts)])
+    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor, async_op: bool, group: Any = None) -> Call:
+        members = self.world if group is None else group[-1]
+        assert parts[members.index(self.rank)].numel() == tensor.numel() and tensor.dtype in KNOWN
+        for part in parts:
+            part.view(torch.uint8).fill_(0xFF)
+        return self.call(group, [Part("all-gather", members, tensor, parts)])
+
+    def all_gather_into_tensor(self, out: torch.Tensor, tensor: torch.Tensor, group: Any, async_op: bool) -> Call:
+        members = self.world if group is None else group[-1]
+        assert out.numel() == len(members) * tensor.numel() and out.is_contiguous()
+        return self.all_gather(list(out.split(tensor.numel())), tensor, async_op, group)
 
     def all_reduce(self, tensor: torch.Tensor, operation: Any, group: Any, async_op: bool) -> Call:
         assert tensor.dtype in KNOWN and not tensor.is_neg()
         members = self.world if group is None else group[-1]
         return self.call(group, [Part(REDUCTIONS[operation], members, tensor, [tensor])])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, terms: list[torch.Tensor], operation: Any, group: Any, async_op: bool
+    ) -> Call:
+        members = self.world if group is None else group[-1]
+        assert out.dtype in KNOWN and terms[members.index(self.rank)].numel() == out.numel()
+        out.view(torch.uint8).fill_(0xFF)
+        part = Part("reduce-scatter", members, torch.cat(terms), [out])
+        part.place = slice(sum(term.numel() for term in terms[: members.index(self.rank)]), None)
+        return self.call(group, [part])
+
+    def reduce_scatter_tensor(
+        self, out: torch.Tensor, term: torch.Tensor, operation: Any, group: Any, async_op: bool
+    ) -> Call:
+        assert term.numel() % out.numel() == 0 and term.is_contiguous()
+        return self.reduce_scatter(out, list(term.split(out.numel())), operation, group, async_op)
 
     # ---- rules ----------------------------------------------------------------------------------------------------
 
@@ -240,10 +270,10 @@ class PlayedNccl:
         if len({one.size for one in parts.values()}) > 1:
             return False  # NCCL hangs, or writes beyond the end
         terms = [one.read.clone() for _, one in sorted(parts.items()) if one.read is not None]
-        if part.kind in REDUCTIONS.values():
-            terms = [getattr(torch.stack(terms), part.kind)(0)]
+        if part.kind in REDUCTIONS.values() or part.kind == "reduce-scatter":
+            terms = [getattr(torch.stack(terms), part.kind.replace("reduce-scatter", "sum"))(0)]
         for rank, one in parts.items():
-            one.arrived, one.is_done = terms if one.write else [], True
+            one.arrived, one.is_done = [one.part_of(term) for term in terms] if one.write else [], True
             queue = self.queues[call.communicator, rank]
             while queue and queue[0].is_done:
                 queue.popleft()

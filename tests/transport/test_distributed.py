@@ -140,6 +140,25 @@ def test_dtypes_and_flags_that_nccl_lacks_are_sent():
     assert assert_all_returned(results) == [expected, expected]
 
 
+def test_collectives_of_flat_tensors_of_any_sizes_and_dtypes():
+    def program(transport, rank):
+        found, group = [], [0, 1, 2]
+        for sizes in ([2, 2, 2], [1, 3, 0]):
+            for dtype in (torch.int16, torch.bfloat16, torch.bool):
+                part = torch.full((sizes[rank],), rank + 1, dtype=dtype)
+                gather = transport.start_all_gather(part, sizes, group, "a gathering")
+                terms = [torch.full((size,), 1 if rank else 256, dtype=dtype) for size in sizes]
+                scatter = transport.start_reduce_scatter(terms, group, "a sum") if dtype != torch.bool else None
+                transport.all_gather(torch.zeros(1), "barrier")
+                found.append(gather().to(torch.int64).tolist())
+                assert scatter is None or scatter().tolist() == [258] * sizes[rank]  # added in 32 bits
+        return found
+
+    even, uneven = [1, 1, 2, 2, 3, 3], [1, 2, 2, 2]
+    expected = [even, even, [1] * 6, uneven, uneven, [1] * 4]
+    assert assert_all_returned(run_played(program, 3)[0]) == [expected] * 3
+
+
 def test_a_receive_never_fills_a_copy():
     def program(transport, rank):
         out = torch.empty(3, 2).t()

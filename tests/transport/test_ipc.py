@@ -94,7 +94,7 @@ def test_exchanges_of_every_dtype_any_strides_and_empty_tensors():
                 sent = sent.conj().resolve_conj().conj() if dtype.is_complex else sent  # a flag, twice the same values
                 out = torch.empty(shape[::-1], dtype=dtype)
                 sends, wanted = [(other, sent)], [(other, shape[::-1])]
-                pieces, release = transport.exchange_in_place(sends, wanted, dtype, tag, "exchange")
+                pieces, release = transport.start_exchange_in_place(sends, wanted, dtype, tag, "exchange")()
                 out.copy_(pieces[0])
                 release()
                 assert torch.equal(out, values(other, numel, dtype).view(shape).t())

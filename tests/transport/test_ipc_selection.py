@@ -26,6 +26,8 @@ def member(device="cuda A", requested="auto", host="alpha boot", namespace=1):
     ("members", "why_not"),
     [
         ([member(), member()], ""),
+        ([member(), member("cuda B"), member()], ""),
+        ([member(), member("cuda B")], "every rank has a GPU of its own"),
         ([member(requested="ipc"), member("cuda B")], ""),
         ([member(), member(host="beta boot")], "not all ranks are on one host"),
         ([member(), member(namespace=2)], "in one process namespace"),
@@ -35,10 +37,12 @@ def member(device="cuda A", requested="auto", host="alpha boot", namespace=1):
         ([member(requested="gloo"), member(requested="ipc")], "a rank requests gloo"),
     ],
 )
-def test_gpus_of_one_host_use_ipc_unless_a_rank_requests_another_transport(members, why_not):
-    assert why_not in selection._why_not_devices(tuple(members)) and bool(why_not) == bool(
-        selection._why_not_devices(tuple(members))
-    )
+def test_ranks_that_share_a_gpu_use_ipc_unless_a_rank_requests_another_transport(members, why_not, monkeypatch):
+    monkeypatch.setattr(selection.dist, "is_nccl_available", lambda: True)
+    found = selection._why_not_devices(tuple(members))
+    assert why_not in found and bool(why_not) == bool(found)
+    monkeypatch.setattr(selection.dist, "is_nccl_available", lambda: False)
+    assert selection._why_not_devices(tuple(members)) == found.replace("every rank has a GPU of its own", "")
 
 
 def test_nccl_needs_one_gpu_per_rank(monkeypatch):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from workbench.core.layout import Layout, Region, Shape
 from workbench.core.sbp import Partial
-from workbench.core.tiling import Place, tiling_of
+from workbench.core.tiling import Place, num_elements, overlap, tiling_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,29 @@ def moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> 
                 move = Move(rank, taker, _relative(common, [start for start, _ in region]), _relative(common, origin))
                 found.append((index, move))
     return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
+
+
+@lru_cache(maxsize=4096)
+def gathered_regions(source: Layout, destination: Layout, shape: Shape, rank: int) -> dict[int, Region]:
+    """By rank, the places of the parts in the shard that this rank gathers, where the same ranks gather all of it, and
+    nothing else: an all-gather. Empty otherwise.
+
+    >>> from workbench.core.placement import Placement
+    >>> p = Placement.of("cpu", [1, 0])
+    >>> gathered_regions(Layout.of(p, "S(0)"), Layout.of(p, "B"), (5,), 0)
+    {1: ((0, 3),), 0: ((3, 5),)}
+    """
+    ranks = destination.placement
+    if rank not in ranks or source.has_partial or destination.has_partial or len(tiling_of(source, shape).copies) > 1:
+        return {}
+    whole = destination.region(shape, rank)
+    group = [other for other in ranks if destination.region(shape, other) == whole]
+    parts = {other: source.region(shape, other) for other in group if other in source.placement}
+    is_inside = all(overlap(part, whole) == num_elements(part) for part in parts.values())
+    num_held = sum(map(num_elements, parts.values()))
+    if len(parts) < max(2, len(group)) or not is_inside or num_held != num_elements(whole) or not num_held:
+        return {}
+    return {other: _relative(part, [start for start, _ in whole]) for other, part in parts.items()}
 
 
 def _relative(region: Region, origin: Sequence[int]) -> Region:

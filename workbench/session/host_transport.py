@@ -16,4 +16,4 @@ def host_transport() -> tuple[str, str]:
 
     refusal = why_not_shared()
     near = "gloo" if refusal else f"shared memory inside this host ({host_name()}), gloo between hosts"
-    return near + (", CUDA IPC between its GPUs" if torch.cuda.is_available() else ""), refusal
+    return near + (", NCCL between GPUs, CUDA IPC on one GPU" if torch.cuda.is_available() else ""), refusal

@@ -68,10 +68,10 @@ class World:
     @property
     def transport_groups(self) -> tuple[str, ...]:
         """The transport of each group of ranks, with the reason: ``ranks [0, 1]: shared (one host, alpha)``."""
-        return tuple(map(str, getattr(self.transport, "groups", ())))
+        return tuple(map(str, self.transport.groups))
 
     def forget_decisions(self) -> None:
-        """Drop plans that depend on the cost of a transport: ranks that have joined since then would plan otherwise."""
+        """Drop plans that depend on a transport and its cost: ranks that have joined since would plan otherwise."""
         self.plans.clear()
         for spec in self.specs.values():
             spec.exchanges.clear()
@@ -138,10 +138,10 @@ def init(
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
             many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
 
-    CPU ranks of one host exchange tensors through shared memory, GPU ranks of one host through CUDA IPC, others through
-    torch.distributed, also in a world of several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``,
-    ``ipc``, ``mixed``, ``gloo``, ``nccl``) decides otherwise, and WORKBENCH_HOST names this rank's host in place of
-    the system.
+    CPU ranks of one host exchange tensors through shared memory, ranks that share a GPU through CUDA IPC, others
+    through torch.distributed, also in a world of several hosts; the environment variable WORKBENCH_TRANSPORT
+    (``shared``, ``ipc``, ``mixed``, ``gloo``, ``nccl``) decides otherwise, and WORKBENCH_HOST names this rank's host in
+    place of the system.
 
     Returns:
         The world; calling again returns the same one.
@@ -252,8 +252,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left = _left_world
     if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
         return None
-    if transport.cost != left.transport.cost:
-        left.forget_decisions()
+    left.forget_decisions()
     left.transport = transport
     left.num_rebuilds += 1
     left.context.forget_progress()

@@ -15,13 +15,15 @@ from workbench.transport.base import Transport
 _EXCHANGES = frozenset(
     {
         "exchange",
-        "exchange_in_place",
+        "start_exchange_in_place",
         "all_reduce",
         "start_all_reduce",
         "all_gather",
+        "start_all_gather",
+        "start_reduce_scatter",
         "start_exchange",
         "execute",
-        "for_ranks",
+        "start_shared_all_gather",
     }
 )
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.transport.base import PeerShape, PeerTensor, Release
+from workbench.transport.base import PeerTensor, Transport, do_nothing
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """The transport of one rank in a world whose other ranks do not run; it never waits.
 
     Args:
@@ -19,27 +19,15 @@ class FakeTransport:
     """
 
     name = "fake"
+    device = torch.device("meta")
 
     def __init__(self, num_ranks: int, cost: LinkCost) -> None:
-        self.num_ranks, self.cost = num_ranks, cost
-
-    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
-        """Do nothing; ``receives`` keep their contents."""
+        self.rank, self.world_size, self.cost = 0, num_ranks, cost
 
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:
-        return _nothing
-
-    def exchange_in_place(
-        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        return [torch.empty(tuple(shape), dtype=dtype, device="meta") for _, shape in wanted], _nothing
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return do_nothing
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -49,20 +37,13 @@ class FakeTransport:
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         """Zeros, with data: ranks compare these small tensors, and here all ranks agree."""
-        return [torch.zeros(tensor.shape, dtype=tensor.dtype)] * self.num_ranks
-
-    def flush(self) -> None:
-        """Do nothing: no message is in flight."""
+        return [torch.zeros(tensor.shape, dtype=tensor.dtype)] * self.world_size
 
     def abort(self, reason: str) -> None:
         """Do nothing: no call waits."""
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
-
-
-def _nothing() -> None:
-    pass
 
 
 __all__ = ["FakeTransport"]

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, Transport, pack
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerShape, PeerTensor, Received, Transport, pack
 from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.hang_detector import Wait
 from workbench.transport.reduction import group_tag
 from workbench.transport.shared.transport import SharedTransport
 
 
-class MixedTransport(AsyncTransport):
+class MixedTransport(Transport):
     """One rank's transport: ``intra_host`` to ranks of its host, ``inter_host`` to all others.
 
     ``cost`` is that of the links between hosts, because all ranks must derive the same decisions from it.
@@ -56,9 +57,21 @@ class MixedTransport(AsyncTransport):
         """Bytes of other ranks' data that this rank has read from their memory or received from other hosts."""
         return self._inter_host.read_bytes + (self._intra_host.read_bytes if self._has_intra_host else 0)
 
-    def for_ranks(self, ranks: Collection[int]) -> Transport:
-        """The transport of an exchange between ``ranks`` alone, this one among them; the same kind on all of them."""
-        return self._intra_host if self._has_intra_host and self._near.issuperset(ranks) else self
+    def shares_memory(self, ranks: Collection[int]) -> bool:
+        return self._has_intra_host and self._near.issuperset(ranks)
+
+    def execute(self, plan: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        return self._intra_host.execute(plan, local, tag)
+
+    def start_shared_all_gather(self, *args: Any) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
+        return self._intra_host.start_shared_all_gather(*args)
+
+    def start_exchange_in_place(
+        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
+    ) -> Callable[[], Received]:
+        if self.shares_memory([peer for peer, _ in (*sends, *wanted)]):
+            return self._intra_host.start_exchange_in_place(sends, wanted, dtype, tag, header)
+        return super().start_exchange_in_place(sends, wanted, dtype, tag, header)
 
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str

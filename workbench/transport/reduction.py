@@ -24,7 +24,7 @@ def reduce_into(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str
     widens = _widens(out, reduction)
     if len(terms) == 2 and not widens:
         function(terms[0], terms[1], out=out)
-    elif all(tensor.is_contiguous() for tensor in (*terms, out)):
+    elif out.device.type == "cpu" and all(tensor.is_contiguous() for tensor in (*terms, out)):
         flat, target = [term.view(-1) for term in terms], out.view(-1)
         for start in range(0, target.numel(), _CACHED_NUMEL):
             block = slice(start, start + _CACHED_NUMEL)

@@ -91,7 +91,7 @@ def select_transport(other: Transport, gather: GatherBytes, rank: int, world_siz
         with_shared = {rank for group in groups if group.transport == "shared" for rank in group.ranks}
         places = [offer.host if peer in with_shared else f"rank {peer}" for peer, offer in enumerate(offers)]
         chosen = MixedTransport(shared, other, places)
-    chosen.groups = groups  # type: ignore[attr-defined]
+    chosen.groups = groups
     for group in groups:
         _log.info("%s", group)
     return chosen
@@ -102,7 +102,8 @@ def select_for_devices(
 ) -> tuple[Transport | None, str]:
     """The ``ipc`` transport where all ranks can use it; else None and the reason. All ranks call it.
 
-    ``ipc`` is considered for GPUs of one host, unless a rank requests another transport.
+    ``ipc`` is considered for GPUs of one host, unless a rank requests another transport, or every rank has a GPU of its
+    own and NCCL can be used.
 
     Raises:
         WorldError: a rank requests ``ipc``, and some rank cannot use it; raised on all ranks.
@@ -133,8 +134,12 @@ def _why_not_devices(members: tuple[Member, ...]) -> str:
         return "not all ranks are on one host, in one process namespace"
     if len(kinds) > 1 or kinds.isdisjoint(DEVICE_TYPES):
         return f"the ranks work on {', '.join(sorted(kinds))}"
-    others = {member.requested for member in members} - {"auto", "ipc"}
-    return f"a rank requests {min(others)}" if others else ""
+    requested = {member.requested for member in members}
+    if requested - {"auto", "ipc"}:
+        return f"a rank requests {min(requested - {'auto', 'ipc'})}"
+    # NCCL's streams wait for one another; over ``ipc`` the hosts do
+    is_better = kinds == {"cuda"} and dist.is_nccl_available() and not share_one_gpu(members)
+    return "every rank has a GPU of its own" if is_better and "ipc" not in requested else ""
 
 
 def requested_transport(device: torch.device, backend: str | None) -> str:
@@ -192,7 +197,7 @@ def connect_distributed(
     except BaseException:
         gloo.close()
         raise
-    if chosen.name == "shared":
+    if isinstance(chosen, SharedTransport):
         gloo.retire()
     return chosen
 
@@ -207,8 +212,8 @@ def _refuse_shared(rank: int, device: torch.device, backend: str) -> None:
 
 def set_reason(transport: Transport, world_size: int, why_not: str) -> None:
     """Store in ``groups`` why GPU ranks do not use ``ipc``."""
-    if not hasattr(transport, "groups") and why_not:
-        transport.groups = (TransportGroup(tuple(range(world_size)), transport.name, why_not),)  # type: ignore[attr-defined]
+    if not transport.groups and why_not:
+        transport.groups = (TransportGroup(tuple(range(world_size)), transport.name, why_not),)
 
 
 def share_one_gpu(members: tuple[Member, ...]) -> bool:

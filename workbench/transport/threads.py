@@ -16,7 +16,7 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack
 
 _ANSWER_S = 5.0
 """Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
@@ -137,10 +137,10 @@ class ThreadHub:
             raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
 
 
-class ThreadTransport(AsyncTransport):
+class ThreadTransport(Transport):
     """One simulated rank's end of a ``ThreadHub``."""
 
-    name = "threads"
+    name, scope = "threads", "process"
     cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9, one_shot_bytes=2**62)
 
     def __init__(self, hub: ThreadHub, rank: int, device: torch.device = _CPU) -> None:
@@ -185,9 +185,6 @@ class ThreadTransport(AsyncTransport):
         for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
             combine(total, terms[rank], out=total)
         return lambda: total.to(own.dtype)
-
-    def flush(self) -> None:
-        """Messages are clones, so there is nothing to wait for."""
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)

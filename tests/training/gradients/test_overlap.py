@@ -275,7 +275,7 @@ def test_what_was_under_way_when_the_world_broke_is_forgotten():
             reducer._under_way.append(([], never))
             reducer._num_backwards, reducer._has_agreed = 1, False
             with local_torch():
-                reduction.keep([overlap.Term(p, p.grad, p._spec.term_ranks) for p in parameters], never)
+                reduction.keep([reduction.term_of(p, p.grad) for p in parameters], never)
         current().num_rebuilds += 1
         reduction.start_reduction(parameters)()
         plain_steps(model, optimizer, batch, events, steps=3)

@@ -7,10 +7,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import workbench as wb
 from tests.training.block_models import WIDTH, Chain, freeze, grads_of, loss_of, made, on_two, value
+from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.zero import gather_scatter
 
 
 class Meter:
@@ -18,17 +18,17 @@ class Meter:
 
     def __init__(self, monkeypatch):
         self.works, self.most = [], 0
-        finish = gather_scatter.GatherWork.finish
+        finish = BoxingWork.finish
 
         def finished(work):
             wholes = finish(work)
-            if current().rank == 0:
+            if current().rank == 0 and work.exchanges[0].gathered:
                 with local_torch():
                     self.works.append([StorageWeakRef(whole.untyped_storage()) for whole in wholes])
                 self.most = max(self.most, self.now())
             return wholes
 
-        monkeypatch.setattr(gather_scatter.GatherWork, "finish", finished)
+        monkeypatch.setattr(BoxingWork, "finish", finished)
 
     def now(self):
         return sum(not all(whole.expired() for whole in work) for work in self.works)

@@ -1,6 +1,7 @@
 """zero=3 on ranks that share memory: whole parameters are there once, and nobody may write to them."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.transport.shared_ranks import assert_all_returned, run_in_worlds
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
 from workbench.testing import run_ranks
-from workbench.training.zero import gather_scatter
+from workbench.transport.shared.transport import SharedTransport
 
 
 def train(model, steps=4):
@@ -30,15 +31,15 @@ def train(model, steps=4):
 def rooms(monkeypatch):
     """Whether each gathering of rank 0 found room."""
     found = []
-    start = gather_scatter._start
+    start = SharedTransport.start_shared_all_gather
 
-    def started(world, shards, parts, tag):
-        sent, finish = start(world, shards, parts, tag)
-        if world.rank == 0:
-            found.append(finish.__qualname__ != "_start.<locals>.finish")
-        return sent, finish
+    def started(self, *args):
+        is_filled, finish = start(self, *args)
+        if self.rank == 0:
+            found.append(is_filled)
+        return is_filled, finish
 
-    monkeypatch.setattr(gather_scatter, "_start", started)
+    monkeypatch.setattr(SharedTransport, "start_shared_all_gather", started)
     return found
 
 
@@ -87,7 +88,7 @@ def test_a_parameter_that_is_kept_keeps_its_values(rooms):
 
 def test_a_recorded_step_gathers_by_messages(rooms):
     """A replay does not ask whether there is room; steps that are recorded and others go on beside each other."""
-    models = [made(Chain).eval() for _ in range(2)]
+    models, num_asked = [made(Chain).eval() for _ in range(2)], ([], [])
     [truth] = run_ranks(lambda: train(wb.parallelize(made(Chain), "*: data | 1x1x1"), steps=6), 1)
 
     def program(world):
@@ -102,12 +103,14 @@ def test_a_recorded_step_gathers_by_messages(rooms):
         captured = wb.capture(step)
         for run in (captured, captured, step, captured, step, captured):
             run()
+            num_asked[world.rank].append(len(rooms))
         return [value(p) for p in model.parameters()]
 
     for found in assert_all_returned(run_in_worlds(program, 2)):
         for ours, theirs in zip(found, truth, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-    assert True in rooms and False in rooms
+    runs = list(itertools.pairwise([0, *num_asked[0]]))
+    assert [after > before for before, after in runs] == [True, False] * 3  # the first call runs as it is
 
 
 class Clamping(nn.Linear):

@@ -1,5 +1,6 @@
 """ZeRO 1 to 3: the numbers of one device, a share of the bytes, and whatever an optimizer does to parameters."""
 
+import copy
 import itertools
 
 import pytest
@@ -42,6 +43,23 @@ def test_training_equals_one_device(kind, num_ranks, stage):
 def test_hybrids_equal_one_device(strategy, stage):
     for losses, weights in run_ranks(lambda: training_equals_one_device("mlp", f"{strategy} zero={stage}", 4), 4):
         assert losses < 1e-5 and weights < 1e-5
+
+
+def test_large_weights_on_ranks_with_several_stages():
+    """Each large slice is a message of its own, also between stages on the same two ranks."""
+    torch.manual_seed(0)
+    built, inputs = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4))), torch.randn(8, 300)
+    expected = built(inputs).square().mean()
+    gradient = torch.autograd.grad(expected, built[0].weight)[0]
+
+    def program(rank):
+        model = wb.parallelize(copy.deepcopy(built), "pipeline | 2x2x1 mb=2 interleaved zero=3")
+        loss = wb.forward_backward(model, lambda found, _: found.square().mean(), inputs, inputs)
+        return loss.item(), model[0].weight.grad.full_tensor()
+
+    for loss, grad in run_ranks(program, 4):
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(grad, gradient)
 
 
 @pytest.mark.slow

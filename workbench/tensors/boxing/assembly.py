@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from workbench.core.sbp import Partial
 from workbench.kernels import blocks, launch
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.global_tensor import Spec
-from workbench.transport.base import ACCUMULATED_IN_32_BITS
+from workbench.transport.reduction import reduce_into
 
 _VIEW_RELATIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -24,42 +25,44 @@ def without_view_relations() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_RELATIONS)
 
 
-def assemble(
-    plan: BoxingPlan, pieces: list[tuple[Move, torch.Tensor]], target: Spec, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Put the slices into new memory, the new shard; terms of a sum are added in the order of the placement, in at
-    least 32 bits.
-    """
+Pieces = list[tuple[Move, torch.Tensor]]
+
+
+def assemble(plan: BoxingPlan, pieces: Pieces, target: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The new shard, in new memory; terms of a sum are added in the order of the placement, in at least 32 bits."""
     whole = tuple((0, size) for size in target.local_shape)
     if len(pieces) == 1 and pieces[0][0].destination_region == whole:
         return pieces[0][1].clone(memory_format=torch.contiguous_format)
-    reduction = plan.reduction
-    if launch.runs_on(device):
-        return _assemble_at_once(pieces, _new_shard(target, dtype, device), reduction or "none")
-    widens = reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS
-    out = _new_shard(target, torch.float32 if widens else dtype, device)
-    begun = set()
-    for move, piece in pieces:
-        place = slice_region(out, move.destination_region)
-        if move.destination_region not in begun:  # terms of one place have the same region, and the first overwrites it
-            place.copy_(piece)
-            begun.add(move.destination_region)
-        elif reduction == "sum":
-            place.add_(piece) if dtype != torch.bool else place.logical_or_(piece)
-        else:
-            torch.maximum(place, piece, out=place) if reduction == "max" else torch.minimum(place, piece, out=place)
-    return out.to(dtype)
-
-
-def _assemble_at_once(pieces: list[tuple[Move, torch.Tensor]], out: torch.Tensor, reduction: str) -> torch.Tensor:
-    """``assemble`` by one kernel for all slices."""
-    terms: dict[Region, list[torch.Tensor]] = {}
-    for move, piece in pieces:
-        terms.setdefault(move.destination_region, []).append(piece)
-    targets = [slice_region(out, region) for region in terms]
-    sources = [piece for parts in terms.values() for piece in parts]
-    blocks.move_blocks(targets, sources, [len(parts) for parts in terms.values()], reduction)
+    out = new_shard(target, dtype, device)
+    assemble_many([(out, pieces)], plan.reduction, device)
     return out
+
+
+def assemble_many(shards: Iterable[tuple[torch.Tensor, Pieces]], reduction: str | None, device: torch.device) -> None:
+    """Put slices, or the sums of terms, into their places in new shards of one dtype."""
+    places: list[torch.Tensor] = []
+    terms: list[list[torch.Tensor]] = []
+    for out, pieces in shards:
+        of_region: dict[Region, list[torch.Tensor]] = {}
+        for move, piece in pieces:
+            of_region.setdefault(move.destination_region, []).append(piece)
+        places += [slice_region(out, region) for region in of_region]
+        terms += of_region.values()
+    combine(places, terms, reduction, device)
+
+
+def combine(
+    places: list[torch.Tensor], terms: list[list[torch.Tensor]], reduction: str | None, device: torch.device
+) -> None:
+    """Fill each place with its one term, or with the reduction of its terms in their order."""
+    flat = [term for of_place in terms for term in of_place]
+    if launch.runs_on(device):
+        blocks.move_blocks(places, flat, list(map(len, terms)), reduction or "none")
+    elif reduction is None and places:
+        torch._foreach_copy_(places, flat)
+    else:
+        for place, of_place in zip(places, terms, strict=True):
+            reduce_into(of_place, place, reduction)
 
 
 def packed(sends: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
@@ -70,7 +73,7 @@ def packed(sends: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tenso
     return [(rank, piece) for (rank, _), piece in zip(sends, blocks.pack_views(slices), strict=True)]
 
 
-def _new_shard(target: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_shard(target: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that the slices fill; where other ranks' terms do, it holds what changes nothing under the reduction."""
     reduction = next((entry.reduction for entry in target.layout.sbp if isinstance(entry, Partial)), None)
     if reduction is None:

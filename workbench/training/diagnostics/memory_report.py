@@ -71,7 +71,7 @@ class MemoryReport:
         }
         if self._activations is not None:
             held["activations"] = self._activations.size_bytes
-        held["transport"] = getattr(world.transport, "idle_bytes", 0)
+        held["transport"] = world.transport.idle_bytes
         return {kind: held[kind] for kind in KINDS if kind in held}
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from workbench.core.boxing import plan_boxing
 from workbench.core.sbp import Partial, Split, broadcast
+from workbench.tensors.boxing.exchange import direct_exchange
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, spec_of
 from workbench.tensors.leaf_gradients import owner_of_grad
 from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
@@ -69,7 +69,7 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
     owners = {tensor: owner for tensor in present if (owner := owner_of_grad(tensor)) is not None}
     sums = start_reduction(owners.values())()
     others = [t for t in present if t not in owners]
-    other_sums = start_sums([Term(t, plain(t), _holders_of_terms(t._spec)) for t in others])()
+    other_sums = start_sums([_term_of(t) for t in others])()
     parts: list[tuple[torch.Tensor | None, bool]] = []
     for tensor in tensors:
         if not isinstance(tensor, GlobalTensor):
@@ -83,10 +83,11 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
     return parts
 
 
-def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
+def _term_of(tensor: GlobalTensor) -> Term:
+    spec, local = tensor._spec, plain(tensor)
     whole = spec.layout.with_sbp(tuple(broadcast if isinstance(e, Partial) else e for e in spec.layout.sbp))
-    groups = plan_boxing(spec.layout, whole, spec.shape, itemsize=1).groups if spec.layout.has_partial else ()
-    return next((group for group in groups if spec.world.rank in group), (spec.world.rank,))
+    exchange = direct_exchange(spec, spec_of(spec.world, whole, spec.shape), local.dtype)
+    return Term(tensor, local, exchange.group or (spec.world.rank,), exchange)
 
 
 def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:

@@ -207,7 +207,7 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
         return part[0]
     local, shard = plain(parameter), shard_of(parameter)
     if shard is not None:
-        local = slice_region(local, shard.regions[parameter._spec.world.rank])
+        local = slice_region(local, shard.region)
     if not local.is_contiguous():
         return local.contiguous()  # code after the step copies it back
     parameter._optimizer_part = local, address, parameter._spec
@@ -299,7 +299,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
             shard = shard_of(owner)
             if shard is None or owner._spec.is_placeholder or part.grad is None:
                 continue
-            place = slice_region(plain(owner), shard.regions[owner._spec.world.rank])
+            place = slice_region(plain(owner), shard.region)
             if place.numel() and place.data_ptr() != part.data_ptr():
                 place.copy_(plain(part))
             stepped.append(owner)

@@ -28,9 +28,8 @@ from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import keep_grad_shard
-from workbench.training.gradients import reduction
-from workbench.training.gradients.reduction import Finish, Term, cut_into_buckets, keep, start_bucket
-from workbench.training.gradients.shard import shard_of, state_spec
+from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, start_bucket, term_of
+from workbench.training.gradients.shard import state_spec
 
 _SMALLEST_BUCKET_BYTES = 2**19
 _BUCKETS_PER_BACKWARD = 8
@@ -96,9 +95,8 @@ class GradientReducer:
     def _cut(self) -> None:
         """Buckets of terms in the agreed order; what their members' gradients are is filled in when they start."""
         total = sum(_nbytes(p) for p in self._order)
-        size = min(reduction.BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, total // _BUCKETS_PER_BACKWARD))
-        terms = [Term(p, plain(p), p._spec.term_ranks, shard_of(p)) for p in self._order]
-        buckets = list(cut_into_buckets(terms, min(size, reduction.BUCKET_BYTES)))
+        size = max(_SMALLEST_BUCKET_BYTES, total // _BUCKETS_PER_BACKWARD)
+        buckets = list(cut_terms([term_of(p, plain(p)) for p in self._order], size))
         place = {id(p): number for number, p in enumerate(self._order)}
         buckets.sort(key=lambda bucket: place[id(bucket[-1].owner)])
         self._buckets = [[term.owner for term in bucket] for bucket in buckets]
@@ -133,9 +131,9 @@ class GradientReducer:
     def _start_next(self) -> None:
         with torch.no_grad(), local_torch():
             members = [(p, p.grad) for p in self._buckets[self._next]]
-            bucket = [Term(p, plain(g), p._spec.term_ranks, shard_of(p)) for p, g in members if g is not None]
+            bucket = [term_of(p, plain(g)) for p, g in members if g is not None]
         self._next += 1
-        for terms in cut_into_buckets(bucket, reduction.BUCKET_BYTES):  # one, unless the dtypes differ
+        for terms in cut_terms(bucket):  # one, unless the dtypes differ
             if len(self._under_way) == _BUCKETS_UNDER_WAY:
                 self._finish_one()
             finish = _once(start_bucket(terms))
@@ -207,11 +205,8 @@ def _accumulate_shard(owner: GlobalTensor, total: torch.Tensor) -> None:
     """Add a scattered gradient to the shard that is there; the gradient it came from is given back."""
     with torch.no_grad(), local_torch():
         before = owner._gradient.shard
-        if before is not None:
-            before.add_(total)
-        else:  # a copy: a view would keep the whole bucket
-            before = total.clone(memory_format=torch.contiguous_format)
-    keep_grad_shard(owner, before, state_spec(owner))
+        total = total if before is None else before.add_(total)
+    keep_grad_shard(owner, total, state_spec(owner))
 
 
 def _once(finish: Finish) -> Finish:

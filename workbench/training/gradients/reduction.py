@@ -8,37 +8,47 @@ since is reduced again.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 
 from workbench.kernels.blocks import slice_region
+from workbench.tensors.boxing.bucketed import AT_A_TIME, BUCKET_BYTES, BoxingWork, cut_into_buckets, in_turns
+from workbench.tensors.boxing.exchange import Exchange, direct_exchange
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import forget_sum, gradient_state
 from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.world import World
-from workbench.training.gradients.shard import Shard, shard_of
-from workbench.training.gradients.shard_exchange import start_gather, start_scatter
-
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of a flat bucket of gradients, approximately."""
-_BUCKETS_UNDER_WAY = 2
-"""The most buckets in exchange at once. More would only need memory for copies of gradients."""
+from workbench.training.gradients.shard import Shard, shard_of, state_spec
 
 Sums = dict[GlobalTensor, torch.Tensor]
 Finish = Callable[[], Sums]
 
 
 class Term(NamedTuple):
-    """A local tensor that is one term of a sum: the owner of the sum, the ranks with terms, and the wanted shard."""
+    """A local tensor that is one term of a sum: the owner of the sum, the ranks with terms, and the boxing to the sum,
+    or to this rank's shard of it.
+    """
 
     owner: GlobalTensor
     local: torch.Tensor
     group: tuple[int, ...]
-    shard: Shard | None = None
+    exchange: Exchange
+
+    @property
+    def kind(self) -> Hashable:
+        """Terms of one kind may share a bucket."""
+        return self.group, self.local.dtype, not self.exchange.group
+
+
+def term_of(parameter: GlobalTensor, local: torch.Tensor) -> Term:
+    """The term of a parameter's gradient. Under ``local_torch``."""
+    spec = parameter._spec
+    return Term(parameter, local, spec.term_ranks, direct_exchange(spec.dual, state_spec(parameter), local.dtype))
 
 
 class _Stamped(NamedTuple):
@@ -77,7 +87,7 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
             elif len(parameter._spec.term_ranks) == 1:
                 result[parameter] = plain(grad)
             else:
-                fresh.append(Term(parameter, plain(grad), parameter._spec.term_ranks, shard_of(parameter)))
+                fresh.append(term_of(parameter, plain(grad)))
     finish_fresh = start_sums(fresh)
 
     def finish() -> Sums:
@@ -100,7 +110,7 @@ def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) 
 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
     """Keep the sums of the present gradients until the gradients change or a step uses them."""
-    for owner, local, _, _ in terms:
+    for owner, local, *_ in terms:
         gradient_state(owner).sum = _stamp(owner, local, finish)
 
 
@@ -146,98 +156,43 @@ def forget_sums(parameters: Iterable[GlobalTensor]) -> None:
         forget_sum(parameter)
 
 
-def start_sums(terms: Iterable[Term]) -> Finish:
+def start_sums(terms: Sequence[Term]) -> Finish:
     """Start to sum local tensors, each over a group of ranks, in flat buckets.
 
     Returns:
         A function that waits for the sums and gives each by its owner.
     """
-    result: Sums = {}
-    waiting: deque[list[Term]] = deque()
-    alone, shared = _partition(terms)
-    result.update((term.owner, term.local) for term in alone)
+    result: Sums = {term.owner: term.local for term in terms if len(term.group) == 1}
     # All ranks follow the order of the parameters. Otherwise two ranks could wait for each other's later buckets.
-    waiting.extend(cut_into_buckets(shared, BUCKET_BYTES))
-    started = deque(start_bucket(waiting.popleft()) for _ in range(min(_BUCKETS_UNDER_WAY, len(waiting))))
+    buckets = cut_terms([term for term in terms if len(term.group) > 1])
+    wait = in_turns((partial(start_bucket, bucket) for bucket in buckets), AT_A_TIME)
 
     def finish() -> Sums:
-        while started:
-            result.update(started.popleft()())
-            if waiting:
-                started.append(start_bucket(waiting.popleft()))
+        for sums in wait():
+            result.update(sums)
         return result
 
     return finish
 
 
-def _partition(terms: Iterable[Term]) -> tuple[list[Term], list[Term]]:
-    listed = list(terms)
-    return [term for term in listed if len(term.group) == 1], [term for term in listed if len(term.group) > 1]
-
-
-def cut_into_buckets(terms: Sequence[Term], bucket_bytes: int) -> Iterator[list[Term]]:
-    """Terms of one group and dtype, in their order, in buckets that are full at ``bucket_bytes``."""
-    kinds: dict[Any, list[Term]] = {}
-    for term in terms:
-        kinds.setdefault((term.group, term.local.dtype, term.shard is not None), []).append(term)
-    for members in kinds.values():
-        bucket: list[Term] = []
-        size = 0
-        for term in members:
-            bucket.append(term)
-            size += term.local.numel() * term.local.element_size()
-            if size >= bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
+def cut_terms(terms: Sequence[Term], bucket_bytes: float = math.inf) -> Iterator[list[Term]]:
+    """Terms in buckets, each of which takes one exchange."""
+    limit = min(bucket_bytes, BUCKET_BYTES)
+    return cut_into_buckets(terms, lambda term: term.kind, lambda term: term.local.nbytes, limit)
 
 
 def start_bucket(bucket: list[Term]) -> Finish:
     """Start one exchange for all terms of a bucket. The terms may not change until the returned function was called."""
-    return _start_all_reduce(bucket) if bucket[0].shard is None else _start_scatter(bucket)
-
-
-def _start_all_reduce(bucket: list[Term]) -> Finish:
-    world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = world.traffic.now()
-    locals_ = [term.local for term in bucket]
+    world, group = bucket[0].exchange.world, bucket[0].group
+    locals_, exchanges = [term.local for term in bucket], [term.exchange for term in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
-    header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes{_of_batch(world)}"
-    wait = world.transport.start_all_reduce(locals_, group, "sum", world.context.next_sum_tag(group), header)
-    sent = 2 * (len(group) - 1) * num_bytes // len(group)
-    world.traffic.add("gradients", sent, started)
+    is_whole, of_batch = bool(exchanges[0].group), _of_batch(world)
+    header = f"reduction of {len(bucket)} gradients{'' if is_whole else ' to shards'}, {num_bytes} bytes{of_batch}"
+    work = BoxingWork(exchanges, locals_, _tag(world, group), header, counts_as="gradients", shares_memory=True)
     if world.context.tracer is not None:
-        world.context.tracer.add_reduction(group, locals_)
-
-    def finish() -> Sums:
-        started = world.traffic.now()
-        pieces = wait().split([local.numel() for local in locals_])
-        world.traffic.end_exchange(started)
-        return {term.owner: piece.view(term.local.shape) for term, piece in zip(bucket, pieces, strict=True)}
-
-    return finish
-
-
-def _start_scatter(bucket: list[Term]) -> Finish:
-    """Every rank gets the sums of its shards."""
-    world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = world.traffic.now()
-    locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
-    num_bytes = sum(local.nbytes for local in locals_)
-    header = f"reduction of {len(bucket)} gradients to shards, {num_bytes} bytes{_of_batch(world)}"
-    sent, wait = start_scatter(world, shards, locals_, _tag(world, group), header)
-    world.traffic.add("gradients", sent, started)
-    if world.context.tracer is not None:
-        world.context.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
-
-    def finish() -> Sums:
-        started = world.traffic.now()
-        sums = wait()
-        world.traffic.end_exchange(started)
-        return {term.owner: total for term, total in zip(bucket, sums, strict=True)}
-
-    return finish
+        what = ("P -> B", "all-reduce") if is_whole else ("P -> S", "reduce-scatter")
+        world.context.tracer.add_reduction(group, locals_, *what, work.sent_bytes)
+    return lambda: dict(zip([term.owner for term in bucket], work.finish(), strict=True))
 
 
 def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
@@ -245,33 +200,33 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
 
     The shards must lie in their places in the local parameters.
     """
-    terms = []
-    for parameter in parameters:
-        shard = shard_of(parameter)
-        if shard is not None and not parameter._spec.is_placeholder:
-            terms.append(Term(parameter, plain(parameter), shard.group, shard))
-    started = [_start_gather(bucket) for bucket in cut_into_buckets(terms, BUCKET_BYTES)]
+    sharded = [(p, shard) for p in parameters if not p._spec.is_placeholder and (shard := shard_of(p)) is not None]
+    buckets = cut_into_buckets(sharded, lambda found: (found[0]._spec.term_ranks, found[0].dtype), _num_bytes)
+    started = [_start_gather(bucket) for bucket in buckets]
 
     def finish() -> None:
-        for finish_bucket in started:
-            finish_bucket()
+        for work in started:
+            work.finish()
 
     return finish
 
 
-def _start_gather(bucket: list[Term]) -> Callable[[], None]:
-    world, group = bucket[0].owner._spec.world, bucket[0].group
-    started = world.traffic.now()
-    locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
-    parts = [
-        slice_region(local, shard.regions[world.rank]).contiguous()
-        for local, shard in zip(locals_, shards, strict=True)
+def _num_bytes(found: tuple[GlobalTensor, Shard]) -> int:
+    return math.prod(found[0]._spec.local_shape) * found[0].dtype.itemsize
+
+
+def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
+    spec = bucket[0][0]._spec
+    world, group, wholes = spec.world, spec.term_ranks, [plain(parameter) for parameter, _ in bucket]
+    parts = [slice_region(whole, shard.region) for whole, (_, shard) in zip(wholes, bucket, strict=True)]
+    exchanges = [
+        direct_exchange(shard.spec, shard.of, part.dtype) for part, (_, shard) in zip(parts, bucket, strict=True)
     ]
-    sent, wait = start_gather(world, shards, parts, _tag(world, group))
-    world.traffic.add("parameters", sent, started)
+    header = f"gathering of {len(bucket)} parameters"
+    work = BoxingWork(exchanges, parts, _tag(world, group), header, counts_as="parameters", into=wholes)
     if world.context.tracer is not None:
-        world.context.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
-    return lambda: wait(locals_)
+        world.context.tracer.add_reduction(group, wholes, "S -> B", "all-gather", work.sent_bytes, "parameters")
+    return work
 
 
 def _of_batch(world: World) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workbench.core.layout import Layout, Region, Shape, balanced_bounds
@@ -27,26 +27,12 @@ class Shard:
     Attributes:
         of: the parameter's spec when the shard was chosen; with another spec the shard is void.
         spec: layout of the shards.
-        group: the ranks with this rank's part of the parameter, in the order in which terms are added.
-        regions: by rank of the group, the region of its shard in the local parameter.
-        shapes, sizes: by rank of the group, the shape of its shard, and its number of elements.
+        region: the place of this rank's shard in its local parameter; empty if it holds none.
     """
 
     of: Spec
     spec: Spec
-    group: tuple[int, ...]
-    regions: dict[int, Region]
-    shapes: dict[int, tuple[int, ...]]
-    sizes: dict[int, int]
-
-    def renumbered(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
-        """The same shard in a world with other numbers of its ranks, and therefore other layouts."""
-        if not self.group or spec.is_placeholder:
-            return Shard(of, spec, (), {}, {}, {})
-        by_rank = [
-            {number(rank): known[rank] for rank in self.group} for known in (self.regions, self.shapes, self.sizes)
-        ]
-        return Shard(of, spec, tuple(map(number, self.group)), *by_rank)  # type: ignore[arg-type]
+    region: Region
 
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:
@@ -133,14 +119,7 @@ def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | N
 def _shard(spec: Spec, layout: Layout) -> Shard:
     state = spec_of(spec.world, layout, spec.shape)
     if spec.is_placeholder:
-        return Shard(spec, state, (), {}, {}, {})
+        return Shard(spec, state, ())
     corner = [start for start, _ in spec.layout.region(spec.shape, spec.world.rank)]
-    regions = {
-        rank: tuple(
-            (start - at, stop - at) for at, (start, stop) in zip(corner, layout.region(spec.shape, rank), strict=True)
-        )
-        for rank in spec.term_ranks
-    }
-    shapes = {rank: tuple(stop - start for start, stop in region) for rank, region in regions.items()}
-    sizes = {rank: math.prod(shape) for rank, shape in shapes.items()}
-    return Shard(spec, state, spec.term_ranks, regions, shapes, sizes)
+    own = zip(corner, layout.region(spec.shape, spec.world.rank), strict=True)
+    return Shard(spec, state, tuple((start - at, stop - at) for at, (start, stop) in own))

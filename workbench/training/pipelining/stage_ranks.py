@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from workbench.training.pipelining.forward_cache import cached_forwards
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.transport.base import PeerShape, PeerTensor, Release, Transport
+from workbench.transport.base import PeerShape, PeerTensor, Received, Transport, do_nothing
 
 MessageQueues = dict[tuple[int, int, int], deque[torch.Tensor]]
 """(source, destination, tag) -> messages between stages of one rank."""
@@ -64,13 +63,14 @@ class Numbering:
         return Placement.of(self._device_type, list(range(len(self.rank_of))))
 
 
-class StageTransport:
+class StageTransport(Transport):
     """The transport of a stage rank, over that of its rank."""
 
     def __init__(self, rank_world: World, own: int, numbering: Numbering, queues: MessageQueues) -> None:
         self.rank_world, self.own, self.queues = rank_world, own, queues
         self.rank_of, self._stage_of = numbering.rank_of, numbering.stage_of
         self.channels: dict[tuple[int, int], str] = {}
+        self.rank, self.world_size = own, len(self.rank_of)
         self.name, self.cost = self.base.name, self.base.cost
 
     @property
@@ -78,19 +78,26 @@ class StageTransport:
         """The transport of the rank."""
         return self.rank_world.transport
 
-    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
-        pieces, release = self.exchange_in_place(
-            sends, [(s, tuple(t.shape)) for s, t in receives], _dtype_of(receives), tag, header
-        )
-        for (_, out), piece in zip(receives, pieces, strict=True):
-            out.copy_(piece)
-        release()
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Callable[[], None]:
+        wanted = [(source, tuple(out.shape)) for source, out in receives]
+        dtype = receives[0][1].dtype if receives else torch.float32
+        receive = self.start_exchange_in_place(sends, wanted, dtype, tag, header)
 
-    def exchange_in_place(
+        def finish() -> None:
+            pieces, release = receive()
+            for (_, out), piece in zip(receives, pieces, strict=True):
+                out.copy_(piece)
+            release()
+
+        return finish
+
+    def start_exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        self._check_peers([other for other, _ in sends], header)
-        self._check_peers([other for other, _ in wanted], header)
+    ) -> Callable[[], Received]:
+        self._check_peers({other for other, _ in sends}, header)
+        self._check_peers({other for other, _ in wanted}, header)
         pairs = [*((self.own, other) for other, _ in sends), *((other, self.own) for other, _ in wanted)]
         in_order = self._in_order(pairs, header)
         for destination, tensor in sends:
@@ -99,15 +106,19 @@ class StageTransport:
                 self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
         away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
         from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
-        received: Iterator[torch.Tensor] = iter(())
-        release: Release = _release_nothing
+        receive: Callable[[], Received] = lambda: ([], do_nothing)  # noqa: E731
         if away or from_away:
             with in_order:
-                pieces, release = self.base.exchange_in_place(away, from_away, dtype, tag, header)
+                receive = self.base.start_exchange_in_place(away, from_away, dtype, tag, header)
+
+        def finish() -> Received:
+            pieces, release = receive()
             received = iter(pieces)
-        return [
-            self._take(other, tag, header) if self._is_here(other) else next(received) for other, _ in wanted
-        ], release
+            return [
+                self._take(other, tag, header) if self._is_here(other) else next(received) for other, _ in wanted
+            ], release
+
+        return finish
 
     def _is_here(self, other: int) -> bool:
         return self.rank_of[other] == self.rank_of[self.own]
@@ -121,7 +132,7 @@ class StageTransport:
             )
         return waiting.popleft()
 
-    def _check_peers(self, others: Sequence[int], header: str) -> None:
+    def _check_peers(self, others: Collection[int], header: str) -> None:
         ranks = [self.rank_of[other] for other in others]
         if len(set(ranks)) < len(ranks):
             raise StrategyError(
@@ -135,21 +146,16 @@ class StageTransport:
         """
         stages = {(self._stage_of[a], self._stage_of[b]) for a, b in pairs if self.rank_of[a] != self.rank_of[b]}
         distant = sorted(pair for pair in stages if abs(pair[0] - pair[1]) > 1)
-        if self.name != "nccl" or not distant:
+        if not self.base.matches_by_order or not distant:
             return nullcontext()
         if len(stages) == 1 and distant[0] in self.channels:
-            return self.base.in_channel(self.channels[distant[0]])  # type: ignore[attr-defined]
+            return self.base.in_channel(self.channels[distant[0]])
         first, last = sorted(distant[0])
         raise StrategyError(
             f"{header}: a tensor goes between stages {first} and {last}, past {last - first - 1} others. Over NCCL, "
             "with several stages per rank, tensors go between neighbours, or stages that share a weight. Use 1f1b, "
             "with 1 stage per rank, or WORKBENCH_TRANSPORT=gloo."
         )
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.base.all_reduce(tensor, self._group(group, header), reduction, tag, header)
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -174,14 +180,6 @@ class StageTransport:
 
     def close(self) -> None:
         pass
-
-
-def _dtype_of(messages: Sequence[PeerTensor]) -> torch.dtype:
-    return messages[0][1].dtype if messages else torch.float32
-
-
-def _release_nothing() -> None:
-    pass
 
 
 class StageRank:
@@ -223,7 +221,7 @@ class StageRank:
         # Zero=3: the parameter's values are a shard, and units gather them
         if shard is not None and shard.spec is own._spec:
             of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
-            view._optimizer_shard = shard.renumbered(of, view._spec, partial(self._numbering.of, stage))
+            view._optimizer_shard = Shard(of, view._spec, shard.region)
         return view
 
     def _renumbered_layout(self, spec: Spec, stage: int) -> Layout:
@@ -386,7 +384,7 @@ def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: S
 def _open_channels(module: nn.Module, resolved: ResolvedStrategy, world: World) -> dict[tuple[int, int], str]:
     """By source and destination, channels over NCCL between stages that are no neighbours and share a weight."""
     home, channels = parameter_stages(module, resolved), dict[tuple[int, int], str]()
-    if world.transport_name != "nccl":
+    if not world.transport.matches_by_order:
         return channels
     for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
         for parameter in layer.parameters(recurse=False):
@@ -396,5 +394,5 @@ def _open_channels(module: nn.Module, resolved: ResolvedStrategy, world: World) 
                 channels |= {pair: f", stage {pair[0]} -> {pair[1]}" for pair in pairs}
     for (source, destination), name in sorted(channels.items()):
         peers = itertools.product(resolved.stage_ranks(source), resolved.stage_ranks(destination))
-        world.transport.open_channel(name, [pair for pair in peers if pair[0] != pair[1]])  # type: ignore[attr-defined]
+        world.transport.open_channel(name, [pair for pair in peers if pair[0] != pair[1]])
     return channels

@@ -15,8 +15,6 @@ from workbench.tensors.world import World, current
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.strategies.state import state_of
 
-_ONE_CLOCK = ("shared", "threads")
-"""Transports whose ranks are on one host, and read one clock."""
 _FIELDS = 6
 
 
@@ -65,7 +63,7 @@ def clock_offset(world: World) -> float:
 
     All ranks call it.
     """
-    if world.transport_name in _ONE_CLOCK:
+    if world.transport.scope != "network":
         return 0.0
     world.transport.all_gather(torch.zeros(1, device=world.device), "timeline()")
     return time.perf_counter()

@@ -215,7 +215,7 @@ class LiveRun:
 
 def is_simulated(world: World) -> bool:
     """Whether other ranks are threads of this process."""
-    return world.transport_name == "threads" and world.world_size > 1
+    return world.transport.scope == "process" and world.world_size > 1
 
 
 def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
-from workbench.training.zero.gather_scatter import GatherWork
+from workbench.training.zero.gather_scatter import start_gather
 
 
 class ShardedParameter(NamedTuple):
@@ -74,9 +75,9 @@ class GatheredCall:
     places: dict[int, int] = field(default_factory=dict)
     before: Callable[[], GatheredCall | None] = lambda: None
     saving: Any = None
-    under_way: dict[GatherWork, int] = field(default_factory=dict)
+    under_way: dict[BoxingWork, int] = field(default_factory=dict)
     _first_node: int = 0
-    _pending: tuple[list[int], GatherWork] | None = None
+    _pending: tuple[list[int], BoxingWork] | None = None
     _regathered: dict[int, torch.Tensor] | None = None
     _ended_in: int = -1
 
@@ -173,7 +174,7 @@ class GatheredCall:
             )
         with torch.no_grad(), local_torch():
             parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
-            work = GatherWork(self.world, [self.shards[i] for i in numbers], parts, self.tag)
+            work = start_gather([self.shards[i] for i in numbers], parts, self.tag)
         self._pending = numbers, work
         self.under_way[work] = self.world.num_rebuilds
 

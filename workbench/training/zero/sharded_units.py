@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
-from workbench.training.zero.gather_scatter import GatherWork, gather
+from workbench.training.zero.gather_scatter import gather, start_gather
 from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, versions_of
 
 
@@ -39,11 +40,11 @@ class ExecutionOrder:
     def __init__(self) -> None:
         self.active: list[GatheredCall] = []
         self.last: Callable[[], GatheredCall | None] = lambda: None
-        self.under_way: dict[GatherWork, int] = {}
+        self.under_way: dict[BoxingWork, int] = {}
         self._depth = 0
         self._order: list[ShardedUnit] = []
         self._now: list[ShardedUnit] = []
-        self._pending: tuple[ShardedUnit, list[GlobalTensor], list[int], GatherWork] | None = None
+        self._pending: tuple[ShardedUnit, list[GlobalTensor], list[int], BoxingWork] | None = None
         self._handles: list[Any] = []
         self._recorded: weakref.WeakKeyDictionary[World, tuple[int, list[ShardedUnit]]] = weakref.WeakKeyDictionary()
 
@@ -107,7 +108,7 @@ class ExecutionOrder:
 
     def take_prefetched(
         self, unit: ShardedUnit, parameters: list[GlobalTensor], shards: list[Shard], tag: int
-    ) -> GatherWork | None:
+    ) -> BoxingWork | None:
         """The gathering that a unit needs now. A gathering in progress for another unit was a wrong guess, and ends."""
         if self._depth:
             self._now.append(unit)
@@ -137,11 +138,11 @@ class ExecutionOrder:
             pending[-1].finish()
 
 
-def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> GatherWork | None:
+def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> BoxingWork | None:
     if not parameters:
         return None
     with torch.no_grad(), local_torch():
-        return GatherWork(parameters[0]._spec.world, shards, [plain(p) for p in parameters], tag)
+        return start_gather(shards, [plain(p) for p in parameters], tag)
 
 
 class ShardedUnit:
@@ -183,7 +184,7 @@ class ShardedUnit:
     def parameters_to_gather(self) -> tuple[list[GlobalTensor], list[Shard]]:
         """The parameters to gather that this rank holds, each once, and their shards."""
         current = [found for member in self.members if (found := member.current()) is not None]
-        held = {id(parameter): (parameter, shard) for parameter, shard in current if shard.group}
+        held = {id(parameter): (parameter, shard) for parameter, shard in current if not shard.spec.is_placeholder}
         return [parameter for parameter, _ in held.values()], [shard for _, shard in held.values()]
 
     def _gather_parameters(self, module: nn.Module, args: Any) -> None:

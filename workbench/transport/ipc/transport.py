@@ -19,13 +19,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
-from workbench.transport.base import AsyncTransport, PeerShape, PeerTensor, Release
+from workbench.transport.base import PeerShape, PeerTensor, Received, Transport
 from workbench.transport.ipc.events import EventWaiter
 from workbench.transport.ipc.handles import ON_DEVICE, HandleTable
 from workbench.transport.ipc.transfers import Transfers, resolve_flags
@@ -49,13 +49,13 @@ class _Term(NamedTuple):
     event_number: int
 
 
-class IpcTransport(MessageTransport, AsyncTransport):
+class IpcTransport(MessageTransport, Transport):
     """One rank's end; ``ipc.connect`` makes it.
 
     ``cost`` is a constant, like every transport's: all ranks must derive the same decisions from it.
     """
 
-    name = "ipc"
+    name, scope = "ipc", "host"
     accepts_strided = True
     """One kernel copies slices of any strides into the pool, so callers need not pack them."""
     cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=200e9, one_shot_bytes=ONE_SHOT_BYTES)
@@ -66,7 +66,6 @@ class IpcTransport(MessageTransport, AsyncTransport):
         super().__init__(rank, page, transfers.links, waiter)
         self._device, self.device = transfers.pool.device, transfers.pool.device.torch_device
         self._handle_table, self._transfers, self._event_waiter = handle_table, transfers, waiter
-        self.groups: tuple[Any, ...] = ()
 
     @property
     def sent_bytes(self) -> int:
@@ -87,13 +86,17 @@ class IpcTransport(MessageTransport, AsyncTransport):
         return lambda: self._receive(receives, tag << 1, text)
 
     @closes_on_error
-    def exchange_in_place(
+    def start_exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
+    ) -> Callable[[], Received]:
         text = encode_header(header)
         self._transfers.send(sends, tag << 1, text)
+        return lambda: self._receive_in_place(wanted, dtype, tag << 1, text)
+
+    @closes_on_error
+    def _receive_in_place(self, wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, text: bytes) -> Received:
         sizes = [(source, math.prod(shape) * dtype.itemsize) for source, shape in wanted]
-        messages = self._transfers.receive(sizes, tag << 1, text)
+        messages = self._transfers.receive(sizes, tag, text)
         pieces = [  # data in memory of the host is copied to the device
             self._transfers.view(source, message, shape, dtype).to(self.device, non_blocking=True)
             for (source, message), (_, shape) in zip(messages, wanted, strict=True)

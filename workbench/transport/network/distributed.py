@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog, Pending, StreamPosition, torch_timeout
@@ -52,13 +52,14 @@ class _Call(NamedTuple):
     memory: torch.Tensor
 
 
-class DistributedTransport(AsyncTransport):
+class DistributedTransport(Transport):
     """The ranks of a torch.distributed process group with a backend that orders its work on streams.
 
     ``cost`` is a constant: all ranks must derive the same decisions from it.
     """
 
     cost = LinkCost(20e-6, 100e9)
+    has_collectives = matches_by_order = True
 
     def __init__(
         self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, rendezvous: Rendezvous
@@ -77,10 +78,7 @@ class DistributedTransport(AsyncTransport):
         """Bytes of slices that this rank has sent; NCCL's all-reduces are not counted."""
 
     def open_channel(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
-        """Communicators for calls from a source to a destination that keep an order of their own; see ``in_channel``.
-
-        All ranks open the same channels in the same order: the first call on a communicator waits for the peer's.
-        """
+        """Make communicators; the first call on each waits for the peer's."""
         if name in self._channels:
             return
         self._channels[name] = dist.new_group(list(range(self.world_size)), timeout=self._torch_timeout)
@@ -92,7 +90,6 @@ class DistributedTransport(AsyncTransport):
 
     @contextmanager
     def in_channel(self, name: str) -> Iterator[None]:
-        """Context of exchanges that go one way, through a channel."""
         self._channel = name
         try:
             yield
@@ -137,17 +134,54 @@ class DistributedTransport(AsyncTransport):
     ) -> Callable[[], torch.Tensor]:
         total, dtype = pack(tensors), tensors[0].dtype
         total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
-        with self._calling(header):
-            work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
-        pending = self._watchdog.record(
-            f"{header}, {reduction} of {total.numel()}", [nccl_watchdog.group_channel(group)], group, [work]
-        )
+        call = partial(dist.all_reduce, total, _REDUCE_OPS[reduction])
+        wait = self._start_collective(call, group, f"{header}, {reduction} of {total.numel()}")
 
         def finish() -> torch.Tensor:
-            self._wait([pending], header)
+            wait()
             return total.to(dtype)
 
         return finish
+
+    def start_all_gather(
+        self, part: torch.Tensor, sizes: Sequence[int], group: Sequence[int], header: str
+    ) -> Callable[[], torch.Tensor]:
+        own, dtype = _bytes_of(part), part.dtype
+        out = own.new_empty(sum(sizes) * part.itemsize)
+        parts = out.split([size * part.itemsize for size in sizes])
+        is_even = len(set(sizes)) == 1
+        call = partial(dist.all_gather_into_tensor, out, own) if is_even else partial(dist.all_gather, [*parts], own)
+        wait = self._start_collective(call, group, f"{header}, all-gather of {sum(sizes)}")
+
+        def finish() -> torch.Tensor:
+            wait()
+            return out.view(dtype)
+
+        return finish
+
+    def start_reduce_scatter(
+        self, terms: Sequence[torch.Tensor], group: Sequence[int], header: str
+    ) -> Callable[[], torch.Tensor]:
+        dtype, sizes = terms[0].dtype, [term.numel() for term in terms]
+        whole = pack(terms).to(_SUMMED_IN.get(dtype, dtype))
+        total = whole.new_empty(sizes[list(group).index(self.rank)])
+        if len(set(sizes)) == 1:
+            call = partial(dist.reduce_scatter_tensor, total, whole, dist.ReduceOp.SUM)
+        else:
+            call = partial(dist.reduce_scatter, total, list(whole.split(sizes)), dist.ReduceOp.SUM)
+        wait = self._start_collective(call, group, f"{header}, reduce-scatter of {sum(sizes)}")
+
+        def finish() -> torch.Tensor:
+            wait()
+            return total.to(dtype)
+
+        return finish
+
+    def _start_collective(self, call: Callable[..., Any], group: Sequence[int], header: str) -> Callable[[], None]:
+        with self._calling(header):
+            work = call(group=self._group(tuple(group)), async_op=True)
+        pending = self._watchdog.record(header, [nccl_watchdog.group_channel(group)], group, [work])
+        return partial(self._wait, [pending], header)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -169,9 +203,6 @@ class DistributedTransport(AsyncTransport):
                 self.abort(f"all ranks in {header}: nothing came for {self.timeout_s:g} s")
         self._wait([pending], header)
         return parts
-
-    def flush(self) -> None:
-        """Sends are ordered on the stream, and torch keeps their buffers."""
 
     def abort(self, reason: str) -> None:
         """Publish the reason and abort NCCL's calls in flight: the main thread may wait for the device."""

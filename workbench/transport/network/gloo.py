@@ -23,7 +23,7 @@ import torch.distributed as dist
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import AsyncTransport, PeerTensor, pack
+from workbench.transport.base import PeerTensor, Transport, pack
 from workbench.transport.network.hang_detector import HAS_LEFT, HangDetector, Wait
 from workbench.transport.network.helper_thread import HelperThread, Job
 from workbench.transport.reduction import group_tag, reduce_into
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 Finish = Callable[[], None]
 
 
-class GlooTransport(AsyncTransport):
+class GlooTransport(Transport):
     """The ranks of torch.distributed's default process group, whose backend is gloo.
 
     ``cost`` is a constant: all ranks must derive the same decisions from it.
@@ -125,9 +125,6 @@ class GlooTransport(AsyncTransport):
             return total.to(self.device)
 
         return finish
-
-    def flush(self) -> None:
-        """Messages are copies, so there is nothing to wait for."""
 
     def abort(self, reason: str) -> None:
         self.abort_reason = self.abort_reason or reason

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import Region
-from workbench.transport.base import AsyncTransport, PeerShape, PeerTensor, Release
+from workbench.transport.base import PeerShape, PeerTensor, Received, Transport
 from workbench.transport.messaging.control_page import ControlPage, encode_header
 from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, Link, Message
@@ -40,13 +40,13 @@ FIRST_CHUNK_BYTES = 8 * 2**20 + PERSISTENT_BYTES
 _LAST_MESSAGES_S, _LOOK_S = 1.0, 2e-3
 
 
-class SharedTransport(MessageTransport, AsyncTransport):
+class SharedTransport(MessageTransport, Transport):
     """One rank's end of the shared memory; ``selection.connect`` makes it.
 
     ``cost`` is a constant, like every transport's: all ranks must derive the same decisions from it.
     """
 
-    name = "shared"
+    name, scope = "shared", "host"
     cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9, one_shot_bytes=ONE_SHOT_BYTES)
 
     def __init__(
@@ -64,6 +64,9 @@ class SharedTransport(MessageTransport, AsyncTransport):
         self._puts = PutCache(self._segment, self._endpoint)
         self._persistent = PersistentExchanges(self._segment, self._endpoint)
         self._buffers = SharedBuffers(self._segment, self._endpoint)
+
+    def shares_memory(self, ranks: Collection[int]) -> bool:
+        return True
 
     @property
     def idle_bytes(self) -> int:
@@ -92,15 +95,19 @@ class SharedTransport(MessageTransport, AsyncTransport):
             self._acknowledge(source, message)
 
     @closes_on_error
-    def exchange_in_place(
+    def start_exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
+    ) -> Callable[[], Received]:
         text = encode_header(header)
         self._send(sends, tag << 1, text)
+        return lambda: self._receive_in_place(wanted, dtype, tag << 1, text)
+
+    @closes_on_error
+    def _receive_in_place(self, wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, text: bytes) -> Received:
         messages: list[tuple[int, Message]] = []
         pieces: list[torch.Tensor] = []
         for source, shape in wanted:
-            message = self._endpoint.receive(source, tag << 1, text, math.prod(shape) * dtype.itemsize)
+            message = self._endpoint.receive(source, tag, text, math.prod(shape) * dtype.itemsize)
             messages.append((source, message))
             pieces.append(self._endpoint.view(source, message, shape, dtype))
 
@@ -120,6 +127,7 @@ class SharedTransport(MessageTransport, AsyncTransport):
         return get(self._segment, self._endpoint, plan, local, tag << 1)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that peers can read in place, if there is room for it; else an ordinary tensor."""
         return self._segment.empty(shape, dtype)
 
     @closes_on_error
