@@ -35,7 +35,7 @@ from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.memory_overlaps import refuse_overlaps
 from workbench.training.strategies.reshard_state import OptimizerState
-from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
+from workbench.training.strategies.shard_parameters import move_parameters, replicate_buffers, shard_parameters
 from workbench.training.strategies.state import (
     PLAN,
     STATE,
@@ -108,6 +108,7 @@ def parallelize(
     state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements, preset=preset)
     converted: dict[nn.Parameter, nn.Parameter] = {}
     owners = parameter_owners(module, resolved)
+    move_parameters(owners, layouts, converted)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))

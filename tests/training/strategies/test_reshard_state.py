@@ -1,5 +1,6 @@
 """A module changes its strategy while it is trained: the losses and weights of an uninterrupted run."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import workbench as wb
 from tests.models.training import whole
 from tests.training.training_runs import OPTIMIZERS, Run, Setup, assert_runs_agree, on_one_device, strategy_text, train
 from workbench.errors import LayoutError, StrategyError
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 WAYS = {
@@ -155,6 +157,30 @@ def test_shards_of_gradients_are_added_to_after_a_change(after):
     for grads in run_ranks(program, 2):
         for found, truth in zip(grads, expected, strict=True):
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
+def test_a_change_of_strategy_exchanges_all_tensors_together():
+    """Parameters in one exchange of a rank, and the state of the optimizer in one."""
+    built = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+
+    def program(rank):
+        world, sent = current(), []
+        model = wb.parallelize(copy.deepcopy(built), "*: model")
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        start = world.transport.start_exchange
+
+        def counted(sends, receives, tag, header):
+            sent.append(header)
+            return start(sends, receives, tag, header)
+
+        world.transport.start_exchange = counted
+        wb.parallelize(model, "*: data", optimizer=optimizer)
+        return [header.split(",")[0] for header in sent if "boxing" in header]
+
+    together = ["fused boxing of 9 tensors", "fused boxing of 18 tensors"]  # three biases are whole
+    assert run_ranks(program, 2) == [together] * 2
 
 
 def test_an_optimizer_of_another_model_is_an_error():

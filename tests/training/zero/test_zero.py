@@ -45,7 +45,7 @@ def test_hybrids_equal_one_device(strategy, stage):
         assert losses < 1e-5 and weights < 1e-5
 
 
-def test_large_weights_on_ranks_with_several_stages():
+def test_wide_layers_on_ranks_with_several_stages():
     """Each large slice is a message of its own, also between stages on the same two ranks."""
     torch.manual_seed(0)
     built, inputs = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4))), torch.randn(8, 300)

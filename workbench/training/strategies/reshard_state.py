@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import StrategyError
-from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.boxing.fused import box_many
+from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
-from workbench.training.gradients.optim import forget_layouts, state_layout
+from workbench.training.gradients.optim import forget_layouts
+from workbench.training.gradients.shard import state_spec
 from workbench.training.strategies.shard_parameters import shard_tensor
 
 
@@ -43,6 +44,7 @@ class OptimizerState:
                 f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
             )
         self.specs = [_state_spec(p) for p in self.parameters]
+        self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
         every = all_gather_object(mine, world, "state of an optimizer")
         self.described = [next((d for d in found if d is not None), None) for found in zip(*every, strict=True)]
@@ -62,8 +64,9 @@ class OptimizerState:
             for old, parameter, spec, described in zip(self.parameters, new, self.specs, self.described, strict=True):
                 if described is not None:
                     values = self._resharded(state.get(old, {}), parameter, spec, described)
-                    if not (isinstance(parameter, GlobalTensor) and _is_absent(parameter)):
+                    if not (isinstance(parameter, GlobalTensor) and state_spec(parameter).is_placeholder):
                         self.optimizer.state[parameter] = values
+            self._box()
         remaining = iter(new)
         for group in self.optimizer.param_groups:
             group["params"] = [next(remaining) for _ in group["params"]]
@@ -72,34 +75,35 @@ class OptimizerState:
     def _resharded(
         self, values: dict[str, Any], parameter: torch.Tensor, spec: Spec | None, described: dict[str, Any]
     ) -> dict[str, Any]:
-        moved = {}
+        moved: dict[str, Any] = {}
         for key, what in described.items():
             value = values.get(key, what)
+            is_global = isinstance(value, GlobalTensor)
             if isinstance(what, _Element) and isinstance(parameter, GlobalTensor):
-                value = self._boxed(value, parameter, spec, what)
+                if is_global or spec is not None:
+                    self._moves.append((moved, key, state_spec(parameter), is_global))
+                if is_global:
+                    value = value.detach()
+                elif spec is None:
+                    value = plain(shard_tensor(value, state_spec(parameter).layout, self.world))
+                elif isinstance(value, _Element):
+                    value = wrap(new_placeholder(spec.shape, what.dtype, self.world.device), spec)
+                else:
+                    value = wrap(value.detach(), spec)
             moved[key] = value
         return moved
 
-    def _boxed(self, value: Any, parameter: GlobalTensor, spec: Spec | None, what: _Element) -> torch.Tensor:
-        layout = state_layout(parameter)
-        if isinstance(value, GlobalTensor):
-            return box(value.detach(), layout)
-        if spec is None:
-            return plain(shard_tensor(value, layout, self.world))
-        if isinstance(value, _Element):
-            value = new_placeholder(spec.shape, what.dtype, self.world.device)
-        return plain(box(wrap(value.detach(), spec), layout))
-
-
-def _is_absent(parameter: GlobalTensor) -> bool:
-    spec = parameter._spec
-    return spec.world.rank not in state_layout(parameter).placement
+    def _box(self) -> None:
+        """Box the state of all parameters together."""
+        boxed = box_many(
+            [state[key] for state, key, *_ in self._moves], [target for *_, target, _ in self._moves]
+        ).wait()
+        for (state, key, _, is_global), value in zip(self._moves, boxed, strict=True):
+            state[key] = value if is_global else plain(value)
 
 
 def _state_spec(parameter: torch.Tensor) -> Spec | None:
-    if not isinstance(parameter, GlobalTensor):
-        return None
-    return spec_of(parameter._spec.world, state_layout(parameter), parameter._spec.shape)
+    return state_spec(parameter) if isinstance(parameter, GlobalTensor) else None
 
 
 def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:

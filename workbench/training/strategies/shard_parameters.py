@@ -11,6 +11,7 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.boxing.box import box
+from workbench.tensors.boxing.fused import box_many
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
@@ -19,27 +20,41 @@ from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT
 
 
+def move_parameters(
+    owners: dict[nn.Parameter, ResolvedLayer],
+    layouts: StageLayouts,
+    converted: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    """Bring parameters that are global already to their layouts. They stay the same objects, so that optimizers go on
+    with them.
+    """
+    present: list[Any] = [parameter for parameter in owners if isinstance(parameter, GlobalTensor)]
+    targets = [
+        spec_of(
+            layouts.world, layouts.plan.parameter_layout(owners[p], p.dim()).normalized(p._spec.shape), p._spec.shape
+        )
+        for p in present
+    ]
+    with torch.no_grad():
+        moved = box_many([parameter.detach() for parameter in present], targets).wait()
+    for parameter, data in zip(present, moved, strict=True):
+        grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
+        parameter.data = data
+        parameter.grad = grad
+        converted[parameter] = parameter
+
+
 def shard_parameters(
     layer: nn.Module,
     owners: dict[nn.Parameter, ResolvedLayer],
     layouts: StageLayouts,
     converted: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Own parameters of a layer; one that is tied, or has several names, is converted once, for the layer that owns it.
-
-    One that is global already stays the same object, so that optimizers go on with it.
-    """
+    """Own parameters of a layer. One that is tied, or has several names, is converted once, for its owner."""
     for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter not in converted:
             layout = layouts.plan.parameter_layout(owners[parameter], parameter.dim())
-            moved = shard_tensor(parameter, layout, layouts.world)
-            if isinstance(parameter, GlobalTensor):
-                grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
-                parameter.data = moved
-                parameter.grad = grad
-                converted[parameter] = parameter
-                continue
-            new = nn.Parameter(moved, parameter.requires_grad)
+            new = nn.Parameter(shard_tensor(parameter, layout, layouts.world), parameter.requires_grad)
             converted[parameter] = converted[new] = new
             mark_replaced(parameter)
         layer._parameters[name] = converted[parameter]
