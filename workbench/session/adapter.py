@@ -151,7 +151,7 @@ class Engines:
                 calls[rank] = ControlCall(future)
         return calls
 
-    def wait_until_gone(self, ranks: Sequence[int], timeout_s: float = 10.0) -> None:
+    def wait_until_gone(self, ranks: Sequence[int], timeout_s: float = 60.0) -> None:
         """Wait until the controller has noticed that these engines ended, so that their ids are free again."""
         deadline_s = time.monotonic() + timeout_s
         while set(ranks) & set(self.client.ids) and time.monotonic() < deadline_s:
