@@ -14,7 +14,7 @@ from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
 from workbench.session.on_engine import run_commands, shell
 from workbench.testing import run_ranks
-from workbench.training.runs import float32
+from workbench.training.runs import exact_dtypes
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy, warm_up
 
 
@@ -59,7 +59,7 @@ def test_compare_trains_on_the_device_and_finds_the_runs_equal(device_session):
 
 @pytest.fixture
 def with_tf32(monkeypatch):
-    monkeypatch.setattr(float32, "_has_gpu", lambda: True)
+    monkeypatch.setattr(exact_dtypes, "_has_gpu", lambda: True)
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
