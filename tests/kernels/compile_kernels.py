@@ -151,7 +151,11 @@ def of_training():
     cross_entropy_terms(logits, torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
     weight = torch.zeros(4, 4096, dtype=big.dtype, requires_grad=True)
     embedding_rows(weight, torch.zeros(4, dtype=torch.int64), 1).sum().backward()
-    for name, width, first in (("", 4096, 0), (" columns", 2048, 2048), (" odd columns", 2047, 1)):
+    for name, width, first in (
+        (" dropout", 4096, 0),
+        (" dropout columns", 2048, 2048),
+        (" dropout odd columns", 2047, 1),
+    ):
         label = name
         dropout_slice(big[:, :width].contiguous(), 1, first, [4096, 1], 0.5)
     for kind in ("uniform", "bernoulli"):

@@ -45,9 +45,9 @@ LIMITS = {
     "cross_entropy_terms:_backward": 21,
     "embedding_rows:_forward": 13,
     "embedding_rows:_backward": 40,
-    "random_slice:_dropout": 24,
-    "random_slice:_dropout columns": 30,
-    "random_slice:_dropout odd columns": 67,
+    "random_slice:_fill dropout": 24,
+    "random_slice:_fill dropout columns": 30,
+    "random_slice:_fill dropout odd columns": 67,
     "random_slice:_fill uniform": 21,
     "random_slice:_fill bernoulli": 20,
 }

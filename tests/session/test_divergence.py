@@ -119,6 +119,12 @@ class TestDivergence:
             divergence, waits = Divergence(), {"r0": f"{kind} 7", "r1": "near 3"}
             assert not at(divergence, 0.0, 2, **waits) and at(divergence, LOCAL_S, 2, **waits) is found
 
+    def test_a_rank_without_a_processor_may_have_its_message_already(self):
+        divergence = Divergence()
+        for now in range(10):
+            starved = {r: protocol.RankActivity("near 7" if r else "", "here", 0.0, 0.9 * now * r) for r in range(2)}
+            assert not divergence.is_certain(starved, [1], float(now))
+
     def test_a_stopped_process_never_comes(self):
         for kind, found in ((protocol.LOCAL, False), (protocol.PLAIN, True)):
             divergence, waits = Divergence(), {"r0": f"{kind} 7", "r1": protocol.STOPPED}

@@ -101,7 +101,7 @@ def test_gradients_of_a_later_unlike_batch_are_not_added(strategy, later):
         raise caught.value
 
     with pytest.raises(
-        CollectiveAborted, match=r"ranks diverged.*of plain inputs \(\d, 8\)#\w+ while .*of plain inputs"
+        CollectiveAborted, match=r"ranks diverged.*of plain inputs \(\d, 8\)#\w+, float32 while .*of plain inputs"
     ):
         run_ranks(run, 2)
 

@@ -38,8 +38,11 @@ class Divergence:
         waits = {rank: found.waits if (found := activities.get(rank)) else "" for rank in running}
         if waits != self._waits:
             self._waits, self._waits_since_s = waits, now
+        if self._is_starved(activities, running, now):
+            self._waits_since_s = now
         if not self._is_quiet(activities, now):
             self._quiet_since_s = now
+        self._last, self._last_s = {rank: found for rank, found in activities.items() if found}, now
         if not waits or not all(waits.values()):
             self.period_s = min(2 * self.period_s, _LONGEST_PERIOD_S)
             return False
@@ -55,14 +58,20 @@ class Divergence:
         quiet_s = min(waited_s, now - self._quiet_since_s)
         return quiet_s >= (LOCAL_S if is_one_host else REMOTE_S) or (len(waits) == 1 and waited_s >= REMOTE_S)
 
+    def _is_starved(
+        self, activities: Mapping[int, protocol.RankActivity | None], running: Collection[int], now: float
+    ) -> bool:
+        """Whether a running rank may have got what it waits for, but no processor to see it."""
+        return any(
+            found.wanted_s - last.wanted_s > STARVED_SHARE * (now - self._last_s)
+            for rank in running
+            if (found := activities.get(rank)) and (last := self._last.get(rank))
+        )
+
     def _is_quiet(self, activities: Mapping[int, protocol.RankActivity | None], now: float) -> bool:
-        """Whether no process has done anything since the last look."""
-        before, since_s = self._last, now - self._last_s
-        self._last = {rank: found for rank, found in activities.items() if found}
-        self._last_s = now
-        return not any(
-            found.processor_s - last.processor_s > QUIET_SHARE * since_s
-            or found.wanted_s - last.wanted_s > STARVED_SHARE * since_s
-            for rank, found in self._last.items()
-            if (last := before.get(rank))
+        """Whether no process has done anything since the last look, or wanted to."""
+        return not self._is_starved(activities, activities, now) and not any(
+            found.processor_s - last.processor_s > QUIET_SHARE * (now - self._last_s)
+            for rank, found in activities.items()
+            if found and (last := self._last.get(rank))
         )

@@ -138,3 +138,16 @@ def test_only_a_result_in_its_own_layout_shows_what_is_written_meanwhile(ranks):
                 torch.testing.assert_close(found.full_tensor(), before.full_tensor() * (2 if is_same else 1))
 
     run_ranks(program)
+
+
+def test_sums_and_moves_of_one_fused_boxing_do_not_take_each_others_messages():
+    def program():
+        placement, layouts = wb.placement.all("cpu"), ("S(0)", "P", "P", "S(1)", "B", "P", "S(1)")
+        shapes = ((6, 4), (6, 4), (8, 2), (5, 5), (5, 5), (40, 1000), (40, 1000))
+        given = [wb.randn(*shape, placement=placement, sbp=sbp) for shape, sbp in zip(shapes, layouts, strict=True)]
+        for order in (given, given[::-1]):
+            for whole, one in zip(wb.to_global(order, placement=placement, sbp="B"), order, strict=True):
+                assert torch.allclose(whole.to_local(), one.to_global(sbp="B").to_local())
+
+    run_ranks(program, 2)
+    run_ranks(program, 3)

@@ -110,7 +110,9 @@ class BoxingWork:
         for i, exchange in enumerate(exchanges):
             start, group = self._way_of(exchange)
             kinds.setdefault((start, exchange.dtype, group, exchange.plan.reduction), []).append(i)
-        for (start, dtype, group, reduction), numbers in kinds.items():
+        # Messages of one tag match by their order, and some transports end a sum before they return
+        for start, dtype, group, reduction in sorted(kinds, key=lambda kind: kind[0] is not BoxingWork._start_sum):
+            numbers = kinds[start, dtype, group, reduction]
             name = f"{header}, {str(dtype).removeprefix('torch.')}"
             self._waits.append(start(self, numbers, dtype, group, reduction, name))
         self.world.traffic.add(counts_as, self.sent_bytes, started)
