@@ -29,7 +29,8 @@ def execute(notebook: Any, folder: Path = FOLDER) -> Any:
     from nbclient import NotebookClient
 
     where = {"metadata": {"path": str(folder)}}
-    limits = {"timeout": PAGE_TIMEOUT_S, "iopub_timeout": PAGE_TIMEOUT_S}  # else a late output of a cell is left out
+    limits: dict[str, Any] = {"timeout": PAGE_TIMEOUT_S}
+    limits["iopub_timeout"] = PAGE_TIMEOUT_S  # else a late output of a cell is left out
     NotebookClient(notebook, **limits, store_widget_state=False, resources=where).execute()
     return notebook
 
