@@ -10,6 +10,7 @@ from pathlib import Path
 
 import workbench as wb
 from workbench.core.boxing import plan_boxing
+from workbench.core.expert_group import expert_groups
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.pipeline.schedules import make_table
@@ -19,7 +20,7 @@ from workbench.theme import PALETTES, Palette
 from workbench.ui.pictures.boxing import plan_picture
 from workbench.ui.pictures.matmul import draw_matrix
 from workbench.ui.pictures.matmul_layouts import ShardedMatrix
-from workbench.ui.pictures.svg import Box, arrow, document, line, rect, text
+from workbench.ui.pictures.svg import Box, arrow, curve, document, line, rect, text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "concepts"
 TWO = Placement.of("cpu", [0, 1])
@@ -140,6 +141,39 @@ def zero(colours: Palette) -> str:
     return document((740, 214), "What a rank of four holds per parameter under ZeRO", colours, parts())
 
 
+def experts(colours: Palette) -> str:
+    """Tokens of two ranks on the way to four experts, of which each rank has two, and back."""
+    group = expert_groups(TWO, data=2, model=1, over_data=2, experts=4)[0]
+    owner = {number: rank for rank, bounds in zip(group.ranks, group.bounds, strict=True) for number in range(*bounds)}
+    chosen = (0, 2, 1, 3, 2, 0, 3, 2)  # by the tokens of rank 0, then those of rank 1
+
+    def middle(row: int) -> float:
+        return 56 + 26 * row + 22 * (row // 4)
+
+    def level(number: int) -> float:
+        return middle(4 * owner[number]) + 13 + 52 * (number % 2)
+
+    def parts() -> Iterator[str]:
+        for title, left in (("tokens", 118), ("experts", 382), ("results", 646)):
+            yield text(left, 26, title, bold=True)
+        for row, number in enumerate(chosen):
+            shade = colours.stages[0].shades[row // 4]
+            stroke = colours.boxing if owner[number] != row // 4 else colours.strong_line
+            yield curve((164, middle(row)), (332, level(number)), stroke)
+            yield curve((432, level(number)), (600, middle(row)), stroke)
+            for left in (72, 600):
+                yield rect(Box(left, middle(row) - 9, 92, 18), shade, colours.background)
+        for number, rank in owner.items():
+            place = Box(332, level(number) - 18, 100, 36)
+            yield rect(place, colours.stages[0].shades[rank], colours.strong_line, {"rx": "6"})
+            yield text(382, level(number) + 4, f"expert {number}", fill=colours.background)
+        for rank in TWO.grid:
+            yield text(16, middle(4 * rank) + 43, f"rank {rank}", anchor="start", bold=True)
+
+    title = "Tokens of two ranks go to the experts that they have chosen, and come back"
+    return document((720, 300), title, colours, parts())
+
+
 def session(colours: Palette) -> str:
     """A notebook, its controller, its engines, and what goes between them."""
 
@@ -187,6 +221,7 @@ PICTURES: dict[str, Drawing] = {
     "zero-bubble": schedule("zero_bubble", 4, 4),
     "hybrid": hybrid,
     "zero": zero,
+    "experts": experts,
     "session": session,
 }
 """Name of the file -> what draws it."""

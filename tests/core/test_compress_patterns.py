@@ -26,7 +26,7 @@ def assert_says(names: list[str], rows: list[Row]) -> None:
     """The covering rows decide for every layer what its row does."""
     strategy = Strategy.from_rows(compress_patterns(names, rows))
     for name, wanted in zip(names, rows, strict=True):
-        found = strategy.row_of(name)
+        found = strategy.row_of(Layer(name, ""))
         assert found is not None
         assert (found.parallel, found.split, found.stage) == (wanted.parallel, wanted.split, wanted.stage), name
     assert Strategy(str(strategy)) == strategy

@@ -95,6 +95,22 @@ def test_mixture_of_experts(experts, may_gather, mode):
 
 
 @pytest.mark.parametrize(
+    ("experts", "strategy", "num_ranks"),
+    [
+        ("eager", "*: model", 2),
+        ("grouped_mm", "*: expert", 2),
+        pytest.param("eager", "*: expert", 2, marks=pytest.mark.slow),
+        pytest.param("batched_mm", "*: model; *: expert:4 | 1x2x2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_split_over_ranks(experts, strategy, num_ranks):
+    """Without gathering, however transformers computes them."""
+    setup = Setup("mixtral", experts=experts)
+    may_gather = {"repeat_interleave"} if experts == "batched_mm" else frozenset()
+    assert_equals_one_device(setup, strategy, num_ranks, may_gather=may_gather)
+
+
+@pytest.mark.parametrize(
     ("name", "degrees", "num_ranks"),
     [
         ("gpt2", "1x2x2", 4),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.models import MLP as LAYERS
+from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.ui.strategy.choices import Choice, Degrees
@@ -145,7 +146,7 @@ def test_text_may_be_a_preset_with_options():
 def test_every_choice_can_be_set(choice: str):
     state = make("hybrid")
     state.set_choice(["fc3"], choice)
-    row = state.strategy.row_of("fc3")
+    row = state.strategy.row_of(next(layer for layer in state.layers if layer.name == "fc3"))
     assert row is not None and str(row) == f"fc3: {choice}"
 
 
@@ -320,3 +321,26 @@ def test_random_edits_do_what_they_say_and_nothing_else(seed: int):
         assert Strategy(state.text) == state.strategy
         if node.children and rng.random() < 0.5 and node.pattern in patterns(state):
             state.fold(node.pattern)
+
+
+def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
+    parts = [("gate", "Router", 0), ("experts", "Experts", 8), ("shared", "Linear", 0)]
+    layers = [
+        Layer(f"blocks.{n}.{name}", kind, {"weight": (8, 4, 4) if experts else (4, 4)}, experts=experts)
+        for n in range(2)
+        for name, kind, experts in parts
+    ]
+    state = PanelState(layers, 4, "*: model | 1x2x2")
+    state.set_parallel(["*"], "expert")
+    assert state.text == "*: model; *: expert | 1x2x2"
+    assert [str(choice) for choice in state.choices[:3]] == ["model@0", "expert:2@0", "model:column@0"]
+    state.set_choice(["blocks.[0-1].experts"], "expert:4")
+    assert state.can_run and state.resolved.layers[1].over_data == 2
+    state.set_choice(["*"], "expert:3")
+    assert not state.can_run and "write '*: expert:4'" in state.mistakes[0].fixes
+    state.apply_fix("write '*: expert:4'")
+    assert state.can_run
+    state.set_parallel(["*"], "data")
+    assert state.text == "*: data | 1x2x2"
+    state.undo()
+    assert state.can_run and "expert" in state.text

@@ -46,9 +46,11 @@ def _of_the_pipeline(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:
 def _of_layers(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:
     found = []
     for layer in resolved.layers:
+        _, model = resolved.stage_width(layer.stage)
+        if layer.parallel == "expert" and model * layer.over_data == 1:
+            found.append(IneffectiveChoice(layer.name, "not split", "its experts are on one rank here"))
         if layer.parallel != "model" or layer.split is not None:
             continue
-        _, model = resolved.stage_width(layer.stage)
         reason = "has nothing to split here: every rank holds all of this layer's weights"
         one = "is over one rank here: the model axis of these ranks is 1 long"
         found.append(IneffectiveChoice(layer.name, "not split", f"model {reason if model > 1 else one}"))

@@ -8,6 +8,7 @@ This is the only place that decides it. Entries of activations name what a dim m
     model:column    B                  features     of a table: for the next layer
     model:row       features           P            for the next layer
                     of a table: B
+    model, experts  B                  P            for the next layer
 
 "For the next layer" is the entry of that layer's input: B before a row split, sequence under the option ``sequence``,
 samples where the next layer is on another stage or missing. Under ``sequence``, norms of three dims and more take
@@ -40,7 +41,7 @@ def output_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> Entry:
     """The entry of the result of a layer's function, before the output hook."""
     if choice.split is None:
         return input_entry(choice, num_dims, sequence)
-    return "features" if choice.split == "column" else "P"
+    return "features" if choice.split == "column" else "P"  # a rank has the terms of its rows, or of its experts
 
 
 def following_of(choices: Sequence[ResolvedLayer], index: int) -> ResolvedLayer | None:
@@ -51,7 +52,7 @@ def following_of(choices: Sequence[ResolvedLayer], index: int) -> ResolvedLayer 
 
 def has_output_hook(choice: ResolvedLayer) -> bool:
     """Whether the result is boxed at once: partial sums, and the columns of a table."""
-    return choice.split == "row" or (choice.split is not None and choice.kind == TABLE)
+    return choice.split in ("row", "expert") or (choice.split is not None and choice.kind == TABLE)
 
 
 def boxed_output_entry(choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, sequence: bool) -> Entry:

@@ -18,6 +18,10 @@ class Layer:
             where no forward was seen.
         groups: of a convolution in groups, how many.
         itemsize: bytes of an element of its parameters.
+        experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
+            experts; else 0.
+        expert: the number of its expert in such a list; None for all experts in one.
+        chosen: number of experts that a token chooses; 0 if unknown.
     """
 
     name: str
@@ -28,6 +32,9 @@ class Layer:
     calls: tuple[int, int] | None = None
     groups: int = 1
     itemsize: int = 4
+    experts: int = 0
+    expert: int | None = None
+    chosen: int = 0
 
 
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
@@ -44,15 +51,20 @@ def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: which layers, data or model parallel, how a model-parallel weight is split, and on which stage."""
+    """One row: which layers, their choice, how a model-parallel weight is split, and on which stage.
+
+    ``ranks`` are those over which a row ``expert`` splits experts; None: the model axis, or else the data axis.
+    """
 
     pattern: str
     parallel: str = "data"
     split: str | None = None
     stage: int | None = None
+    ranks: int | None = None
 
     def __str__(self) -> str:
-        choice = self.parallel + (f":{self.split}" if self.split else "")
+        how = self.split if self.ranks is None else self.ranks
+        choice = self.parallel + (f":{how}" if how is not None else "")
         return f"{self.pattern}: {choice}" + ("" if self.stage is None else f"@{self.stage}")
 
     def matches(self, name: str) -> bool:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from workbench.core.boxing import LinkCost
+from workbench.core.expert_group import expert_layout, layouts_of_travel, owner_layout
 from workbench.core.layer_extents import LayerExtents, ObservedCalls
 from workbench.core.layer_layouts import (
     Entry,
@@ -109,6 +110,11 @@ class ShardingPlan:
 
     def parameter_layout(self, choice: ResolvedLayer, num_dims: int) -> Layout:
         """The layout of a parameter of a layer."""
+        if choice.expert is not None or choice.split == "expert":
+            placement, width = self.placements[choice.stage], self.resolved.stage_width(choice.stage)
+            if choice.expert is not None:
+                return owner_layout(placement, *width, choice.over_data, choice.expert)
+            return expert_layout(placement, *width, choice.over_data)
         dim = split_dim(choice.kind, choice.split, num_dims)
         return self.layout(choice.stage, broadcast, broadcast if dim is None else Split(dim))
 
@@ -118,6 +124,10 @@ class ShardingPlan:
         known = self._input_layouts.get(key)
         if known is None:
             known = self._layout_of(self._taken(choice, num_dims), choice.kind, num_dims, batch_dim)
+            if choice.expert is not None:
+                owners = self.parameter_layout(choice, num_dims).placement
+                is_split = owners.num_ranks > 1 and num_dims > 0
+                known = Layout(owners, (Split(batch_dim or 0) if is_split else broadcast,))
             self._input_layouts[key] = known
         return known
 
@@ -250,8 +260,11 @@ class _Chain:
             self._outputs[given.is_batchless] = leaves
             if self._arriving is not None and not (shares and latest and layouts[0] == latest.input_layout):
                 arriving = self._layout(self._arriving, taken, layer.kind)
-                before = self._edge(arriving, layouts[0], extent.input, extent.input_itemsize)
-            behind = self._edge(layouts[1], layouts[2], extent.output, extent.output_itemsize)
+                before = self._edge(arriving, layouts[0], self._shape(extent.input), extent.input_itemsize)
+            behind = self._edge(layouts[1], layouts[2], self._shape(extent.output), extent.output_itemsize)
+        if choice.over_data > 1 and choice.expert is None and is_called:
+            there = self._travel(layer, choice, extent)
+            before, behind = before + there, there + behind
         parameters = {name: plan.parameter_layout(choice, len(shape)) for name, shape in layer.shapes.items()}
         shapes = self._shape(extent.input), self._shape(extent.output)
         itemsize = extent.input_itemsize or self.itemsize
@@ -267,8 +280,16 @@ class _Chain:
     def _shape(self, extent: Extent | None) -> Shape | None:
         return None if extent is None else extent.whole(self.micro_batch)
 
-    def _edge(self, source: Layout, target: Layout, extent: Extent | None, itemsize: int | None) -> LayerEdge:
-        return LayerEdge.between(source, target, self._shape(extent), itemsize or self.itemsize, self.plan.cost)
+    def _edge(self, source: Layout, target: Layout, shape: Shape | None, itemsize: int | None) -> LayerEdge:
+        return LayerEdge.between(source, target, shape, itemsize or self.itemsize, self.plan.cost)
+
+    def _travel(self, layer: Layer, choice: ResolvedLayer, extent: LayerExtents) -> LayerEdge:
+        """Tokens that go to their experts, or results that come back. The boxing of rows for features counts them."""
+        whole, (data, model) = self._shape(extent.input), self.plan.resolved.stage_width(choice.stage)
+        rows = None if whole is None or not layer.chosen else prod(whole[:-1]) * layer.chosen // model
+        layouts = layouts_of_travel(self.plan.placements[choice.stage], data, model, choice.over_data)
+        shape = (rows, whole[-1]) if rows and whole else None
+        return self._edge(*layouts, shape, extent.input_itemsize)
 
     def _input(self, choice: ResolvedLayer, taken: Extent) -> _Activation:
         arriving = self._arriving

@@ -2,9 +2,10 @@
 
     conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b
 
-A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``. A pattern is
-a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A
-layer without a stage lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``.
+A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``, ``expert``,
+``expert:N``. A pattern is a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the
+last matching row wins, and ``expert`` is for experts only. A layer without a stage lives on the stage of its
+predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
 by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
@@ -20,9 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from workbench.core.options import PRECISIONS, PRESETS, SCHEDULES, Options, format_widths, parse_options
+from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
+from workbench.core.options import PRECISIONS, SCHEDULES, Options, format_widths, parse_options
+from workbench.core.row_text import parse_rows
 from workbench.core.rows import Layer, Row, in_order_of_calls
-from workbench.core.suggest import suggest
 from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
@@ -41,13 +43,21 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedLayer:
-    """What one layer, of class ``kind``, does: ``split`` is "column", "row" or None (nothing of it is split)."""
+    """What one layer, of class ``kind``, does.
+
+    Attributes:
+        split: "column", "row", "expert" or None (nothing of it is split).
+        over_data: of "expert", over how many ranks of the data axis experts are split, besides the model axis.
+        expert: of "expert", for a part of one of a list of experts: its number, and how many there are.
+    """
 
     name: str
     parallel: str
     split: str | None
     stage: int
     kind: str = ""
+    over_data: int = 1
+    expert: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,7 @@ class Strategy:
                 f"{rows!r} is of type {type(rows).__name__}, not a strategy: give its text, such as '*: data', or its "
                 "rows as a dict, such as {'*': 'data'}."
             )
-        self.rows: tuple[Row, ...] = _parse_rows(clauses, mistakes, options_text.strip())
+        self.rows: tuple[Row, ...] = parse_rows(clauses, mistakes, options_text.strip())
         self.options: Options = parse_options(options_text, mistakes)
         if mistakes:
             raise StrategyError(f"strategy {rows!r}: " + "; ".join(mistakes))
@@ -166,18 +176,24 @@ class Strategy:
     def __setstate__(self, text: str) -> None:
         self.__init__(text)  # type: ignore[misc]
 
-    def row_of(self, name: str) -> Row | None:
-        """The row that applies to a layer: the last one that matches."""
-        return next((row for row in reversed(self.rows) if row.matches(name)), None)
+    def row_of(self, layer: Layer) -> Row | None:
+        """The row that applies to a layer: the last one that matches; ``expert`` matches experts only."""
+        rows = (row for row in reversed(self.rows) if layer.experts or row.parallel != "expert")
+        return next((row for row in rows if row.matches(layer.name)), None)
 
     def rows_of(self, layers: Sequence[Layer]) -> list[Row]:
         """The row that applies to each layer; a row that says ``data`` where none matches."""
-        return list(_deciding_rows(self.rows, tuple(layer.name for layer in layers)))
+        names = tuple(layer.name for layer in layers)
+        others = tuple(row for row in self.rows if row.parallel != "expert")
+        decide, decide_others = _deciding_rows(self.rows, names), _deciding_rows(others, names)
+        rows = zip(layers, decide, decide_others, strict=True)
+        return [row if layer.experts else other for layer, row, other in rows]
 
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
         """All mistakes of this strategy for these layers on ``num_ranks`` ranks; empty if there are none."""
         mistakes = _check_rows(self, layers) + _check_stages(self, layers)
-        return mistakes + _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
+        mistakes += _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
+        return mistakes + _check_experts(self, layers, num_ranks)
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
         """The choice of every layer.
@@ -192,52 +208,26 @@ class Strategy:
         stages = _stages(self, layers)
         choices = self.rows_of(layers)
         splits = splits_of(layers, choices, stages)
-        resolved = tuple(
-            ResolvedLayer(layer.name, row.parallel, split, stage, layer.kind)
-            for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
+        resolved = ResolvedStrategy((), _degrees(self, layers, num_ranks), self.options)
+        return replace(
+            resolved,
+            layers=tuple(
+                ResolvedLayer(
+                    layer.name,
+                    row.parallel,
+                    split,
+                    stage,
+                    layer.kind,
+                    over_data(row, *resolved.stage_width(stage)),
+                    number_in_list(row, layer, *resolved.stage_width(stage)),
+                )
+                for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
+            ),
         )
-        return ResolvedStrategy(resolved, _degrees(self, layers, num_ranks), self.options)
 
 
 _OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
 """Syntax of patterns in other programs."""
-_CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
-
-
-def _parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tuple[Row, ...]:
-    rows = []
-    written = [clause for part in clauses if (clause := part.strip())]
-    for clause in written:
-        pattern, colon, choice = (part.strip() for part in clause.partition(":"))
-        if clause in ("data", "model", "model:column", "model:row"):
-            pattern, colon, choice = "*", ":", clause
-        match = _CHOICE.fullmatch(choice.replace(" ", ""))
-        if not colon or not pattern or match is None or (match[2] and match[1] == "data"):
-            hint = _hint(clause, options if len(written) == 1 else None)
-            mistakes.append(f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'{hint}")
-            continue
-        rows.append(Row(pattern, match[1], match[2], None if match[3] is None else int(match[3])))
-    if not rows and not mistakes:
-        mistakes.append("no row; write e.g. '*: data'")
-    return tuple(rows)
-
-
-def _hint(clause: str, options: str | None) -> str:
-    """A suggestion for a wrong row. ``options`` are those of a single row, else None."""
-    pattern, colon, choice = (part.strip() for part in clause.partition(":"))
-    behind = f" | {options}" if options and not colon else ""
-    if not colon and clause in PRESETS:
-        if options is None:
-            return f"; {clause!r} is a preset, which is a whole strategy: no other row stands beside it"
-        return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause + behind!r})"
-    kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
-    meant = suggest(kind, PRESETS if not colon and options is not None else ("data", "model"))
-    if not meant and not colon and options is not None:
-        return f"; presets are {', '.join(PRESETS)}"
-    if not meant or kind in meant:
-        return ""
-    row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest + behind
-    return f"; did you mean {row!r}?"
 
 
 @lru_cache(maxsize=64)
@@ -386,6 +376,12 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
         fix = f"{two.name}: model:{same}" if dims[0] is not None else f"{two.name}: data"
         mistakes.append(Mistake(two.name, message, (f"write {fix!r}",)))
     return mistakes
+
+
+def _check_experts(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
+    resolved = ResolvedStrategy((), _degrees(strategy, layers, num_ranks), strategy.options)
+    widths = [resolved.stage_width(stage) for stage in _stages(strategy, layers)]
+    return [Mistake(*each) for each in mistakes_of_experts(strategy.rows, layers, strategy.rows_of(layers), widths)]
 
 
 def _choice(row: Row, split: str | None) -> str:

@@ -3,7 +3,7 @@
 A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
 and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a
 layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split. A
-convolution in groups is split by columns: its rows are inputs of all groups.
+convolution in groups is split by columns: its rows are inputs of all groups. Experts are split by their number.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def known_kind(names: Sequence[str]) -> str:
 
 
 def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
-    """ "column", "row" or None (nothing of it is split) for every layer: as its row says, by its name, or paired."""
+    """ "column", "row", "expert" or None (nothing is split) for every layer: as its row says, by name, or paired."""
     splits: list[str | None] = []
     tables = {layer.name for layer in layers if layer.kind == TABLE}
     open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
     for layer, row, stage in zip(layers, rows, stages, strict=True):
         if row.parallel != "model" or not _is_splittable(layer):
-            splits.append(None)
+            is_fused = layer.experts > 0 and layer.expert is None
+            splits.append("expert" if is_fused and row.parallel != "data" else None)
             continue
         inputs, outputs = _features(layer)
         short = layer.name.rpartition(".")[2]
@@ -88,12 +89,14 @@ def feature_dim(kind: str, num_dims: int) -> int:
 def split_dim(kind: str, split: str | None, num_dims: int = 2) -> int | None:
     """The dim of a parameter, its weight or its bias, that a split cuts; None if every rank has all of it.
 
-    A column split cuts output features, also of biases; a row split cuts input features.
+    A column split cuts output features, also of biases; a row split cuts input features. Experts are rows of dim 0.
 
     >>> split_dim("Linear", "column"), split_dim("Embedding", "row"), split_dim("Linear", "row", num_dims=1)
     (0, 0, None)
     """
     outputs_last = kind in (*TRANSPOSED_KINDS, TABLE)
+    if split == "expert":
+        return 0
     if split == "column" and num_dims:
         return num_dims - 1 if outputs_last else 0
     if split == "row" and num_dims > 1:

@@ -75,6 +75,18 @@ def seconds_and_bytes(exchanges: Sequence[Exchange], setting: StageSettings) -> 
     return seconds, sum(e.received_bytes for e in exchanges)
 
 
+def tokens_s_and_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
+    """(seconds, bytes that a rank receives) of tokens that go to experts of other ranks of the data axis, and of
+    results that come back. Backward has the same two exchanges. All experts are chosen alike often.
+    """
+    if choice.over_data == 1 or choice.expert is not None:
+        return 0.0, 0.0
+    chosen = max(1, row.layer.chosen) / setting.model
+    received = chosen * output_bytes(row, setting) * (1 - 1 / choice.over_data)
+    seconds = exchange_s(setting.hardware, received, choice.over_data, setting.model, "all-to-all")
+    return 2 * seconds, 2 * received
+
+
 def _changes(
     row: LayerCost,
     choice: ResolvedLayer,

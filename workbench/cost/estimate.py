@@ -149,7 +149,10 @@ def combine(
     bubble = makespan - compute_s - boxing_s
     gradient = max(reduction_s([stages[s] for s in mine], settings[mine[0]]) for mine in slices)
     gradient += _tied_s(model, strategy, settings)
-    update = max(optimizer_s(sum(stages[s].weights for s in mine), settings[mine[0]]) for mine in slices)
+    update = max(
+        optimizer_s(sum(stages[s].weights for s in mine), settings[mine[0]], sum(stages[s].apart for s in mine))
+        for mine in slices
+    )
     update += hardware.step_s
     step = makespan + gradient + update
     alive = live_micro_batches(strategy)

@@ -20,6 +20,7 @@ from workbench.cost.boxings import (
     passed_bytes,
     seconds_and_bytes,
     splits_words,
+    tokens_s_and_bytes,
 )
 from workbench.cost.compute import backward_s, forward_s
 from workbench.cost.software import ITEMSIZES
@@ -48,6 +49,7 @@ class LayerPrice:
         cast: number of ``weights`` of which ``kept_bytes`` has a copy in 16 bits.
         input_bytes: bytes of its input as it arrives, which a recomputed block keeps for its first layer.
         boxed_input_bytes: bytes of its input in the layout that it needs.
+        apart: number of ``weights`` whose gradients no other rank of the data axis has a term of: experts over data.
         scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
             last one: the scores of attention, which selective recomputation computes again.
     """
@@ -71,6 +73,7 @@ class LayerPrice:
     passing_after_bytes: float = 0.0
     cast: float = 0.0
     boxed_input_bytes: float = 0.0
+    apart: float = 0.0
 
     @property
     def kept_alone_bytes(self) -> float:
@@ -132,18 +135,24 @@ def layer_price(
         first, second = first + back[0], second + (back[1] if is_own else 0.0)
         first += 0.0 if is_own else back[1]
     exchanges = boxings(row, choice, before, following, setting)
-    boxing = [seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)]
+    travel_s, travel_bytes = tokens_s_and_bytes(row, choice, setting)
+    boxing = [
+        (seconds + travel_s, received + travel_bytes)
+        for seconds, received in (seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward))
+    ]
     sums_s, _ = seconds_and_bytes(exchanges.sums, setting)
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
     weights, shared = _weights(row, choice, setting)
-    cast = row.num_cast / (setting.model if choice.split else 1)
+    apart = weights * (choice.over_data - 1) / (setting.data - 1) if choice.over_data > 1 else 0.0
+    cast = row.num_cast / (setting.model * choice.over_data if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
     arriving_bytes, taken_bytes = _input_bytes(row, choice, before, setting)
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
+        apart,
     )  # fmt: skip
 
 
@@ -182,7 +191,7 @@ def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting:
 def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> float:
     """Bytes of this rank's part of the layer's weight, as products read it."""
     number = max((prod(shape) for shape in row.layer.shapes.values()), default=0)
-    return number / (setting.model if choice.split else 1) * ITEMSIZES[setting.precision]
+    return number / (setting.model * choice.over_data if choice.split else 1) * ITEMSIZES[setting.precision]
 
 
 def _parts(entry: Entry, setting: StageSettings) -> float:
@@ -213,17 +222,22 @@ def _taken_bytes(row: LayerCost, setting: StageSettings) -> float:
 def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
     """(parameters on a rank, those of them that are whole). A row-split layer has whole biases."""
     number = float(row.layer.num_parameters)
-    if setting.model == 1:
+    parts = setting.model * choice.over_data
+    if parts == 1:
         return number, 0.0
+    if choice.expert is not None:  # of a rank's share of the list
+        return number / parts, 0.0
     whole = number
     if choice.split is not None:
         shapes = row.layer.shapes.values()
         whole = float(sum(prod(shape) for shape in shapes if split_dim(choice.kind, choice.split, len(shape)) is None))
-    is_summed = setting.software.sums_shared or choice.parallel == "data"
-    return whole + (number - whole) / setting.model, whole if is_summed else 0.0
+    is_summed = setting.model > 1 and (setting.software.sums_shared or choice.parallel == "data")
+    return whole + (number - whole) / parts, whole if is_summed else 0.0
 
 
-def state_bytes(weights: float, shared: float, setting: StageSettings) -> tuple[float, float, float]:
+def state_bytes(
+    weights: float, shared: float, setting: StageSettings, apart: float = 0.0
+) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state. ZeRO shards them over the ranks that share a weight."""
     software, precision = setting.software, setting.precision
     sizes = (
@@ -231,7 +245,7 @@ def state_bytes(weights: float, shared: float, setting: StageSettings) -> tuple[
         software.gradient_bytes(precision),
         software.optimizer_bytes(precision, setting.optimizer),
     )
-    sharded = (weights - shared) / setting.data + shared / (setting.data * setting.model)
+    sharded = (weights - shared - apart) / setting.data + apart + shared / (setting.data * setting.model)
     held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
     parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
     return parameters, gradients, optimizer

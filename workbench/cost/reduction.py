@@ -10,7 +10,7 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
                                     autocast casts, in 16 bits for backward
 
 where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
-over d t ranks.
+over d t ranks. Weights of experts that the data axis splits are not summed over it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
-    across = per_weight * stage.weights
+    across = per_weight * (stage.weights - stage.apart)
     if setting.zero == 3:
         across -= m * (p * stage.tables + (p - ITEMSIZE_16_BIT) * stage.cast_weights)
     return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
@@ -113,10 +113,10 @@ def statistics_of(
     return found
 
 
-def optimizer_s(weights: float, setting: StageSettings) -> float:
-    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard."""
+def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> float:
+    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard, which has all that is ``apart``."""
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
-    mine = weights / (setting.data if setting.zero else 1)
+    mine = (weights - apart) / (setting.data if setting.zero else 1) + apart
     return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s

@@ -32,6 +32,7 @@ class StagePrice:
         boxing_forward_s: the part of ``boxing_s`` in forward.
         num_units: blocks and layers outside of blocks, which ZeRO 3 gathers one by one.
         num_buckets: buckets of gradients, and of parameters that ZeRO 1 and 2 gather after the update.
+        apart: number of ``weights`` whose gradients are not summed over the data axis: experts that it splits.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per live micro-batch.
         peaks: memory at the fullest moments of a backward.
@@ -55,6 +56,7 @@ class StagePrice:
     cast_weights: float = 0.0
     num_units: float = 1
     num_buckets: tuple[int, int] = (1, 1)
+    apart: float = 0.0
 
 
 def prices_of(
@@ -92,7 +94,7 @@ def _neighbour(
 
 
 def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
-    return choice.kind, choice.parallel, choice.split
+    return choice.kind, choice.parallel, choice.split, choice.over_data
 
 
 def stage_prices(
@@ -141,6 +143,7 @@ def _added_up(
     }[setting.software.hides_tensor_parallel]
     boxing_back -= min(hidden, weight_s)  # overlapped with the products for the weights
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
+    apart = sum(prices[i].apart for i in updated)
     return StagePrice(
         forward + boxing,
         input_s + boxing_back + again.compute_s + again.boxing_s,
@@ -149,7 +152,7 @@ def _added_up(
         boxing + boxing_back + again.boxing_s,
         sum(prices[i].boxed_bytes for i in mine) + again.boxed_bytes,
         weights,
-        *state_bytes(weights, shared, setting),
+        *state_bytes(weights, shared, setting, apart),
         again.kept_bytes,
         peaks_of(model, mine, again_in, units, prices, setting, updated),
         shared,
@@ -158,6 +161,7 @@ def _added_up(
         sum(prices[i].cast for i in updated if not setting.recompute or (again_in[i] < 0 and has_blocks)),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
+        apart,
     )
 
 

@@ -128,7 +128,7 @@ def _priced(
 ) -> Alternative:
     choices = [choice if index in set(indices) else known for index, known in enumerate(chosen)]
     names = tuple(problem.rows[index].layer.name for index in indices)
-    word = choice[0] + (f":{choice[1]}" if choice[1] else "")
+    word = choice[0] + (f":{choice[1]}" if choice[1] in ("column", "row") else "")
     if choice[0] == "model" and best.strategy.degrees[2] == 1:
         return Alternative(word, names, None, False, is_chosen, "the plan's model axis has 1 rank")
     if not problem.fits_ties(choices):

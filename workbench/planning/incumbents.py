@@ -75,13 +75,16 @@ class Incumbents:
         prices = self.prices(candidate)
         settings = [with_options(prices.setting, candidate)] * candidate.num_stages
         priced = prices.of_strategy(candidate, strategy)
-        estimate = combine(self.problem.counted, strategy, priced, settings, self.problem.batch_size)
+        return self.keep(strategy, combine(self.problem.counted, strategy, priced, settings, self.problem.batch_size))
+
+    def keep(self, strategy: ResolvedStrategy, estimate: Estimate) -> PricedStrategy:
+        """Keep a strategy that was priced if it is better than the incumbents."""
         found = PricedStrategy(strategy, estimate, self.problem.value(strategy, estimate))
         self.num_priced += 1
         if self.least_memory is None or estimate.peak_bytes < self.least_memory.estimate.peak_bytes:
             self.least_memory = found
         if estimate.peak_bytes <= self.problem.memory_bytes:
-            degrees = candidate.degrees
+            degrees = strategy.degrees
             if degrees not in self.by_degrees or found.value < self.by_degrees[degrees].value:
                 self.by_degrees[degrees] = found
             if self.best is None or found.value < self.best.value:

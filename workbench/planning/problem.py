@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf, prod
 from numbers import Integral, Real
 
+from workbench.core.expert_rows import fitting_ranks, number_in_list, over_data
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
-from workbench.core.rows import Row
+from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
@@ -23,10 +24,12 @@ OBJECTIVES = ("throughput", "memory", "cost")
 """In this order: seconds of a step; bytes of the fullest rank; rank-seconds of a step, on all ranks or fewer."""
 
 Choice = tuple[str, str | None]
-"""The choice of a layer: ("data", None), ("model", "column" or "row"), or ("model", None) if it cannot be split."""
+"""The choice of a layer: ("data", None), ("model", "column", "row" or for experts "expert"), or ("model", None) if it
+cannot be split."""
 DATA: Choice = ("data", None)
 SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
+EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"))
 
 
 def check_constraint_names(asked: str, names: Collection[str]) -> None:
@@ -156,7 +159,7 @@ class Problem:
         """For every layer the row of ``constraints.layers`` that decides for it, or None.
 
         Raises:
-            StrategyError: a row that matches no layer.
+            StrategyError: a row that matches no layer, or a choice that the search does not price.
         """
         if self.constraints.layers is None:
             return [None] * len(self.rows)
@@ -166,7 +169,12 @@ class Problem:
         ]
         if mistakes:
             raise StrategyError(f"layers={self.constraints.layers!r}: " + "; ".join(map(str, mistakes)))
-        return [strategy.row_of(row.layer.name) for row in self.rows]
+        if any(row.parallel == "expert" for row in strategy.rows):
+            raise StrategyError(
+                f"layers={self.constraints.layers!r}: a search cannot pin expert; it tries it for those without a pin. "
+                "wb.planner.simulate prices a strategy with it."
+            )
+        return [strategy.row_of(row.layer) for row in self.rows]
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
@@ -189,7 +197,8 @@ class Problem:
         pin = self.pins[index]
         layer = self.rows[index].layer
         can_split = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
-        options = [DATA] if model == 1 and pin is None else list(SPLITS if can_split else WHOLE)
+        known = SPLITS if can_split else EXPERTS if layer.experts else WHOLE
+        options = [DATA] if model == 1 and pin is None else list(known)
         if pin is None:
             return options
         return [(p, s) for p, s in options if p == pin.parallel and (pin.split in (None, s) or not can_split)]
@@ -207,12 +216,22 @@ class Problem:
 
     def resolve(self, choices: Sequence[Choice], stages: Sequence[int], options: Options) -> ResolvedStrategy:
         """The strategy as the cost model reads it."""
-        layers = tuple(
-            ResolvedLayer(row.layer.name, parallel, split, stage, row.layer.kind)
-            for row, (parallel, split), stage in zip(self.rows, choices, stages, strict=True)
-        )
         assert options.degrees is not None
+        _, data, model = options.degrees
+        layers = tuple(
+            self._resolved(row.layer, choice, stage, data, model)
+            for row, choice, stage in zip(self.rows, choices, stages, strict=True)
+        )
         return ResolvedStrategy(layers, options.degrees, options)
+
+    def _resolved(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
+        """``expert`` means as many ranks as fit."""
+        resolved = ResolvedLayer(layer.name, choice[0], choice[1], stage, layer.kind)
+        if choice[0] != "expert":
+            return resolved
+        row = Row(layer.name, "expert", ranks=max(fitting_ranks(layer.experts, data, model), default=model))
+        number = number_in_list(row, layer, data, model)
+        return replace(resolved, over_data=over_data(row, data, model), expert=number)
 
     def ranks_of(self, strategy: Strategy) -> int:
         """Number of ranks of a strategy: all, except for the objective "cost"."""

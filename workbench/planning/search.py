@@ -18,6 +18,7 @@ from workbench.planning.infeasible import check_constraints, raise_does_not_fit
 from workbench.planning.layer_prices import least_step_s
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Choice, Constraints, Problem
+from workbench.planning.spread_experts import spread_experts
 
 
 def search(
@@ -87,6 +88,7 @@ def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
         search_exhaustively(problem, every, incumbents)
     else:
         search_best_first(problem, incumbents, is_quick)
+    spread_experts(problem, incumbents)
     return incumbents, every is not None
 
 

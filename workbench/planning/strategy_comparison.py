@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import Options
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Row
-from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
 from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import Problem
+from workbench.planning.write_strategy import row_of
 from workbench.units import format_bytes, format_seconds
 
 PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
@@ -98,7 +99,9 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
     )
     if abs(ratio) <= _EQUAL:
         return WhyNot("equal", f"It is as good: {figures}", price, difference)
-    if any(layer.split for layer in resolved.layers) and not problem.fits_heads(resolved.degrees[2]):
+    if any(layer.split in ("column", "row") for layer in resolved.layers) and not problem.fits_heads(
+        resolved.degrees[2]
+    ):
         heads = " and ".join(map(str, problem.heads))
         text = (
             f"Its model degree of {resolved.degrees[2]} does not divide {heads} heads of attention: ranks would "
@@ -133,7 +136,7 @@ def _difference(
 ) -> StrategyDifference:
     changed = [(a, b) for a, b in zip(one.layers, other.layers, strict=True) if a != b]
     has_stages = any(a.stage != b.stage for a, b in changed)
-    rows = [Row(b.name, b.parallel, b.split, b.stage if has_stages else None) for _, b in changed]
+    rows = [replace(row_of(b, other.degrees[2], has_stages), split=_split(b)) for _, b in changed]
     seconds = {part: getattr(other_price, part) - getattr(price, part) for part in PARTS}
     return StrategyDifference(
         _changed_options(one, other),
@@ -142,6 +145,11 @@ def _difference(
         other_price.peak_bytes - price.peak_bytes,
         (price.step_s, other_price.step_s),
     )
+
+
+def _split(layer: ResolvedLayer) -> str | None:
+    """As rows say it."""
+    return layer.split if layer.split in ("column", "row") else None
 
 
 def _changed_options(one: ResolvedStrategy, other: ResolvedStrategy) -> tuple[tuple[str, object, object], ...]:

@@ -6,6 +6,8 @@ that neighbours need not know each other:
     data           parameters B, input S(0) on every axis of the stage
     model:column   weight S(0), input S(0) on the data axis and B on the model axis, output S(last)
     model:row      weight S(1), input S(0), S(last), output P, boxed to what the next layer expects
+    expert         weights S(0), tokens go to their experts (see ``strategies/expert_forward``), output P on the model
+                   axis; ``model`` means the same for experts, on the model axis
 
 An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
 An output hook boxes what a row-split layer or a table gives. With the option ``sequence``, norms of model-parallel
@@ -29,9 +31,11 @@ from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import precision, recompute
 from workbench.training.schedule_options import check_schedule_options
+from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
+from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.memory_overlaps import refuse_overlaps
 from workbench.training.strategies.reshard_state import OptimizerState
@@ -109,12 +113,15 @@ def parallelize(
     converted: dict[nn.Parameter, nn.Parameter] = {}
     owners = parameter_owners(module, resolved)
     move_parameters(owners, layouts, converted)
+    state.handles += hook_listed_experts(module, described, state.in_use, resolved.layers)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, foreign, state.on_interrupt)
+        if choice.split == "expert" and plan.placements[choice.stage].num_ranks > 1:
+            state.handles.append(ExpertForward(layer, state.in_use, choice, described[position].experts))
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, state.in_use, state.on_interrupt)
     module.__dict__[STATE] = state

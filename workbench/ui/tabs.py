@@ -16,6 +16,7 @@ TABS = {"strategy": "Strategy", "live": "Live", "compare": "Compare"}
 TERMS = {
     "data": "Every rank holds the whole weight and works on its own part of the batch. Gradients are summed.",
     "model": "Each rank holds a part of the weight and computes a part of the result, for the same samples.",
+    "expert": "Each rank holds some of the experts whole. Tokens go to the experts that they chose, and come back.",
     "stage": "A part of the model that lies on ranks of its own. A stage passes its activations on to the next.",
     "micro-batch": "A part of the batch. With several of them the stages of a pipeline work at the same time; with one "
     "they wait for each other.",

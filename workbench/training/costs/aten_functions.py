@@ -13,12 +13,13 @@ NAMES = {
     "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
     "_native_batch_norm_legit": "batch_norm", "_softmax": "softmax", "_safe_softmax": "softmax",
     "_log_softmax": "cross_entropy", "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy",
-    "native_dropout": "dropout",
+    "native_dropout": "dropout", "_grouped_mm": "matmul",
     "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
 }  # fmt: skip
 """aten's name -> the usual name. Other names only lose their underscores."""
 ATTENTION = "scaled_dot_product_attention"
 TO_COPY = torch.ops.aten._to_copy.default
+BY_EXPERT = torch.ops.aten._grouped_mm
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -37,6 +38,8 @@ def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int
     packet = func._overloadpacket
     if packet is CPU_ATTENTION:
         return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
+    if packet is BY_EXPERT and args[0].ndim == 2:  # rows of all experts, one matrix each
+        return 2.0 * args[0].numel() * args[1].shape[-1], args[0].shape[-1]
     if packet not in flop_registry:
         return 0.0, 0
     flops = float(flop_registry[packet](*args, **kwargs, out_val=out))

@@ -169,7 +169,7 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
 
 
 def _described(layer: Layer, choice: ResolvedLayer) -> Any:
-    return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, layer.tied_to
+    return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, choice.over_data, layer.tied_to
 
 
 def _boxings_of_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:

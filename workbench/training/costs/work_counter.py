@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 from workbench.training.costs.activation_reads import ActivationReads
-from workbench.training.costs.aten_functions import ATTENTION, TO_COPY, matmul_work, name_of
+from workbench.training.costs.aten_functions import ATTENTION, BY_EXPERT, TO_COPY, matmul_work, name_of
 from workbench.training.costs.layer_calls import Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
 
@@ -222,7 +222,8 @@ class WorkCounter(TorchDispatchMode):
         of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
         passing = [one for at, one in {**inputs, **outputs}.items() if not (at in of_weights or self._is_held(at))]
         entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
-        if func._overloadpacket in flop_registry or name_of(func, inputs) == ATTENTION:
+        is_product = func._overloadpacket in flop_registry or func._overloadpacket is BY_EXPERT
+        if is_product or name_of(func, inputs) == ATTENTION:
             return
         entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
 

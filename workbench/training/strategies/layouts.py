@@ -53,6 +53,8 @@ class StageLayouts:
         module (rotary frequencies, masks) are on the stage of the layers in it, or of those around it if it has none.
         If these layers are on several stages, the buffers are on all ranks.
         """
+        if nearest.expert is not None and name == nearest.name:
+            return self.plan.parameter_layout(nearest, 1).placement
         if name == nearest.name or isinstance(module, _NormBase):
             return self.placements[nearest.stage]
         stages = self._stages_inside(name) or self._stages_inside(name.rpartition(".")[0])

@@ -175,6 +175,9 @@ def sbp_text(layout: Layout) -> str:
 
 def full_text(layout: Layout, axes: Sequence[str]) -> str:
     """All entries, by axis: ``"S(0) on the data axis, B on the model axis"``."""
+    if len(axes) < len(layout.sbp):  # experts over a part of the data axis
+        axes = [axes[0], f"groups of the {axes[0]}", *axes[1:]]
+    axes = axes[: len(layout.sbp)]  # one of a list of experts is on a few ranks
     entries = zip(layout.sbp, axes, layout.placement.shape, strict=True)
     return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in entries if size > 1) or "on one rank"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from workbench.core.expert_rows import fitting_ranks
 from workbench.core.layer_extents import LayerExtents
 from workbench.core.rows import Layer
 from workbench.core.sharding_plan import ShardingPlan
@@ -169,6 +170,7 @@ class _Drawing:
             "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
             "parallel": parallel,
             "split": split if isinstance(split, str) else None,
+            "experts": self._ranks_of_experts(node),
             "choice_text": _choice_text(choices),
             "stage": stage,
             "stages_text": _range_text([c.stage for c in choices]),
@@ -184,6 +186,15 @@ class _Drawing:
             ),
             "height": _height(row),
         }
+
+    def _ranks_of_experts(self, node: Node) -> list[int]:
+        """Over how many ranks the row's experts may be split; empty for a row without experts."""
+        having = [i for i in node.layers if self.state.layers[i].experts]
+        fitting = (
+            fitting_ranks(self.state.layers[i].experts, *self.state.resolved.stage_width(self.drawn[i].stage))
+            for i in having
+        )
+        return sorted(set.intersection(*map(set, fitting))) if having else []
 
     def _on(self, stages: set[int]) -> list[bool]:
         """For each column, whether its ranks hold any of the row's layers."""

@@ -39,6 +39,7 @@ function stageStyle(stage) {
 const CHOICE_TIPS = {
   data: "data: every rank holds the whole weight and works on its part of the batch (key D)",
   model: "model: the weight is split over the model axis (key M). Enter: which way",
+  expert: "expert: whole experts on each rank, tokens go to them (key X). Enter: over how many ranks",
 };
 
 function segment(label, options, css) {
@@ -68,7 +69,8 @@ function choiceCell(row) {
     cell.append(make("button", { class: css, tabindex: "-1", "aria-haspopup": "menu", "aria-label": label, "data-menu": "choice" }, row.choice_text));
     return cell;
   }
-  const options = ["data", "model"].map((value) => ({
+  const values = row.experts.length ? ["data", "model", "expert"] : ["data", "model"];
+  const options = values.map((value) => ({
     label: value,
     value,
     event: "parallel",
@@ -76,7 +78,7 @@ function choiceCell(row) {
     bad: row.bad === "parallel",
     tip: (value === "model" && row.hint_tip) || CHOICE_TIPS[value],
   }));
-  cell.append(segment(`${row.label}: data or model`, options, "choice"));
+  cell.append(segment(`${row.label}: ${values.join(" or ")}`, options, "choice"));
   return cell;
 }
 

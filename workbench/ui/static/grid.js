@@ -199,6 +199,10 @@ class Grid {
       ["model:column", "model:column", "output features, S(0) of a linear weight"],
       ["model:row", "model:row", "input features, S(1); gives a sum"],
     ];
+    if (row.experts.length) {
+      const over = row.experts.map((ranks) => [`expert:${ranks}`, `expert:${ranks}`, `whole experts over ${ranks} ranks`]);
+      items.splice(1, 3, ["model", "model", "whole experts over the model axis"], ...over);
+    }
     openMenu(this.root, anchor, items, current, (value) => this.choose("choice", value), () => this.mark(true));
   }
 
@@ -230,7 +234,8 @@ class Grid {
     if (key === "ArrowUp" || key === "ArrowDown") return this.move(key === "ArrowDown" ? 1 : -1, event.shiftKey);
     if (key === "Home" || key === "End") return this.move(key === "End" ? this.patterns.length : -this.patterns.length);
     if (key === "ArrowLeft" || key === "ArrowRight") return this.step(key === "ArrowRight" ? 1 : -1);
-    if (key === "d" || key === "m") return this.set("parallel", key === "d" ? "data" : "model");
+    const parallel = { d: "data", m: "model", x: "expert" }[key];
+    if (parallel) return parallel === "expert" && !this.view.rows[this.index].experts.length ? true : this.set("parallel", parallel);
     if (/^[0-9]$/.test(key)) return this.view.stage_options.includes(Number(key)) ? this.set("stage", Number(key)) : true;
     if (key === "Enter" && event.altKey) return this.set("run");
     if (key === "Enter" || key === "+" || key === "-") return this.open(key);

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of a layer: ``parallel`` is ``"data"`` or ``"model"``, ``split`` ``"column"``, ``"row"`` or None."""
+    """The choice of a layer, as a row says it: ``parallel``, then how or over how many ranks, if it says that.
+
+    ``"model"`` and ``"column"``, ``"row"`` or None; ``"expert"`` and a number of ranks or None; ``"data"`` and None.
+    """
 
     parallel: str
     split: str | None = None

@@ -46,12 +46,14 @@ def _with_row(rows: list[Row], wanted: Row, layers: Sequence[Layer]) -> list[Row
     the end. Rows that then decide for no layer are removed.
     """
     said = Strategy.from_rows(rows).rows_of(layers)
-    place = next((i for i, row in enumerate(rows) if row.pattern == wanted.pattern), None)
-    matched = [i for i, layer in enumerate(layers) if wanted.matches(layer.name)]
+    is_expert = wanted.parallel == "expert"  # beside a row of its pattern, which other layers keep
+    replaced = [row for row in rows if row.pattern == wanted.pattern and (not is_expert or row.parallel == "expert")]
+    place = rows.index(replaced[0]) if replaced else None
+    matched = [i for i, layer in enumerate(layers) if wanted.matches(layer.name) and (layer.experts or not is_expert)]
     if place is not None and matched and all(said[i] == rows[place] for i in matched):
         rows = [*rows[:place], wanted, *rows[place + 1 :]]
     else:
-        rows = [*(row for row in rows if row.pattern != wanted.pattern), wanted]
+        rows = [*(row for row in rows if row not in replaced), wanted]
     decisive = set(Strategy.from_rows(rows).rows_of(layers))
     rows = [row for row in rows if row in decisive or not _decides(row, layers)]
     return _without_needless(rows, wanted, matched, layers)
@@ -100,7 +102,7 @@ def clauses(text: str, wrong_layers: Sequence[str], layers: Sequence[Layer]) -> 
     parts = [part.strip() for part in rows_text.split(";") if part.strip()]
     rows = [_row_or_none(part) for part in parts]
     decisive = Strategy.from_rows([row for row in rows if row is not None])
-    blamed = {decisive.row_of(name) for name in wrong_layers}
+    blamed = {decisive.row_of(layer) for layer in layers if layer.name in wrong_layers}
     pieces: list[tuple[str, str]] = []
     for part, row in zip(parts, rows, strict=True):
         is_wrong = row is None or row in blamed or not (row.pattern == "*" or _decides(row, layers))

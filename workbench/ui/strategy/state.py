@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from workbench.core.ineffective_choices import IneffectiveChoice, find_ineffective_choices
 from workbench.core.options import parse_options
 from workbench.core.presets import PRESETS, StrategyLike, preset_name, strategy_of
 from workbench.core.rows import Layer, Row
-from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
+from workbench.core.strategy import Mistake, Options, ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.ui.strategy import edit_rows
 from workbench.ui.strategy.choices import Choice, Degrees
@@ -117,7 +118,7 @@ class PanelState:
     @property
     def drawn(self) -> list[Choice]:
         """The last valid choices, which pictures show while there are mistakes."""
-        return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
+        return [self._drawn(layer) for layer in self.resolved.layers]
 
     @property
     def hints(self) -> list[IneffectiveChoice]:
@@ -162,13 +163,18 @@ class PanelState:
     # ---- edits --------------------------------------------------------------------------------------------------
 
     def set_parallel(self, names: Iterable[str], parallel: str) -> None:
-        """Make rows ``"data"`` or ``"model"`` parallel; how model-parallel weights are split is left open."""
-        self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=None))
+        """Make rows ``"data"``, ``"model"`` or ``"expert"`` parallel; how weights are split is left open."""
+        self.set_choice(names, parallel)
 
     def set_choice(self, names: Iterable[str], choice: str) -> None:
-        """Set rows to ``data``, ``model``, ``model:column`` or ``model:row``."""
-        parallel, _, split = choice.partition(":")
-        self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=split or None))
+        """Set rows to ``data``, ``model``, ``model:column``, ``model:row``, ``expert`` or ``expert:4``.
+
+        ``expert`` is for experts: it leaves other layers of a row as they are.
+        """
+        parallel, _, how = choice.partition(":")
+        split, ranks = (None, int(how)) if how.isdecimal() else (how or None, None)
+        change = partial(replace, parallel=parallel, split=split, ranks=ranks)
+        self._edit_rows(names, change, experts_only=parallel == "expert")
 
     def set_stage(self, names: Iterable[str], stage: int) -> None:
         """Put rows on a pipeline stage; layers after them follow unless their own row says otherwise."""
@@ -270,8 +276,17 @@ class PanelState:
             return _UndoEntry(value, num_ranks, base, value, own_degrees=bool(parse_options(options, []).degrees))
         return _UndoEntry(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
 
-    def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
+    def _drawn(self, layer: ResolvedLayer) -> Choice:
+        _, model = self.resolved.stage_width(layer.stage)
+        if layer.parallel == "expert":
+            return Choice("expert", str(layer.over_data * model), layer.stage)
+        return Choice(layer.parallel, None if layer.split == "expert" else layer.split, layer.stage)
+
+    def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row], experts_only: bool = False) -> None:
         targets = {name: self._layers_of(name) for name in names}
+        if experts_only:
+            having = {name: [i for i in indices if self.layers[i].experts] for name, indices in targets.items()}
+            targets = {name: tuple(having[name]) or indices for name, indices in targets.items()}
         rows = edit_rows.edited(self.strategy, self.layers, targets, change)
         options = self.options if self._now.own_degrees else replace(self.options, degrees=None)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, options)))
@@ -325,8 +340,8 @@ def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequenc
     choices: list[Choice] = []
     for row, last in zip(strategy.rows_of(layers), drawn, strict=True):
         stage = row.stage if row.stage is not None else choices[-1].stage if choices else 0
-        split = row.split or (last.split if row.parallel == last.parallel else None)
-        choices.append(Choice(row.parallel, split, stage))
+        written = str(row.ranks) if row.ranks is not None else row.split
+        choices.append(Choice(row.parallel, written or (last.split if row.parallel == last.parallel else None), stage))
     return choices
 
 

@@ -19,6 +19,7 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import ExplicitBoxingError
+from workbench.tensors.boxing.account import Account
 from workbench.tensors.global_tensor import Spec, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
@@ -65,22 +66,6 @@ class RowMove:
     def reversed(self) -> RowMove:
         """The same rows in the other direction."""
         return RowMove(self.to_rank, self.from_rank, self.result, self.put, self.source, self.taken)
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The bytes that a row map moves, with the attributes of a ``BoxingPlan``: for traces."""
-
-    source: Layout
-    destination: Layout
-    shape: Shape
-    bytes_sent: dict[int, int]
-    kind: str = "rows"
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes on the wire, summed over the ranks."""
-        return sum(self.bytes_sent.values())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Experts over the data axis: what the planner prices, chooses and writes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planning.problems import linear, machine
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
+from workbench.errors import StrategyError
+from workbench.planning.problem import Constraints
+from workbench.planning.search import search
+
+WEIGHTS = 8 * 64 * 256
+
+
+def mixture(chosen: int = 2) -> ModelCosts:
+    """Experts with most of the weights between two linear layers, on 16 tokens a sample."""
+    shapes = {"up": (8, 64, 256)}
+    flops = 2.0 * 16 * chosen * 64 * 256
+    work = OpCost("matmul", flops, 4.0 * 16 * (64 + 256), inner=64, saved_bytes=4.0 * 16 * 64)
+    layer = Layer("experts", "Experts", shapes, WEIGHTS, experts=8, chosen=chosen)
+    experts = LayerCost(layer, (work,), (), (16, 64))
+    first, last = linear("enter", 64, 64, 16), linear("head", 64, 64, 16)
+    return ModelCosts((first, experts, last), (64,))
+
+
+def priced(text: str, num_ranks: int = 4, **settings):
+    costs = mixture()
+    strategy = Strategy(text).resolve(costs.layers, num_ranks)
+    return estimate(costs, strategy, machine(random.Random(1)), 64, **settings)
+
+
+def test_weights_and_gradients_of_spread_experts():
+    """Each of 4 ranks has a quarter of the experts, and nobody sums their gradients."""
+    whole, spread, halves = priced("*: data"), priced("*: expert"), priced("*: expert:2")
+    for kind in ("parameters", "optimizer"):
+        saved = whole.memory[0][kind] - spread.memory[0][kind]
+        per_weight = 4 if kind == "parameters" else 8
+        assert saved == pytest.approx(3 / 4 * WEIGHTS * per_weight)
+    gone = whole.sent.weights - spread.sent.weights
+    assert gone == pytest.approx(4 * WEIGHTS * 2 * 4 * 3 / 4)  # an all-reduce among 4 ranks
+    half = whole.sent.weights - halves.sent.weights
+    assert half == pytest.approx(4 * 4 * (WEIGHTS * 2 * 3 / 4 - WEIGHTS / 2 * 2 / 2))
+
+
+def test_tokens_travel_twice_in_forward_and_twice_in_backward():
+    spread, whole = priced("*: expert"), priced("*: data")
+    tokens = 64 * 16 * 2  # of which each chooses two experts, on all ranks
+    assert spread.sent.activations - whole.sent.activations == pytest.approx(4 * tokens * 64 * 4 * 3 / 4)
+
+
+def test_a_plan_spreads_experts_where_they_fit_only_so():
+    weights = 3 * 64 * 64 + WEIGHTS / 4
+    limit = 16.0 * weights + 4e6
+    options = {"memory_bytes": limit, "constraints": Constraints(model=1, pipeline=1, zero=0)}
+    plan = search(mixture(), machine(random.Random(1)), 4, 64, **options)
+    assert str(plan.strategy).startswith("enter: data; experts: expert:4; head: data")
+    assert plan.strategy.resolve(plan.problem.costs.layers, 4) == plan.resolved
+    with pytest.raises(StrategyError, match="cannot pin expert"):
+        search(
+            mixture(),
+            machine(random.Random(1)),
+            4,
+            64,
+            constraints=replace(options["constraints"], layers="experts: expert"),
+        )

@@ -1,0 +1,200 @@
+"""Experts split over ranks: each rank holds its part, and the numbers are those of one device."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.training.strategies.mixtures import Mixture, Pool, batch_of
+from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.costs.dry_run import dry_run
+from workbench.training.parallel import describe
+
+STEPS = {"*: expert": 20, "*: model; *: expert:4 | 1x2x2": 20}
+SPLIT = {
+    "*: model | 1x1x4": 2,
+    "*: expert": 2,
+    "*: model; *: expert:4 | 1x2x2": 2,
+    "*: expert:2 | zero=2": 4,
+    "*: model | 1x2x2 zero=3": 4,
+    "*: expert:2 | zero=3": 4,
+    "*: expert | recompute": 2,
+    "*: model; *: expert | 1x2x2 sequence": 4,
+    "*: model; *: expert; shared: data@1 | 2x1x2": 4,
+}
+"""The experts that a rank of their stage holds, of 8, on 4 ranks."""
+
+
+LISTED = {
+    "*: model; *: expert:4 | 1x2x2": 2,
+    "*: expert:2 | zero=1": 4,
+    "*: expert; head: data@1 | 2x2x1": 4,
+}
+"""The experts of a list that a rank of their stage holds."""
+pytestmark = pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+
+
+def made(**settings) -> Mixture:
+    torch.manual_seed(5)
+    return Mixture(**settings).double()
+
+
+def trained(model, strategy, steps, samples=8):
+    """Losses of all steps; gradients of the first one and weights after the last, whole."""
+    model = wb.parallelize(model, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, grads = [], {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(*batch_of(step, samples))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        grads = grads or {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, grads, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def on_one_device(steps, samples=8, **settings):
+    alone = made(**settings)
+    (truth,) = run_ranks(lambda: trained(alone, "*: data", steps, samples), 1)
+    return truth
+
+
+def assert_equal(found, truth):
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_split_experts_train_as_on_one_device(strategy):
+    models, steps = [made() for _ in range(4)], STEPS.get(strategy, 3)
+
+    def program(rank):
+        found = trained(models[rank], strategy, steps)
+        return found, models[rank].pool.up
+
+    for found, weight in run_ranks(program, 4):
+        assert_equal(found, on_one_device(steps))
+        if not weight.is_placeholder and "zero=3" not in strategy:
+            assert len(weight.to_local()) == SPLIT[strategy]
+
+
+@pytest.mark.parametrize("strategy", LISTED)
+def test_listed_experts_are_spread_whole(strategy):
+    models = [made(listed=True) for _ in range(4)]
+
+    def program(rank):
+        found = trained(models[rank], strategy, 3)
+        return found, [expert[0].weight.is_placeholder for expert in models[rank].experts]
+
+    for found, elsewhere in run_ranks(program, 4):
+        assert_equal(found, on_one_device(3, listed=True))
+        assert elsewhere.count(False) in (LISTED[strategy], 0)
+
+
+def test_uneven_parts_and_ranks_without_tokens_or_experts():
+    """3 samples on 4 ranks; 5 experts under ``model``, which may hold different numbers."""
+    for experts, strategy in ((8, "*: expert"), (5, "*: model | 1x2x2"), (3, "*: model | 1x1x4")):
+        models = [made(experts=experts) for _ in range(4)]
+        for found in run_ranks(lambda rank: trained(models[rank], strategy, 3, 3), 4):  # noqa: B023 - called here
+            assert_equal(found, on_one_device(3, 3, experts=experts))
+
+
+def test_what_does_not_fit_is_named_at_once():
+    layers = describe(made(experts=6))
+    text = "*: data; pool: expert:4; head: expert; shared: expert | 1x2x2"
+    with pytest.raises(StrategyError) as caught:
+        Strategy(text).resolve(layers, 4)
+    for words in (
+        "row 'head: expert' covers no experts; experts are in pool", "row 'shared: expert'",
+        "pool: 6 experts over 4 ranks", "write 'pool: expert:2'",
+    ):  # fmt: skip
+        assert words in str(caught.value)
+    with pytest.raises(StrategyError, match="experts over 3 ranks, but data x model is 2 x 2"):
+        Strategy("*: expert:3 | 1x2x2").resolve(layers, 4)
+    with pytest.raises(StrategyError, match="the model has none"):
+        Strategy("*: expert").resolve([layer for layer in layers if layer.name != "pool"], 2)
+
+
+def test_text_of_rows():
+    for text in ("*: model; *.experts: expert", "a.experts: expert:8@1", "*: expert"):
+        assert str(Strategy(text)) == text
+    assert str(Strategy("expert:4 | 1x4x1")) == "*: expert:4 | 1x4x1"
+    with pytest.raises(StrategyError, match="expert:N"):
+        Strategy("*: expert:row")
+
+
+def test_only_what_sums_experts_counts_as_experts():
+    class Dense(torch.nn.Module):
+        """Three arguments, but each token gets the sum of all experts."""
+
+        def __init__(self):
+            super().__init__()
+            self.num_experts = 4
+            self.weight = torch.nn.Parameter(torch.randn(4, 8, 8))
+
+        def forward(self, x, chosen, weights):
+            return torch.einsum("th,ehk->tk", x, self.weight)
+
+    found = {layer.name: layer.experts for layer in describe(torch.nn.ModuleList([made(), Dense()]))}
+    assert {name: count for name, count in found.items() if count} == {"0.pool": 8}
+
+
+def test_a_checkpoint_of_split_experts_loads_under_any_other_strategy(tmp_path):
+    models = [made() for _ in range(4)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: expert")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*batch_of(0)).backward()
+        optimizer.step()
+        wb.checkpoint.save(tmp_path / "experts", model=model, optimizer=optimizer)
+        expected = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        for strategy in ("*: data", "*: model; *: expert:4 | 1x2x2", "*: expert:2"):
+            other = wb.parallelize(copy.deepcopy(made_once), strategy)
+            wb.checkpoint.load(tmp_path / "experts", model=other)
+            found = {name: p.full_tensor().detach() for name, p in other.named_parameters()}
+            for name, weight in expected.items():
+                assert torch.equal(found[name], weight), (strategy, name)
+
+    made_once = made()
+    with torch.no_grad():
+        made_once.pool.up.zero_()
+    run_ranks(program, 4)
+
+
+class RoundRobin(torch.nn.Module):
+    """All experts are chosen alike often."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.pool = torch.nn.Linear(6, 8), Pool(8)
+
+    def forward(self, x):
+        tokens = self.first(x).flatten(0, 1)
+        chosen = torch.arange(2 * len(tokens)).view(-1, 2) % 8
+        return self.pool(tokens, chosen, self.first(x).flatten(0, 1)[:, :2].abs())
+
+
+@pytest.mark.parametrize("strategy", ["*: expert", "*: model; *: expert:4 | 1x2x2", "*: expert:2"])
+def test_a_dry_run_counts_what_is_sent_if_experts_are_chosen_alike_often(strategy):
+    x = torch.randn(8, 4, 6)
+    torch.manual_seed(1)
+    models = [copy.deepcopy(model) for model in [RoundRobin()] for _ in range(4)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        current().traffic.reset()
+        wb.forward_backward(model, lambda output, _: output.square().mean(), x, torch.zeros(8))
+        return current().traffic.by_kind
+
+    found = dry_run(RoundRobin, strategy, 4, x, torch.zeros(8), lambda output, _: output.square().mean())
+    sent = [by_kind["all-to-all"] for by_kind in run_ranks(program, 4)]
+    assert found.by_kind["all-to-all"] == sum(sent) > 0

@@ -1,0 +1,214 @@
+"""The forward of fused experts whose rows are split over ranks.
+
+On the model axis all ranks have the same tokens: each computes the terms of its own experts, and the result is a
+partial sum. On the data axis ranks have different tokens: each token goes to the ranks of the experts that it has
+chosen, by an all-to-all whose sizes depend on the choices, and the results come back to the token. No token is
+dropped. Results are multiplied by their weights where the token is, so the weights do not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.expert_group import ExpertGroup, expert_groups
+from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.core.strategy import ResolvedLayer
+from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.boxing.uneven import RowExchange, exchange_rows
+from workbench.tensors.dispatch.local_map import plain_alias
+from workbench.tensors.dispatch.placeholder_calls import has_data, placeholder_outputs
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.training.strategies.fused_experts import argument_names, run_some
+from workbench.training.strategies.layouts import LayoutsInUse
+
+_NUM_TAGS = 3
+"""Exchanges of a call with tokens that travel: how many there are, the tokens, and the results."""
+
+
+class ExpertForward:
+    """The forward of a layer of split experts, in the place of the module's own until ``remove``.
+
+    A call whose arguments are not tokens, numbers of experts and weights runs the module's own forward, by the rules of
+    its functions.
+    """
+
+    def __init__(self, module: nn.Module, in_use: LayoutsInUse, choice: ResolvedLayer, experts: int) -> None:
+        self._module, self._in_use, self._choice, self._experts = module, in_use, choice, experts
+        self._names = argument_names(module)[:3]
+        module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in self._names[len(args) :] if name in kwargs)]
+        if len(args) + len(kwargs) != len(given) or not _are_choices_of_tokens(given):
+            return type(self._module).forward(self._module, *args, **kwargs)
+        plan, choice = self._in_use.layouts.plan, self._choice
+        layout = plan.layout(choice.stage, Split(0), broadcast)
+        tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
+        parameters: dict[str, Any] = {name: p for name, p in self._module._parameters.items() if p is not None}
+        world = tokens._spec.world
+        spec = spec_of(world, plan.layout(choice.stage, Split(0), partial_sum), tokens._spec.shape)
+        tags = [world.context.next_tag() for _ in range(_NUM_TAGS if choice.over_data > 1 else 0)]
+        if spec.is_placeholder:
+            return _placeholder(spec, [tokens, weights, *parameters.values()])
+        placement, (data, model) = plan.placements[choice.stage], plan.resolved.stage_width(choice.stage)
+        groups = expert_groups(placement, data, model, choice.over_data, self._experts)
+        with local_torch():
+            here = {name: plain_alias(parameter) for name, parameter in parameters.items()}
+            call = _Call(choice.name, groups, numbers._spec, tags, partial(self._terms, here))
+            local = call.run(plain_alias(tokens), plain_alias(numbers), plain_alias(weights))
+        return wrap(local, spec)
+
+    def _terms(self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: Any, ones: torch.Tensor) -> Any:
+        """What this rank's experts give for rows, for each the expert of its number, multiplied by ``ones``.
+
+        Under autocast too the results have the rows' dtype: they travel between ranks, some of which had no row.
+        """
+        if not len(rows) or not has_data(rows):  # backward reaches the same parameters as on other ranks
+            return rows + sum(tensor.flatten()[:0].sum() for tensor in tensors.values())
+        results = run_some(self._module, self._experts, tensors, rows, numbers[:, None], ones[:, None])
+        return results.to(rows.dtype)
+
+
+def _are_choices_of_tokens(given: Sequence[Any]) -> bool:
+    """Whether arguments are global tokens, numbers of experts for each and as many weights."""
+    if len(given) != 3 or not all(isinstance(each, GlobalTensor) for each in given):
+        return False
+    _, numbers, weights = given
+    shapes = [tuple(each.shape) for each in given]
+    are_numbers = not numbers.is_floating_point() and weights.is_floating_point()
+    return are_numbers and len(shapes[0]) > 1 and shapes[0][:-1] == shapes[1][:-1] and shapes[1] == shapes[2]
+
+
+def _placeholder(spec: Spec, operands: list[GlobalTensor]) -> GlobalTensor:
+    """The result on a rank of another stage."""
+    links = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    info = (tuple(spec.shape), operands[0].dtype, links)
+    return wrap(placeholder_outputs([info], operands, [spec], spec.world.device)[0], spec)
+
+
+class _Call:
+    """One call on this rank's shards.
+
+    Args:
+        name: the layer's path.
+        groups: the group of every rank of the stage.
+        spec: of the numbers of the chosen experts.
+        tags: of the exchanges; empty where tokens stay.
+        terms: (rows, numbers of this rank's experts, ones) -> results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        groups: Mapping[int, ExpertGroup],
+        spec: Spec,
+        tags: list[int],
+        terms: Callable[..., torch.Tensor],
+    ) -> None:
+        self.name, self.groups, self.spec, self.tags, self.terms = name, groups, spec, tags, terms
+        self.group = groups[spec.world.rank]
+        self.place = self.group.ranks.index(spec.world.rank)
+
+    def run(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum, for each of this rank's tokens, of the results of its experts of this group.
+
+        Args:
+            tokens: (tokens..., features).
+            numbers, weights: (tokens..., chosen experts).
+        """
+        rows, flat = tokens.flatten(0, -2), weights.flatten()
+        chosen, counts = self._choices(numbers.flatten())
+        of_token = chosen // numbers.shape[-1]
+        if self.tags:
+            results = self._travel(rows[of_token], counts, flat)
+        else:
+            results = self.terms(rows[of_token], _numbers(counts), flat.new_ones(len(chosen)))
+        weighted = results * flat[chosen, None]
+        total = weighted.new_zeros(rows.shape).index_add(0, of_token, weighted)
+        return total.to(tokens.dtype).view(tokens.shape)
+
+    def _choices(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places of the choices of this group's experts, sorted by expert, and how many each expert has.
+
+        Without data, all experts are chosen alike often. A number that is no expert's chooses none.
+        """
+        group, sizes = self.group, self.group.sizes
+        if not has_data(numbers):
+            count = sum(group.even_choices(len(numbers), place) for place in range(len(sizes)))
+            return numbers.new_empty(count), numbers.new_empty(sum(sizes))
+        place_of = torch.full((group.experts + 1,), -1)
+        place_of[[expert for start, stop in group.bounds for expert in range(start, stop)]] = torch.arange(sum(sizes))
+        places = place_of.to(numbers.device)[numbers.clamp(-1, group.experts)]
+        chosen = (places >= 0).nonzero().flatten()
+        places = places[chosen]
+        return chosen[places.argsort(stable=True)], torch.bincount(places, minlength=sum(sizes))
+
+    def _travel(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The results for rows that go to their experts and come back."""
+        sizes, own = self.group.sizes, self.group.sizes[self.place]
+        asked = self._exchange(sizes, (own,) * len(sizes), 0, lambda rank, place: self.groups[rank].sizes[place])
+        asking = exchange_rows(counts, asked).view(len(sizes), own)
+        if has_data(counts):
+            sent = [sum(part) for part in _cut(counts.tolist(), sizes)]
+            exchange = self._exchange(sent, asking.sum(1).tolist(), 1)
+        else:
+            sent = [self._even(self.spec.world.rank, place) for place in range(len(sizes))]
+            received = [self._even(rank, self.place) for rank in self.group.ranks]
+            exchange = self._exchange(sent, received, 1, self._even)
+        arrived = exchange_rows(rows, exchange)
+        results = self.terms(arrived, _numbers(asking), weights.new_ones(len(arrived)))
+        return exchange_rows(results, exchange.reversed(self.tags[2]))
+
+    def _even(self, rank: int, place: int) -> int:
+        """Rows from ``rank`` to the rank at ``place`` of its group, without data."""
+        choices = prod(self.spec.layout.local_shape(self.spec.shape, rank))
+        return self.groups[rank].even_choices(choices, place)
+
+    def _exchange(
+        self,
+        sent: Sequence[int],
+        received: Sequence[int],
+        number: int,
+        known: Callable[[int, int], int] | None = None,
+    ) -> RowExchange:
+        """An exchange of rows. ``known``: the rows that any rank sends to a place of its group, known to all ranks."""
+        rank, spec = self.spec.world.rank, self.spec
+        rows_sent = {rank: sum(sent) - sent[self.place]}
+        rows_received = {rank: sum(received) - received[self.place]}
+        if known is not None:
+            for other, group in self.groups.items():
+                at = group.ranks.index(other)
+                rows_sent[other] = sum(known(other, place) for place in range(len(sent)) if place != at)
+                rows_received[other] = sum(known(each, at) for each in group.ranks if each != other)
+        return RowExchange(
+            spec.world, self.group.ranks, tuple(sent), tuple(received), rows_sent, rows_received, spec.layout,
+            spec.shape, self.tags[number], self.name,
+        )  # fmt: skip
+
+
+def _numbers(counts: torch.Tensor) -> torch.Tensor:
+    """The numbers of a rank's experts, each as often as counts say: (experts) or (ranks, experts) of them.
+
+    >>> _numbers(torch.tensor([2, 0, 1]))
+    tensor([0, 0, 2])
+    """
+    if not has_data(counts):
+        return counts
+    numbers = torch.arange(counts.shape[-1], device=counts.device).expand(counts.shape)
+    return numbers.flatten().repeat_interleave(counts.flatten())
+
+
+def _cut(values: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
