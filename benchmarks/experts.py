@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts
 
-4 layers of 16 experts with a router, of which each of 8 x 64 tokens takes the best two, with AdamW: experts spread,
+4 layers of 16 experts with a router, of which each of 16 x 128 tokens takes the best two, with AdamW: experts spread,
 with an all-to-all of tokens; all weights gathered for each use (ZeRO 3), which holds as much on each process; and a
 dense model, data parallel, whose tokens do the same products. The two mixtures start from the same weights, which must
 agree at the end.
@@ -24,7 +24,7 @@ from benchmarks.reporting import Target, publish, side_by_side, table
 
 NUM_PROCESSES = 2
 WIDTH, INNER, EXPERTS, BEST, LAYERS = 256, 512, 16, 2, 4
-BATCH, LENGTH = 8, 64
+BATCH, LENGTH = 16, 128
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 1e-3
 _SPREAD, _GATHERED, _DENSE = "*: expert", "*: data | zero=3", "dense, *: data"
@@ -42,7 +42,8 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Of shape (tokens, width), as ``x``."""
         order = chosen.flatten().argsort()
-        ends = torch.bincount(chosen.flatten(), minlength=self.num_experts).cumsum(0).to(torch.int32)
+        counts = torch.histc(chosen.flatten().float(), self.num_experts, min=0, max=self.num_experts - 1)
+        ends = counts.cumsum(0).to(torch.int32)
         rows = x[order // chosen.shape[1]]
         inner = F.gelu(torch._grouped_mm(rows, self.up, offs=ends))
         results = torch._grouped_mm(inner, self.down, offs=ends) * weights.flatten()[order, None]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from tests.training.strategies.mixtures import Pool
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.core.rows import Layer
 from workbench.errors import StrategyError
@@ -256,3 +257,22 @@ def test_a_function_that_loads_weights_is_counted_without_a_warning() -> None:
         return model
 
     assert layer_costs(make, (2, 4)).num_parameters == 40
+
+
+def test_fused_experts_that_read_values_are_counted_as_if_chosen_alike_often():
+    """Of 2 x 6 tokens each chooses 2 of 4 experts, of 8 x 12 x 8."""
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.pool = nn.Linear(8, 4), Pool(4)
+
+        def forward(self, x):
+            tokens = x.flatten(0, 1)
+            weights, chosen = self.router(tokens).softmax(-1).topk(2)
+            return self.pool(tokens, chosen, weights).view_as(x)
+
+    costs = layer_costs(Mixture(), (2, 6, 8))
+    experts = costs.rows[1]
+    assert experts.layer.experts == 4
+    assert experts.flops == pytest.approx(6 * 2 * 2 * (8 * 12 + 12 * 8))

@@ -21,6 +21,7 @@ from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, own_loss
+from workbench.training.costs.even_experts import even_experts
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.recompute import numbered_blocks
@@ -94,7 +95,8 @@ def _count(
     num_samples = _num_samples(batch)
     counter = WorkCounter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
-        with without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
+        counting = counter.watch(dict(layers_of(module)), batch)
+        with without_log(), even_experts(module), mode, torch.enable_grad(), counting:
             positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
