@@ -15,6 +15,7 @@ from tests.processes import run_processes
 
 ELSEWHERE = {
     "README.md": "test_readme.py runs its script under torchrun",
+    "docs/guides/restarts.md": "tests/training/saving/test_restarts.py kills a rank of its script",
     "docs/training.md": "test_training_page.py also looks at its losses",
 }
 """Pages whose blocks other tests run."""

@@ -2,9 +2,11 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import workbench as wb
 from tests.processes import Ranks
@@ -100,6 +102,24 @@ def test_a_rank_that_joins_twice_is_an_error(tmp_path):
     with pytest.raises(WorldError, match=r"rank 0 of 1 is twice in generation 4 .* another init_method"):
         rendezvous.join_rendezvous(place, 0, 1, 4, 5.0)
     assert rendezvous.join_rendezvous(place, 0, 1, None, 5.0).generation == 5
+
+
+def test_ranks_that_torchrun_starts_again_meet_apart_from_the_former_ones():
+    """Its store outlives the ranks. Some had ended while they joined, and the number of ranks changes."""
+    store = HashStore()
+    parts = []
+    for world_size in (2, 3, 1, 3):
+        with ThreadPoolExecutor(world_size) as ranks:
+            calls = [ranks.submit(rendezvous._part_of_this_start, store, r, world_size, 5.0) for r in range(world_size)]
+            of_start = [call.result() for call in calls]
+        for rank, part in enumerate(of_start):
+            assert part.add(f"came/{rank}", 1) == 1
+        assert all(part.check([f"came/{rank}" for rank in range(world_size)]) for part in of_start)
+        parts += of_start[:1]
+        with pytest.raises(WorldError, match=r"rank 1 of 3 under torchrun.*ranks \[0\] did not"):
+            rendezvous._part_of_this_start(store, 1, 3, 0.05)
+    parts[0].set("late", "")
+    assert not any(part.check(["late"]) for part in parts[1:])
 
 
 def test_a_process_without_a_world_names_its_rank(monkeypatch):

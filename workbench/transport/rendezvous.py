@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
@@ -141,8 +142,37 @@ def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) ->
             store: Store = _tcp_store(init_method, rank, world_size, timeout)
         else:
             store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+            if init_method.startswith("env://") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = _part_of_this_start(store, rank, world_size, timeout_s)
         _last = (init_method, store)
     return _last[1]
+
+
+def _part_of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The part of torchrun's store that belongs to this start of the ranks; rank 0 returns when all others have it.
+
+    torchrun starts all ranks again after a failure, and when hosts come or go. The keys of the former ranks, which have
+    ended, stay in its store. Its count of restarts does not name the start, because each host has its own. So rank 0
+    counts the starts, and the others ask for the number with a token that no former rank has used.
+    """
+    who = f"rank {rank} of {world_size} under torchrun"
+    if rank > 0:
+        answer = f"{uuid.uuid4().hex}/0"
+        store.set(f"asks/{rank}", answer)
+        _wait_for_all(store, [answer], who, timeout_s)
+        part = PrefixStore(f"start-{int(store.get(answer))}", store)
+        part.set(f"has/{rank}", "")
+        return part
+    number = store.add("starts", 1)
+    part = PrefixStore(f"start-{number}", store)
+
+    def answer_all() -> None:
+        for question in (f"asks/{peer}" for peer in range(1, world_size)):
+            if store.check([question]):
+                store.set(store.get(question).decode(), str(number))
+
+    _wait_for_all(part, [f"has/{peer}" for peer in range(1, world_size)], who, timeout_s, answer_all)
+    return part
 
 
 def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
@@ -167,9 +197,13 @@ def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.t
     )
 
 
-def _wait_for_all(store: Store, keys: list[str], who: str, timeout_s: float) -> None:
+def _wait_for_all(
+    store: Store, keys: list[str], who: str, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Wait for keys that end with the rank that sets them; ``meanwhile`` is called again and again."""
     started, nap_s = time.perf_counter(), _FIRST_NAP_S
     while not store.check(keys):
+        meanwhile()
         if time.perf_counter() - started > timeout_s:
             missing = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
             raise WorldError(
