@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workbench.cli import checks, doctor
+from tests.session.test_make_profile import SSH
+from workbench.cli import checks, doctor, host_checks
 from workbench.cli.checks import BAD, GOOD, WARNING, Finding
+from workbench.session.processes.host_facts import HostFacts
 
 
 def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(quick=True)) == 0
+    assert doctor.run(argparse.Namespace(quick=True, hosts=None)) == 0
     said = capsys.readouterr().out
     assert said.endswith("All that is needed works.\n")
     for what in ("python", "torch", "ipyparallel", "machine", "gpus", "backends", "loopback", "chromium"):
@@ -102,7 +105,35 @@ def test_what_is_bad_is_named_and_exits_with_1(
 ) -> None:
     findings = [Finding("torch", BAD, "not installed", "pip install it"), Finding("gpus", WARNING, "none")]
     monkeypatch.setattr(doctor, "find", lambda _quick: findings)
-    assert doctor.run(argparse.Namespace(quick=False)) == 1
+    assert doctor.run(argparse.Namespace(quick=False, hosts=None)) == 1
     said = capsys.readouterr().out
     assert "-> pip install it" in said
     assert said.endswith("Does not work: torch.\n")
+
+
+def test_hosts_are_checked_with_a_fix_for_each_finding(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in the place of ssh, which runs commands here; `tests/session/test_hosts.py` has real hosts."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    found = list(host_checks.find("good,nokey", quick=True, command=[str(tmp_path / "ssh")]))
+    assert [each.state for each in found if each.what == "nokey"] == [BAD]
+    said = {each.text: each for each in found if each.what == "good"}
+    assert all(each.state == GOOD for each in said.values()), said
+    assert any("connects to this machine at 127.0.0.1" in text for text in said)
+    assert any("clock" in text for text in said) and any("GPU" in text for text in said)
+    facts = HostFacts("a", name="a", python="2.7.1", back="refused", here="10.0.0.1", clock_s=-90.0, clock_error_s=0.1)
+    found = list(host_checks._of_host(facts))
+    with_fix = [each for each in found if each.fix]
+    assert len(with_fix) == 4 and {each.state for each in with_fix} == {BAD, WARNING}
+    assert any("its clock is 90.0 s behind" in each.text for each in found), found
+    twins = [facts, dataclasses.replace(facts, host="b", gpus=("GPU 0: H100 (UUID: x)",))]
+    assert "a, b all call themselves a" in next(host_checks._same_machines(twins)).text
+    assert "only some hosts have GPUs" in list(host_checks._gpus(twins))[-1].text
+
+
+def test_an_exchange_between_hosts_that_fails_names_the_host(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'RuntimeError: connect to a: refused' >&2\nexit 1\n")
+    (tmp_path / "ssh").chmod(0o755)
+    finding = host_checks._exchange("gloo", [HostFacts("a"), HostFacts("b")], "", [str(tmp_path / "ssh")])
+    assert finding.state == BAD and "a: RuntimeError: connect to a: refused" in finding.text
+    assert "GLOO_SOCKET_IFNAME" in finding.fix

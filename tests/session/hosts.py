@@ -1,9 +1,11 @@
 """Hosts made of network namespaces: each has an address of its own, a host name, and an sshd that lets us in."""
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +46,7 @@ class Host:
         return f"{NETWORK}.{10 + self.number}"
 
     def start(self):
-        """Cable, address, and sshd under a host name of its own."""
+        """Cable and address, and sshd under a host name of its own."""
         cable = f"wbv{self.number}"
         _run("ip", "netns", "add", self.name)
         _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
@@ -52,11 +54,16 @@ class Host:
         _run("ip", "-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
         for link in ("eth0", "lo"):
             _run("ip", "-n", self.name, "link", "set", link, "up")
+        self.serve()
+
+    def serve(self):
+        """Let its sshd run, also when it comes back after `kill`."""
         config = self.folder / f"sshd{self.number}.conf"
         config.write_text(
             f"Port 22\nListenAddress {self.address}\nHostKey {self.folder}/host_key\nPidFile none\nStrictModes no\n"
             f"AuthorizedKeysFile {self.folder}/key.pub\nUsePAM no\nPasswordAuthentication no\n"
             f"PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\nMaxStartups 50\n"
+            f"SetEnv PYTHONPATH={Path(__file__).parents[2]}\n"  # this checkout, wherever workbench is installed from
         )
         serve = f"hostname {self.name}; exec /usr/sbin/sshd -D -E {self.folder}/sshd{self.number}.log -f {config}"
         self.sshd = subprocess.Popen(["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", serve])
@@ -92,6 +99,8 @@ class Network:
         self.hosts = [Host(number, folder) for number in range(1, num_hosts + 1)]
 
     def __enter__(self):
+        self._lock = open(Path(tempfile.gettempdir()) / "workbench-test-network.lock", "w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # names and addresses are those of the machine
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in ("key", "host_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
@@ -105,20 +114,30 @@ class Network:
         for host in self.hosts:
             host.start()
         for host in self.hosts:
-            self._wait_for(host)
+            self.wait_for(host)
         return self
 
     def __exit__(self, *exc_info):
         for host in self.hosts:
             host.remove()
         _run("ip", "link", "del", "wbbr0", check=False)
+        self._lock.close()
 
     def ssh(self, host, command):
         return _run("ssh", "-F", str(self.folder / "ssh_config"), f"root@{host.address}", command, check=False)
 
-    def _wait_for(self, host):
+    def wait_for(self, host):
         wait_until(lambda: self.ssh(host, "hostname").returncode == 0, lambda: self.ssh(host, "hostname").stderr)
         assert self.ssh(host, "hostname").stdout.strip() == host.name
+
+    def ssh_program(self):
+        """An ``ssh`` that takes our key, for programs that call it by its name: a folder for PATH."""
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        for name in ("ssh", "scp"):
+            (folder / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} -F {self.folder}/ssh_config "$@"\n')
+            (folder / name).chmod(0o755)
+        return folder
 
     def profile(self, documented: str, ipython_dir: Path, engines: dict[int, int]) -> None:
         """The documented profile, with these hosts, this Python, and our keys."""

@@ -1,16 +1,22 @@
-"""A session over several hosts, started by SSH with the profile of the docs: exchanges, a cut link, a lost host."""
+"""A session over several hosts, started by SSH: exchanges, lost engines and hosts, one line that starts it."""
 
+import os
 import re
+import signal
 import subprocess
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.session import hosts
+from tests.timeouts import wait_until
+from workbench import cli
+from workbench.core.cores import num_cores
 from workbench.errors import CellError, SessionError
-from workbench.session import Session
+from workbench.session import Session, cluster, magic_commands
 
 PAGE = (Path(__file__).parents[2] / "docs" / "many-hosts.md").read_text()
 WHY_NOT = hosts.missing()
@@ -98,23 +104,87 @@ def test_ranks_exchange_by_memory_inside_a_host_and_by_its_interface_between(ses
     assert not any(set(addresses) & {"0.0.0.0", "::"} for addresses in listening.values), listening.values
 
 
+HOSTS = "import os, socket\n(socket.gethostname(), os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])"
+TWO_HOSTS = [("wbh1", "0", "2"), ("wbh1", "1", "2"), ("wbh2", "0", "1")]
+ONE_HOST = [("wbh1", "0", "3"), ("wbh1", "1", "3"), ("wbh1", "2", "3")]
+
+
 @each(*on_hosts)
-@pytest.mark.parametrize("fault", ["cut link", "lost host"])
-def test_a_fault_between_hosts_ends_the_cell_and_what_is_left_can_be_saved(session, network, fault):
-    host = network.hosts[1]
-    call = session.submit(_run_cell, WAIT_FOR_ALL)
-    time.sleep(2.0)
-    assert not call.done(), call.exception()
-    began = time.monotonic()
-    host.cut_cable() if fault == "cut link" else host.kill()
-    with pytest.raises(CellError) as caught:
-        call.result(timeout=60)
-    assert time.monotonic() - began < 15
-    lost = next(rank for rank in range(3) if f"rank {rank}" in str(caught.value) and rank not in session._live().ids())
-    left = [rank for rank in range(3) if rank != lost]
-    assert session.run("kept", ranks=left).values == [41 + rank for rank in left]
-    with pytest.raises(SessionError, match=r"started only all together.*Save what the other ranks hold"):
-        session.run("1")
+def test_lost_engines_are_replaced_and_hosts_too(session, network, capfd):
+    """An engine dies; a link is cut, and mended; a host disappears. The other ranks keep their variables."""
+    second = network.hosts[1]
+    assert session.run(HOSTS).values == TWO_HOSTS
+    session.run("kept = 41 + wb.rank()")
+    (pid,) = session.run("import os\nos.getpid()", ranks=[1]).values
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: session._pool.live.registered() == [0, 2], "the death of rank 1")
+    assert session.run("kept", ranks=[0, 2]).values == [41, 43], "no new engine is needed for it"
+    assert session.run(HOSTS).values == TWO_HOSTS
+    assert "rank 1 died (its process on wbh1 has ended" in capfd.readouterr().err
+
+    for fault in (second.cut_cable, second.kill):
+        session.run("kept = 41 + wb.rank()")
+        call = session.submit(_run_cell, WAIT_FOR_ALL)
+        time.sleep(2.0)
+        assert not call.done(), call.exception()
+        began_s = time.monotonic()
+        fault()
+        with pytest.raises(CellError, match=r"rank 2 died|lost rank 2"):
+            call.result(timeout=60)
+        assert time.monotonic() - began_s < 15
+        assert session.run("kept", ranks=[0, 1]).values == [41, 42]
+        began_s = time.monotonic()
+        assert session.run(HOSTS).values == ONE_HOST
+        took_s = time.monotonic() - began_s
+        assert took_s < 20
+        assert session.run("kept", ranks=[0, 1]).values == [41, 42] and sums_are_right(session)
+        assert "10.77.0.12: " in (said := capfd.readouterr().err) and "elsewhere: 1 on root@10.77.0.11" in said
+        second.mend_cable() if fault == second.cut_cable else second.serve()
+        network.wait_for(second)
+        session.resize(2)
+        session.resize(3)
+        assert session.run(HOSTS).values == TWO_HOSTS, "the added engine is where the profile has place"
+
+
+@each(*on_hosts)
+def test_one_line_starts_engines_on_hosts(network, tmp_path, monkeypatch, no_session, capsys):
+    """The profile is written, and the hosts are asked first. All that is wrong is in one message."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{network.ssh_program()}:{os.environ['PATH']}")
+    first, second = (f"root@{host.address}" for host in network.hosts)
+    with pytest.raises(SessionError) as caught:
+        magic_commands.start(options(hosts=f"{first},nobody@{network.hosts[1].address},root@10.77.0.99", engines=3))
+    assert "Permission denied" in str(caught.value) and "ssh-copy-id nobody@10.77.0.12" in str(caught.value)
+    assert re.search(r"10\.77\.0\.99: ssh: .*(timed out|No route)", str(caught.value)) and "doctor --hosts" in str(
+        caught.value
+    )
+    with pytest.raises(SessionError, match=r"no Python at /opt/none.*--python PATH"):
+        magic_commands.start(options(hosts=second, python="/opt/none/bin/python"))
+    assert cli.main(["doctor", "--hosts", f"{first},{second}"]) == 0
+    found = capsys.readouterr().out
+    assert "ssh reaches wbh1" in found and "eth0" in found and re.search(r"gloo adds 1 MB over 2 hosts in", found), (
+        found
+    )
+
+    magic_commands.start(options(hosts=f"{first},{second}", engines=3))
+    said = capsys.readouterr().out
+    assert "2 on root@10.77.0.11, 1 on root@10.77.0.12" in said and "listens on 10.77.0.1" in said
+    assert str(tmp_path / "profile_workbench-10-77-0-11-10-77-0-12") in said
+    with cluster.current() as session:
+        assert session.run(HOSTS).values == TWO_HOSTS and sums_are_right(session)
+        assert session.run("torch.get_num_threads()").values[2] == num_cores()
+
+
+def sums_are_right(session):
+    """Whether all ranks exchange."""
+    code = "x = wb.ones(6, placement=wb.placement.all('cpu'), sbp='S(0)')\nx.full_tensor().sum().item()"
+    return session.run(code).values == [6.0] * session.num_engines
+
+
+def options(**given):
+    """Those of ``%workbench start``."""
+    defaults = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
+    return Namespace(**defaults | {"device": "cpu", "keep": False, "new": True} | given)
 
 
 def _run_cell(code):

@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
 
 
 def options(**given):
-    return SimpleNamespace(**{"engines": None, "device": "cpu", "profile": None, "new": False, "keep": False, **given})
+    none = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
+    return SimpleNamespace(**none | {"device": "cpu", "new": False, "keep": False} | given)
 
 
 def test_a_second_notebook_goes_on_where_the_first_was_killed(tmp_path):
@@ -84,7 +85,7 @@ def test_detach_replace_and_clean(tmp_path, capsys):
     assert psutil.pid_exists(pid)  # the context's end has left it
     session = Session.attach()
     psutil.Process(pid).kill()
-    wait_until(lambda: not session._live().ids(), "the death of the engine")
+    wait_until(lambda: not session._live().registered(), "the death of the engine")
     assert session.run("'kept' in globals()").values == [False]
     assert "rank 0 died" in capsys.readouterr().err
     replaced = session.status()[0].pid

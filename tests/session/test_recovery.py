@@ -263,7 +263,7 @@ def test_a_cell_that_a_replaced_rank_cannot_run_is_refused():
     code = "optimizer.zero_grad(); model(x); other"
     with pytest.raises(
         CellError,
-        match=r"(?s)rank 1 has no variables optimizer, model: its engine was replaced. Rank 0 .*"
+        match=r"(?s)rank 1 has no variables optimizer, model: its engine is new. Rank 0 .*"
         r"Nothing ran on any rank.*%workbench recover",
     ):
         refuse_lost_names(code, [0, 1, 2], {1}, names.get)
@@ -278,7 +278,7 @@ def test_a_missing_name_of_a_replaced_rank_is_explained():
     failure = Failure("NameError", "name 'x' is not defined", (), 0.0)
     found = explain_lost_names({0: Failure("ValueError", "y", (), 0.0), 1: failure}, {1})
     assert found[0].message == "y" and found[1].message.endswith(
-        "its engine was replaced; %workbench recover brings variables back"
+        "its engine is new; %workbench recover brings variables back"
     )
     assert explain_lost_names({0: failure, 1: failure}, {1})[1] == failure  # no rank has it
 

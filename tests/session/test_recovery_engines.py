@@ -52,7 +52,7 @@ def kill(session, rank):
     """As when the machine runs out of memory; returns when the controller has noticed."""
     (pid,) = session.run("import os; os.getpid()", ranks=[rank]).values
     os.kill(pid, signal.SIGKILL)
-    while rank in session._pool.live.ids():
+    while rank in session._pool.live.registered():
         time.sleep(0.01)
 
 
@@ -69,7 +69,7 @@ def test_losses_are_those_of_a_run_that_lost_no_rank(own_session, capfd):
     with pytest.raises(CellError, match=r"rank 0 has no variable train: .* Rank 1 still(.|\n)*%workbench recover"):
         own_session.run("values = train(3)")
     assert "To bring them back: %workbench recover" in capfd.readouterr().err
-    with pytest.raises(CellError, match=r"NameError on rank 0: name 'step' is not defined: its engine was replaced"):
+    with pytest.raises(CellError, match=r"NameError on rank 0: name 'step' is not defined: its engine is new"):
         own_session.run("def show():\n    return step\nshow()")
     with pytest.raises(
         SessionError, match="no cell is marked as set-up, and only cells can make model, net, optimizer"

@@ -16,9 +16,9 @@ from traitlets.config import Config
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import SessionError
 from workbench.session import completion, protocol
-from workbench.session.cluster import offer_magics
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
+from workbench.session.offer_magics import offer_magics
 from workbench.session.processes import folder
 from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
@@ -180,7 +180,7 @@ def test_a_request_goes_out_again_when_an_engine_ends_before_it():
     registered, replaced = [1], []
 
     class Pool(EnginePool):
-        live = SimpleNamespace(ids=lambda: registered)
+        live = SimpleNamespace(registered=lambda: registered)
 
         def __init__(self):
             pass

@@ -2,6 +2,9 @@
 
 Checks versions, cores, memory, GPUs, transports and the loopback interface, and starts an engine. Exits with 1 if a
 requirement of the workbench fails; warnings name features that will be missing.
+
+With --hosts it checks other hosts instead, for engines over SSH: ssh, Python and packages, clock, network, GPUs, and an
+exchange between all of them.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 
-from workbench.cli import checks
+from workbench.cli import checks, host_checks
 from workbench.cli.checks import BAD, Finding
 
 _NEEDED = ("torch", "ipyparallel", "ipykernel")
@@ -18,7 +21,9 @@ _FOR_NOTEBOOKS = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench doctor``."""
-    parser.add_argument("--quick", action="store_true", help="do not start an engine")
+    parser.add_argument("--quick", action="store_true", help="do not start an engine; with --hosts, no exchange")
+    parser.add_argument("--hosts", metavar="A,B", help="check these hosts instead, as ssh knows them")
+    parser.add_argument("--python", default="", metavar="PATH", help="the Python on the hosts (default: as here)")
 
 
 def find(quick: bool = False) -> Iterator[Finding]:
@@ -54,7 +59,8 @@ def format_finding(finding: Finding) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print each finding at once. The exit code is 1 if a requirement fails."""
     bad = []
-    for finding in find(args.quick):
+    found = host_checks.find(args.hosts, args.python, args.quick) if args.hosts is not None else find(args.quick)
+    for finding in found:
         print(format_finding(finding), flush=True)
         bad += [finding.what] if finding.state == BAD else []
     print(f"Does not work: {', '.join(bad)}." if bad else "All that is needed works.")

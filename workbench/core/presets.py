@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from workbench.core.compress_patterns import compress_patterns
@@ -39,6 +40,24 @@ def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -
     if isinstance(wanted, str) and (name := preset_name(wanted)):
         return preset(name, layers, num_ranks, wanted.partition("|")[2])
     return Strategy(wanted)
+
+
+def refitted(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> Strategy:
+    """A strategy for another number of ranks: the same one, or with another data degree, or data parallel.
+
+    >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("head", "Linear", {"weight": (2, 8)})]
+    >>> refitted(Strategy("fc1: data; head: model | 1x2x2"), layers, 2)
+    Strategy('fc1: data; head: model | 1x1x2')
+    >>> refitted(Strategy("fc1: data; head: data@1 | 2x2x1 zero=1"), layers, 1)
+    Strategy('*: data | zero=1')
+    """
+    options, candidates = strategy.options, [strategy]
+    if options.degrees is not None:
+        pipeline, _, model = options.degrees
+        candidates.append(strategy.with_options(degrees=(pipeline, max(1, num_ranks // (pipeline * model)), model)))
+    plain = replace(Options(), zero=options.zero, recompute=options.recompute, precision=options.precision)
+    candidates.append(Strategy.from_rows(Strategy("*: data").rows, plain))
+    return next(each for each in candidates if each is candidates[-1] or not each.check(layers, num_ranks))
 
 
 def stages_preset(wanted: StrategyLike) -> str | None:

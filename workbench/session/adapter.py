@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,15 +99,37 @@ class Request:
 
 
 class Engines:
-    """All engines of a session, by rank."""
+    """All engines of a session, by rank.
 
-    def __init__(self, client: ipp.Client) -> None:
+    Args:
+        ids: by rank, the engine's id in ipyparallel. Engines that a profile starts get the next free ones.
+    """
+
+    def __init__(self, client: ipp.Client, ids: Iterable[int]) -> None:
         self.client = client
+        self._ids = list(ids)
         self._views: dict[tuple[int, ...], ipp.DirectView] = {}
 
-    def ids(self) -> list[int]:
+    def registered(self) -> list[int]:
         """The ranks that are registered now."""
-        return self.client.ids
+        known = set(self.client.ids)
+        return [rank for rank, number in enumerate(self._ids) if number in known]
+
+    def assign(self, ranks: Sequence[int], ids: Sequence[int]) -> None:
+        """Let other engines be these ranks, or the ranks behind the last one."""
+        for rank, number in zip(ranks, ids, strict=True):
+            self._ids[rank : rank + 1] = [number]
+        self._views.clear()
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Number the ranks anew: ``order[0]`` is the rank that becomes rank 0."""
+        self._ids = [self._ids[rank] for rank in order]
+        self._views.clear()
+
+    def drop(self, num_ranks: int) -> None:
+        """Forget the ranks behind the first ``num_ranks``."""
+        del self._ids[num_ranks:]
+        self._views.clear()
 
     def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Run code in the engines' namespace."""
@@ -141,10 +163,11 @@ class Engines:
 
     def _send(self, ranks: Sequence[int], kind: str, content: dict[str, Any]) -> dict[int, ControlCall]:
         calls = {}
+        known = set(self.client.ids)
         for rank in ranks:
-            if rank in self.client.ids:
+            if rank < len(self._ids) and self._ids[rank] in known:
                 try:
-                    idents, _ = self.client._build_targets([rank])
+                    idents, _ = self.client._build_targets([self._ids[rank]])
                 except KeyError:  # it has just ended
                     continue
                 future = self.client._send(self.client._control_stream, kind, content=content, ident=idents[0])
@@ -154,7 +177,7 @@ class Engines:
     def wait_until_gone(self, ranks: Sequence[int], timeout_s: float = 60.0) -> None:
         """Wait until the controller has noticed that these engines ended, so that their ids are free again."""
         deadline_s = time.monotonic() + timeout_s
-        while set(ranks) & set(self.client.ids) and time.monotonic() < deadline_s:
+        while set(ranks) & set(self.registered()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
     def forget(self) -> None:
@@ -176,7 +199,7 @@ class Engines:
 
     def _view(self, ranks: tuple[int, ...]) -> ipp.DirectView:
         if ranks not in self._views:
-            self._views[ranks] = self.client.direct_view(list(ranks))
+            self._views[ranks] = self.client.direct_view([self._ids[rank] for rank in ranks])
         return self._views[ranks]
 
 

@@ -15,29 +15,23 @@ from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.engine_pool import EnginePool, raise_unless_ok
+from workbench.session.offer_magics import offer_magics
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
 from workbench.session.output.tracebacks import check_syntax
 from workbench.session.processes import discovery
-from workbench.session.processes.folder import SessionFolder, reap_stale_sessions
-from workbench.session.processes.gpus import choose_gpus, choose_num_engines
+from workbench.session.processes.choose import check_devices, choose_processes
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.gpus import check_num_engines
 from workbench.session.processes.launch import LocalProcesses
-from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
-from workbench.session.recovery import Recovered, SetupCells, undone_on_error
+from workbench.session.recovery import Recovered, Resized, SetupCells
 from workbench.session.remote_call import RemoteCall
 from workbench.session.request_queue import RequestQueue
 from workbench.session.run import CellResult, Listener, Outcome
 from workbench.units import counted
 
 _open: list[Session] = []
-
-
-def offer_magics() -> None:
-    """In a notebook, make ``%%global`` and ``%workbench`` known, as ``%load_ext workbench`` does."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None and shell.find_cell_magic("global") is None:
-        sys.modules["workbench"].load_ipython_extension(shell)  # magics import this file
 
 
 class Session:
@@ -60,23 +54,11 @@ class Session:
     def __init__(
         self, engines: int | None = None, profile: str | None = None, device: str = "auto", keep: bool = False
     ) -> None:
-        gpus = choose_gpus(device)
-        num_engines = choose_num_engines(engines, gpus)
-        if keep and profile is not None:
-            raise SessionError(
-                f"Session(profile={profile!r}, keep=True): engines of a profile end with their controller, which ends "
-                f"with the notebook. Leave keep out, and save checkpoints."
-            )
-        reap_stale_sessions()
-        folder = SessionFolder.create()
-        processes: LocalProcesses | ProfileProcesses = (
-            LocalProcesses(folder, num_engines, gpus, keep)
-            if profile is None
-            else ProfileProcesses(profile, num_engines, folder)
-        )
-        self._use(EnginePool(processes, num_engines, "cuda" if gpus else "cpu", folder), folder, keep, profile)
+        processes, shared_device, folder = choose_processes(engines, profile, device, keep)
+        self._use(EnginePool(processes, shared_device, folder), folder, keep)
         try:
             self._pool.start()
+            check_devices(device, self._pool.devices())
         except BaseException:
             self.close()
             raise
@@ -87,8 +69,7 @@ class Session:
         """Take over the engines of an earlier notebook (``keep=True``), with their variables.
 
         Args:
-            name: of the session; not needed if there is only one (`workbench.session.processes.discovery.kept_sessions`
-                lists them).
+            name: of the session; not needed if there is only one.
 
         Raises:
             SessionError: there are no such engines, or another notebook uses them.
@@ -97,19 +78,17 @@ class Session:
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
         session = cls.__new__(cls)
         device = "cuda" if facts.gpus else "cpu"
-        session._use(EnginePool(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
+        session._use(EnginePool(processes, device, folder), folder, keep=True)
         session._pool.attach(processes.attach(facts))
         session._make_current()
         return session
 
-    def _use(self, pool: EnginePool, folder: SessionFolder, keep: bool, profile: str | None) -> None:
-        self._pool, self._folder, self.keep, self.profile = pool, folder, keep, profile
-        self.num_engines, self.device = pool.num_engines, pool.device
+    def _use(self, pool: EnginePool, folder: SessionFolder, keep: bool) -> None:
+        self._pool, self._folder, self.keep = pool, folder, keep
         self.logs = OutputLogs(folder.path / "output")
         self._owner_pid = os.getpid()
         self._requests = RequestQueue()
-        self._subscribers: list[OnPublished] = []
-        self._setup = SetupCells()
+        self._subscribers, self._setup = list[OnPublished](), SetupCells()
         self._closed = False
         atexit.register(self._end)
 
@@ -122,6 +101,16 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{counted(self.num_engines, 'engine')} on {self.device}"
         return f"<Session: {state}>"
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines, which is the number of ranks."""
+        return self._pool.num_engines
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``: where the engines' tensors are."""
+        return self._pool.device
 
     @staticmethod
     def current() -> Session:
@@ -194,7 +183,7 @@ class Session:
         self._notify_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
         if setup:
-            self._setup.record(setup, code, targets)
+            self._setup.record(setup, code, targets if len(targets) < self.num_engines else None)
         ordered = [outcome.values.get(rank) for rank in targets]
         times = [outcome.replied_s[rank] for rank in targets]
         return CellResult(listener.text, ordered, time.monotonic() - started_s, times)
@@ -299,14 +288,25 @@ class Session:
         call = partial(self._call, self._check(None), what="recover")
         with self._requests.exclusive(self._requests.enqueue()):
             self._pool.prepare(self._pool.ranks)
-        if not (lost := sorted(self._pool.lost)):
-            return Recovered()
-        parts = set().union(*call(engine.keep_variables, (self._pool.num_losses,)))
-        with undone_on_error(lambda: call(engine.put_back_variables, ())):
-            num_cells = self._setup.run_again(parts, self.run_cell)
-            rows = call(engine.restore_variables, (lost,))[0]
-        self._pool.lost -= set(lost)
-        return Recovered(tuple(lost), num_cells, rows)
+        return self._setup.recover(self._pool.losses, call, self.run_cell)
+
+    def resize(self, engines: int) -> Resized:
+        """Add engines, or give back the last ones, and return a report for ``print``: ``session.resize(6)``.
+
+        Ranks that stay keep their variables, and first take over what modules, optimizers and global tensors have on
+        the others. New ranks get variables as after a loss: by `recover`, here if a cell is marked as set-up.
+
+        Raises:
+            SessionError: the number is none, or a set-up cell failed.
+            EngineStartError: not all new engines came, and the session is as it was.
+        """
+        before = len(self._check(None))
+        check_num_engines(engines, f"resize({engines!r})")
+        with self._requests.exclusive(self._requests.enqueue()):
+            rows = self._pool.resize(engines) if engines != before else []
+        self._notify_subscribers(-1, RunEvent("resized", 0))
+        has_lost = bool(self._pool.losses.ranks or self._pool.losses.has_parts)
+        return Resized(before, engines, rows, self.recover() if has_lost and self._setup else None, has_lost)
 
     def close(self) -> None:
         """End the engines and everything else that the session started; safe to call twice."""

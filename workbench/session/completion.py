@@ -33,7 +33,19 @@ CELL_OPTIONS = (
     "--group-outputs",
     "-o",
 )
-LINE_OPTIONS = ("--engines", "--device", "--keep", "--new", "--name", "--profile", "--ranks", "--lines")
+LINE_OPTIONS = (
+    "--engines",
+    "--device",
+    "--keep",
+    "--new",
+    "--name",
+    "--profile",
+    "--hosts",
+    "--python",
+    "--slurm",
+    "--ranks",
+    "--lines",
+)
 
 
 def install(ipython: Any) -> None:

@@ -30,18 +30,27 @@ __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 
 
 def join(
-    rank: int, world_size: int, init_method: str, device: str | None, search_path: list[str], pids: list[int]
+    rank: int,
+    world_size: int,
+    init_method: str,
+    device: str | None,
+    search_path: list[str],
+    pids: list[int],
+    on_host: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Become ``rank`` of a new world and answer to the notebook; returns facts about this engine.
 
     It first leaves its earlier world, whose ranks may have diverged; variables stay. ``search_path``: the notebook's
     search path of modules, so that the engine can import what sent functions need. ``pids``: processes of this host in
     the earlier world. Calls that they still wait in would also hold up whoever frees a process group of that world.
+    ``on_host``: this rank's number among the ranks of its host, and how many they are, where the notebook knows.
     """
     import socket
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.setdefault("LOCAL_RANK", str(rank))
+    if on_host is not None:
+        os.environ.update(LOCAL_RANK=str(on_host[0]), LOCAL_WORLD_SIZE=str(on_host[1]))
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
     engine_connections.break_to(pids)
@@ -54,6 +63,8 @@ def join(
 
     store.listen(_record_checkpoint)
     user_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
+    if on_host is not None and "OMP_NUM_THREADS" not in os.environ:
+        _share_cores(on_host[1])
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
         "pid": os.getpid(),
@@ -61,6 +72,15 @@ def join(
         "device": str(here.device),
         "transport": here.transport_name,
     }
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Give torch the threads of this host that are one rank's share, as engines without a profile get them."""
+    import torch
+
+    from workbench.core.cores import num_cores
+
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
 
 
 def _record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
@@ -88,6 +108,13 @@ def restore_variables(lost: list[int]) -> list[tuple[str, str]]:
     from workbench.session.on_engine import recovery
 
     return recovery.restore(lost)
+
+
+def withdraw(num_ranks: int) -> list[tuple[str, str]]:
+    """See ``on_engine.resizing.withdraw``."""
+    from workbench.session.on_engine import resizing
+
+    return resizing.withdraw(num_ranks)
 
 
 def leave() -> None:

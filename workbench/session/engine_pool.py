@@ -19,9 +19,14 @@ from workbench.session.output.tracebacks import Interrupted, cell_error
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
-from workbench.session.processes.rendezvous_address import find_rendezvous_address, rendezvous_store
+from workbench.session.processes.rendezvous_address import (
+    RendezvousAddress,
+    find_rendezvous_address,
+    ranks_on_hosts,
+    rendezvous_store,
+)
 from workbench.session.ranks import describe_ranks
-from workbench.session.recovery import COMMAND, explain_lost_names, refuse_lost_names
+from workbench.session.recovery import COMMAND, Losses, explain_lost_names, refuse_lost_names
 from workbench.session.run import Listener, Outcome, Run
 from workbench.units import counted
 
@@ -37,28 +42,34 @@ class EnginePool:
 
     Args:
         processes: starts, replaces and ends the engines.
+        device: of all ranks; None: the GPUs of a host that has one for each of its ranks, else its CPUs.
         folder: holds the rendezvous file of ranks on this host.
     """
 
-    def __init__(
-        self, processes: LocalProcesses | ProfileProcesses, num_engines: int, device: str, folder: SessionFolder
-    ) -> None:
-        self.num_engines, self.device = num_engines, device
-        self.ranks = range(num_engines)
+    def __init__(self, processes: LocalProcesses | ProfileProcesses, device: str | None, folder: SessionFolder) -> None:
+        self.num_engines, self._device = processes.num_ranks, device
         self.active: set[Run] = set()
         self._processes, self._folder = processes, folder
         self._engines: Engines | None = None
         self._facts: dict[int, dict[str, Any]] = {}
         self._world_is_stale = False
-        self.lost: set[int] = set()  #: ranks whose engines were replaced, and whose variables are not recovered yet
-        self.num_losses = 0
+        self.losses = Losses()
+
+    def devices(self) -> dict[str, list[int]]:
+        """The ranks by the type of their device."""
+        found: dict[str, list[int]] = {}
+        for rank, facts in self._facts.items():
+            found.setdefault(facts["device"].partition(":")[0], []).append(rank)
+        return found
 
     def start(self) -> None:
         """Start all engines, join them, and show the progress."""
         progress = StartProgress(self.num_engines)
         try:
-            self._engines = Engines(self._processes.start(progress.engines_up))
+            self._engines = Engines(*self._processes.start(progress.engines_up))
             progress.joining()
+            if isinstance(self._processes, ProfileProcesses):
+                self._engines.reorder(self._processes.order(self._addresses(progress)))
             self._join(progress)
         except BaseException:
             progress.fail()
@@ -69,8 +80,18 @@ class EnginePool:
 
     def attach(self, client: ipp.Client) -> None:
         """Use engines that another notebook has started. They join a new world before the next request."""
-        self._engines = Engines(client)
+        self._engines = Engines(client, range(self.num_engines))
         self._world_is_stale = True
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.num_engines)
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self._device or next(iter(self.devices()), "cpu")
 
     @property
     def live(self) -> Engines:
@@ -118,21 +139,20 @@ class EnginePool:
             live.forget()
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
-        if self.lost:
-            outcome.failures = explain_lost_names(outcome.failures, self.lost)
+        if self.losses.ranks:
+            outcome.failures = explain_lost_names(outcome.failures, self.losses.ranks)
         return outcome
 
     def prepare(self, targets: Sequence[int]) -> None:
         """Replace engines that have died, and join a new world if the old one has failed.
 
-        If engines cannot be replaced, the others still run requests that need only them.
+        Where engines take long to start, a request that needs only others does not wait for them.
         """
-        missing = sorted(set(self.ranks) - set(self.live.ids()))
-        if missing and not self._processes.replaces_engines and not set(missing) & set(targets):
+        missing = sorted(set(self.ranks) - set(self.live.registered()))
+        if missing and not self._processes.replaces_at_once and not set(missing) & set(targets):
             return
         if missing:
-            if self._processes.replaces_engines:
-                print(self._describe_loss(missing), file=sys.stderr)
+            print(self._describe_loss(missing), file=sys.stderr)
             self.replace(missing)
         elif self._world_is_stale:
             self._join(OutputListener(self.ranks, self.num_engines))
@@ -145,22 +165,89 @@ class EnginePool:
             try:
                 return request(self.live)
             except KeyError:
-                if set(targets) <= set(self.live.ids()):
+                if set(targets) <= set(self.live.registered()):
                     raise
 
     def execute(self, targets: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Send a cell, unless it reads variables that a replaced rank among the targets has lost."""
-        refuse_lost_names(code, targets, self.lost, lambda rank: self.ask(rank, "names"))
+        refuse_lost_names(code, targets, self.losses.ranks, lambda rank: self.ask(rank, "names"))
         return self.live.execute(targets, code, tag)
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Start new engines with the same numbers. All ranks join a new world."""
+        """Start new engines with the same numbers, also for others that end meanwhile. All ranks join a new world."""
+        progress, lost = StartProgress(len(ranks)), set(ranks)
+        replaced = set(lost)
+        while lost:
+            self.losses.ranks |= lost
+            self.losses.number += 1
+            self._processes.kill(sorted(lost))
+            self.live.wait_until_gone(sorted(lost))
+            ids = self._processes.start_engines(self.live.client, sorted(lost), progress.engines_up)
+            self.live.assign(sorted(lost), ids)
+            progress.joining()
+            lost = self._join_or_find_lost(progress)
+            replaced |= lost
+        progress.finish(f"{describe_ranks(replaced)} ready")
+
+    def _join_or_find_lost(self, progress: StartProgress) -> set[int]:
+        """Join a new world; if that fails, the ranks that have ended: ``mpiexec`` ends all when one is lost."""
+        if not (lost := set(self.ranks) - set(self.live.registered())):
+            try:
+                self._join(progress)
+            except EngineStartError:
+                if not (lost := set(self.ranks) - set(self.live.registered())):
+                    raise
+        return lost
+
+    def resize(self, num_engines: int) -> list[tuple[str, str]]:
+        """Add engines, or give back the last ones. All that stay join a new world and keep their variables.
+
+        Returns:
+            What was moved from engines that are given back: (variable, how it lies now).
+        """
+        if num_engines > self.num_engines:
+            self.prepare(self.ranks)
+            self._add(range(self.num_engines, num_engines))
+            return []
+        leaving = range(num_engines, self.num_engines)
+        has_lost = bool(set(leaving) - set(self.live.registered()))
+        rows = [] if has_lost else self._withdraw(num_engines)
+        self._processes.kill(leaving)
+        self.live.wait_until_gone(leaving)
+        self._processes.forget(leaving)
+        self.live.drop(num_engines)
+        self.num_engines = num_engines
+        self.losses.ranks -= set(leaving)
+        self.losses.number += has_lost
+        self.losses.has_parts |= has_lost
+        self._world_is_stale = True
+        self._join(OutputListener(self.ranks, num_engines))
+        return rows
+
+    def _withdraw(self, num_ranks: int) -> list[tuple[str, str]]:
+        """Let the ranks that stay take all that lies on others."""
+        self.prepare(self.ranks)
+        tag = self.tag(self.ranks, label="resize")
+        request = self.live.apply(self.ranks, engine.withdraw, (num_ranks,), tag)
+        outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="resize")
+        raise_unless_ok(outcome, "resize")
+        rows: list[tuple[str, str]] = outcome.replies[0]
+        return rows
+
+    def _add(self, ranks: range) -> None:
+        """Start engines with new numbers. They have no variables."""
         progress = StartProgress(len(ranks))
-        self.lost |= set(ranks)
-        self.num_losses += 1
-        self._processes.kill(ranks)
-        self.live.wait_until_gone(ranks)
-        self._processes.start_engines(self.live.client, ranks, progress.engines_up)
+        try:
+            ids = self._processes.start_engines(self.live.client, ranks, progress.engines_up)
+        except BaseException:
+            self._processes.kill(ranks)
+            self._processes.forget(ranks)
+            raise
+        self.live.assign(ranks, ids)
+        self.num_engines = ranks.stop
+        self.losses.ranks |= set(ranks)
+        self.losses.number += 1
+        self._world_is_stale = True
         progress.joining()
         self._join(progress)
         progress.finish(f"{describe_ranks(ranks)} ready")
@@ -193,9 +280,11 @@ class EnginePool:
 
     def _join(self, listener: Listener) -> None:
         """Have all engines join a new world."""
-        store = self._choose_store(listener)
+        store, on_hosts = self._choose_store(listener)
         pids = self._processes.pids() if self._world_is_stale else []
-        arguments = [(rank, self.num_engines, store, self.device, sys.path, pids) for rank in self.ranks]
+        arguments = [
+            (rank, self.num_engines, store, self._device, sys.path, pids, on_hosts.get(rank)) for rank in self.ranks
+        ]
         request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
         outcome = self.follow(request, listener)
         if outcome.stop_reason == "interrupt":
@@ -208,23 +297,30 @@ class EnginePool:
         self._facts = {rank: outcome.replies[rank] for rank in self.ranks}
         self._world_is_stale = False
 
-    def _choose_store(self, listener: Listener) -> str:
-        """The rendezvous of a new world."""
+    def _choose_store(self, listener: Listener) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The rendezvous of a new world, and for ranks of several hosts their numbers on their hosts."""
         if isinstance(self._processes, LocalProcesses):
-            return self._folder.new_store()
+            return self._folder.new_store(), {}
+        addresses = self._addresses(listener)
+        self._processes.learn(self.live, addresses)
+        return rendezvous_store(addresses, self._folder), ranks_on_hosts([each.host for each in addresses])
+
+    def _addresses(self, listener: Listener) -> list[RendezvousAddress]:
+        """Where the ranks of a profile are."""
+        assert isinstance(self._processes, ProfileProcesses)
         towards = (self._processes.controller_address,)
         request = self.live.apply(
             self.ranks, find_rendezvous_address, towards, self.tag(self.ranks, label="rendezvous")
         )
         outcome = self.follow(request, listener)
         raise_unless_ok(outcome, "start")
-        return rendezvous_store([outcome.replies[rank] for rank in self.ranks], self._folder)
+        return [outcome.replies[rank] for rank in self.ranks]
 
     def _describe_loss(self, ranks: Sequence[int]) -> str:
         """A line about replaced engines: their ranks, the reason, and the lost variables, by a living rank's names."""
         how = self._processes.how_ended(ranks[0])
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
-        left = next((rank for rank in self.live.ids() if rank not in ranks), None)
+        left = next((rank for rank in self.live.registered() if rank not in ranks), None)
         names = self.ask(left, "names") if left is not None else None
         if not names:
             return f"{what} without variables"
@@ -233,7 +329,7 @@ class EnginePool:
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""
-        if self._engines is None or self.active or len(self._engines.ids()) < self.num_engines:
+        if self._engines is None or self.active or len(self._engines.registered()) < self.num_engines:
             return
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
         listener = OutputListener(self.ranks, self.num_engines)

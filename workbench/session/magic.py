@@ -100,12 +100,16 @@ class SessionMagics(Magics):
 
     @magic_arguments("workbench")
     @argument("action", choices=list(COMMANDS), help="what to do")
+    @argument("number", nargs="?", type=int, metavar="N", help="resize: the new number of engines")
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--keep", action="store_true", help="start: engines outlive this notebook, for another one to attach to")
     @argument("--new", action="store_true", help="start: new engines, although an earlier notebook has left some")
     @argument("--name", help="attach: the session, if there are several")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
+    @argument("--hosts", metavar="A,B", help="start: engines on these hosts, over SSH")
+    @argument("--python", metavar="PATH", help="start --hosts: the Python there (default: the path of the one here)")
+    @argument("--slurm", metavar="OPTIONS", help='start: engines in a Slurm job, e.g. "nodes=2 gpus-per-node=8"')
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @line_magic("workbench")  # type: ignore[arg-type]
@@ -119,11 +123,20 @@ class SessionMagics(Magics):
         ``log`` shows the last lines that each rank printed in the last cell, and the file with all of them. ``dump``
         shows the Python stack of each rank, also while a cell runs. ``interrupt`` stops the running cell.
         ``debug --ranks 1`` opens a debugger on loopback. ``recover`` brings back what a replaced rank has lost.
+        ``resize 6`` adds engines or gives some back; the others keep their variables.
+
+        ``start --hosts a,b --engines 8`` writes an ipyparallel profile and starts engines by it, after it has asked the
+        hosts whether they can run some; ``start --slurm "partition=gpu nodes=2 gpus-per-node=8"`` does so in a job.
         """
         if line.strip() in _ASKS_FOR_HELP:
             print(_help(self.line_workbench.parser.format_help()))
             return
         options = _parse(self.line_workbench, line)
+        if options.number is not None and options.action != "resize":
+            raise UsageError(f"%workbench {line.strip()}: a number stands behind resize only: %workbench resize 6")
+        given = [word.partition("=")[0] for word in shlex.split(line) if word.startswith("--")]
+        if twice := sorted({option for option in given if given.count(option) > 1}):
+            raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
         COMMANDS[options.action](options)
         if cluster.find_current() is not None:
             completion.load_early(self.shell)

@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 
 from workbench.session import cluster, text_reports
 from workbench.session.observed_session import ObservedSession, observe
-from workbench.session.processes import discovery
+from workbench.session.processes import discovery, make_profile
 from workbench.session.ranks import parse_ranks
 from workbench.session.run import CellResult
 from workbench.units import counted, format_seconds
@@ -41,7 +41,27 @@ def start(options: Namespace) -> None:
             "Go on with them: %workbench attach. End them: %workbench clean. "
             "Leave them alone and start others: %workbench start --new"
         )
-    cluster.Session(engines=options.engines, profile=options.profile, device=options.device, keep=options.keep)
+    cluster.Session(engines=options.engines, profile=_profile(options), device=options.device, keep=options.keep)
+
+
+def _profile(options: Namespace) -> str | None:
+    """The profile that was named, or that is written for ``--hosts`` or ``--slurm``."""
+    ways = {"--profile": options.profile, "--hosts": options.hosts, "--slurm": options.slurm}
+    given = [name for name, value in ways.items() if value is not None]
+    mistakes = [f"{' and '.join(given)} exclude each other"] if len(given) > 1 else []
+    mistakes += ["--keep is for engines on this machine"] if options.keep and given else []
+    mistakes += ["--python goes with --hosts"] if options.python and options.hosts is None else []
+    if mistakes:
+        raise UsageError(f"%workbench start: {'; '.join(mistakes)}.")
+    if not set(given) & {"--hosts", "--slurm"}:
+        return options.profile
+    made = (
+        make_profile.ssh_profile(options.hosts, options.engines, options.python or "")
+        if options.hosts is not None
+        else make_profile.slurm_profile(options.slurm.strip("\"'"), options.engines)  # IPython leaves quotes
+    )
+    print(made)
+    return made.name
 
 
 def attach(options: Namespace) -> None:
@@ -107,6 +127,14 @@ def recover(options: Namespace) -> None:
     print(cluster.current().recover())
 
 
+def resize(options: Namespace) -> None:
+    """Add engines, or give some back."""
+    here = cluster.current()
+    if options.number is None:
+        raise UsageError(f"%workbench resize: how many? There are {here.num_engines}. E.g. %workbench resize 6")
+    print(here.resize(options.number))
+
+
 def status(options: Namespace) -> None:
     """One line about every rank, and how they exchange."""
     _print(text_reports.status_lines(cluster.current()))
@@ -163,5 +191,5 @@ def _print(lines: Sequence[str]) -> None:
 
 COMMANDS = {
     command.__name__: command
-    for command in (start, status, stop, restart, recover, interrupt, attach, detach, clean, log, dump, debug)
+    for command in (start, status, stop, restart, recover, resize, interrupt, attach, detach, clean, log, dump, debug)
 }

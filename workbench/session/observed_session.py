@@ -44,7 +44,7 @@ class ObservedSession(Session):
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
         device = "cuda" if facts.gpus else "cpu"
         self._facts = facts
-        self._use(EnginePool(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
+        self._use(EnginePool(processes, device, folder), folder, keep=True)
         self._processes = processes
         self._pool.attach(processes.observe(facts))
         self._make_current()

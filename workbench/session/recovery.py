@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from workbench.errors import CellError, SessionError
+from workbench.session import engine
 from workbench.session.first_reads import first_reads
 from workbench.session.protocol import Failure
 from workbench.session.ranks import describe_ranks
@@ -16,6 +18,10 @@ from workbench.units import counted
 
 COMMAND = "%workbench recover"
 _WIDEST = 40
+_HOW_TO_MARK = (
+    f"To get them, run {COMMAND}; then run the cells that make model and optimizer with %%global --setup, and "
+    f"{COMMAND} again."
+)
 
 
 @contextmanager
@@ -28,15 +34,52 @@ def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
         raise
 
 
+@dataclass(slots=True)
+class Losses:
+    """What a session's engines have lost.
+
+    Attributes:
+        ranks: those whose engines are new, and whose variables are not recovered yet.
+        has_parts: whether parts of variables are lost, with engines that had died and were given back.
+        number: how often something was lost.
+    """
+
+    ranks: set[int] = field(default_factory=set)
+    has_parts: bool = False
+    number: int = 0
+
+
 class SetupCells:
     """The cells that make what training needs, in the order of their first runs."""
 
     def __init__(self) -> None:
-        self._cells: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._cells: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
-    def record(self, name: str, code: str, ranks: tuple[int, ...]) -> None:
-        """Remember a cell that has run. An earlier one of this name is replaced in its place."""
+    def record(self, name: str, code: str, ranks: tuple[int, ...] | None) -> None:
+        """Remember a cell that has run, on all ranks if None. An earlier one of this name is replaced in its place."""
         self._cells[name] = (code, ranks)
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def recover(self, losses: Losses, call: Callable[..., list[Any]], run: Callable[..., object]) -> Recovered:
+        """What `Session.recover` does when all ranks are there.
+
+        Args:
+            losses: of the session's engines; none afterwards.
+            call: calls a function on all ranks.
+            run: runs code on ranks.
+        """
+        if not losses.ranks and not losses.has_parts:
+            return Recovered()
+        lost = sorted(losses.ranks)
+        parts = set().union(*call(engine.keep_variables, (losses.number,)))
+        with undone_on_error(lambda: call(engine.put_back_variables, ())):
+            num_cells = self.run_again(parts, run)
+            rows = call(engine.restore_variables, (lost,))[0]
+        losses.ranks -= set(lost)
+        losses.has_parts = False
+        return Recovered(tuple(lost), num_cells, rows)
 
     def run_again(self, parts: Collection[str], run: Callable[..., object]) -> int:
         """Run the cells on their ranks; returns how many they are.
@@ -79,18 +122,51 @@ class Recovered:
     rows: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        if not self.ranks:
+        if not self.ranks and not self.num_cells:
             return "workbench: no rank has lost its variables, so there is nothing to recover"
-        lines = [
-            f"workbench: recovered {describe_ranks(self.ranks)}; {counted(self.num_cells, 'set-up cell')} ran again"
-        ]
-        sources: dict[str, list[str]] = {}
-        for name, source in self.rows:
-            sources.setdefault(source, []).append(name)
-        last = sorted(sources, key=lambda source: source.startswith("lost"))
-        names = {source: ", ".join(sources[source]) for source in last}
-        width = min(_WIDEST, max(map(len, names.values()), default=0))
-        return "\n".join([*lines, *(f"  {each:<{width}}  {source}" for source, each in names.items())])
+        what = describe_ranks(self.ranks) if self.ranks else "what lay on engines that are gone"
+        head = f"workbench: recovered {what}; {counted(self.num_cells, 'set-up cell')} ran again"
+        return "\n".join([head, *_table(self.rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """What `Session.resize` did; ``print`` shows it.
+
+    ``rows`` has for each variable that lay on engines which were given back how it lies now. ``recovered`` is the table
+    of new ranks' variables, None if none could be brought there yet.
+    """
+
+    before: int  #: the number of engines
+    now: int
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    recovered: Recovered | None = None
+    has_lost: bool = False  #: whether new ranks have no variables, or parts had been lost
+
+    def __str__(self) -> str:
+        lines = [f"workbench: {counted(self.now, 'engine')} now, {self.before} before", *_table(self.rows)]
+        if self.rows:
+            lines.append("Another strategy for a model: wb.parallelize(model, strategy, optimizer=optimizer)")
+        if self.recovered is not None:
+            lines.append(str(self.recovered))
+        elif self.has_lost:
+            new = range(self.before, self.now)
+            have = "has" if len(new) == 1 else "have"
+            what = f"{describe_ranks(new)} {have} no" if new else "Engines that had died were given back with their"
+            who = f"{what} variables"
+            lines.append(f"{who}. {_HOW_TO_MARK}")
+        return "\n".join(lines)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each source, with the names of all that came from there; losses last."""
+    sources: dict[str, list[str]] = {}
+    for name, source in rows:
+        sources.setdefault(source, []).append(name)
+    last = sorted(sources, key=lambda source: source.startswith("lost"))
+    names = {source: ", ".join(sources[source]) for source in last}
+    width = min(_WIDEST, max(map(len, names.values()), default=0))
+    return [f"  {each:<{width}}  {source}" for source, each in names.items()]
 
 
 def refuse_lost_names(
@@ -113,7 +189,7 @@ def refuse_lost_names(
 
 def _missing_error(rank: int, other: int, names: Sequence[str]) -> CellError:
     plural = "variables" if len(names) > 1 else "variable"
-    head = f"rank {rank} has no {plural} {', '.join(names)}: its engine was replaced. Rank {other} still has "
+    head = f"rank {rank} has no {plural} {', '.join(names)}: its engine is new. Rank {other} still has "
     lines = [
         f"{head}{'them' if len(names) > 1 else 'it'}. Nothing ran on any rank.",
         f"Bring all variables back: {COMMAND}. Or run the cells that make them again.",
@@ -125,7 +201,7 @@ def explain_lost_names(failures: Mapping[int, Failure], lost: Collection[int]) -
     """The failures; a NameError of replaced ranks alone says why the name is missing."""
     others = {failure.message for rank, failure in failures.items() if rank not in lost}
     return {
-        rank: replace(failure, message=f"{failure.message}: its engine was replaced; {COMMAND} brings variables back")
+        rank: replace(failure, message=f"{failure.message}: its engine is new; {COMMAND} brings variables back")
         if rank in lost and failure.kind == "NameError" and failure.message not in others
         else failure
         for rank, failure in failures.items()

@@ -16,19 +16,22 @@ from workbench.tensors import patch_table as patches
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.transport import selection
 from workbench.transport.base import Transport
+from workbench.transport.closed import ClosedTransport
 from workbench.transport.launchers import default_init_method, launcher_value
 from workbench.transport.rendezvous import Rendezvous, join_rendezvous
 from workbench.transport.threads import ThreadHub, ThreadTransport
 from workbench.transport.traffic import Traffic
+from workbench.units import format_ranks
 
 DEFAULT_TIMEOUT_S = 300.0
+_MAKE_ANEW = "Make it anew on the ranks that are left, or load a checkpoint."
 
 
 class World:
     """The ranks that run one SPMD program, seen from one of them.
 
-    Only its transport changes: when the world is rebuilt, closed, or recorded. ``context`` holds the state of the
-    program that runs in it, and settings of context managers.
+    Its transport changes when the world is rebuilt, closed, or recorded; a rebuilt one may also have more ranks than
+    before, or fewer. ``context`` holds the state of the program that runs in it, and settings of context managers.
 
     Attributes:
         rank: this rank's number.
@@ -74,6 +77,26 @@ class World:
         """Drop plans that depend on a transport and its cost: ranks that have joined since would plan otherwise."""
         self.plans.clear()
         for spec in self.specs.values():
+            spec.exchanges.clear()
+
+    def rejoin(self, world_size: int, transport: Transport) -> None:
+        """Exchange by a new transport, with as many ranks as before, more, or fewer."""
+        self.forget_decisions()
+        if world_size < self.world_size:
+            self._disconnect_tensors(world_size)
+        self.transport, self.world_size = transport, world_size
+        self.num_rebuilds += 1
+        self.context.forget_progress()
+
+    def _disconnect_tensors(self, world_size: int) -> None:
+        """Let tensors on ranks that are gone keep their shards, and exchange no more."""
+        gone = {key: spec for key, spec in self.specs.items() if max(spec.layout.placement) >= world_size}
+        lost = format_ranks(tuple(range(world_size, self.world_size)))
+        reason = f"this tensor lies also on ranks that were given back ({lost})"
+        former = World(self.rank, self.world_size, self.device, ClosedTransport(self.transport, reason, _MAKE_ANEW))
+        for key, spec in gone.items():
+            former.specs[key] = self.specs.pop(key)
+            spec.world, spec.plans = former, former.plans
             spec.exchanges.clear()
 
     def abort(self, reason: str) -> None:
@@ -197,7 +220,8 @@ def rebuild(
     of the world and the generation, and starts without tensors.
 
     Args:
-        rank, world_size, device: default: those of this process's present or last world.
+        rank, world_size, device: default: those of this process's present or last world. Tensors of this process stay
+            usable in a world of another size if it has all their ranks.
         init_method: the rendezvous. Default: the same as before. It must be another one if the process that
             served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
         generation: default one more than this process's last one at that place.
@@ -250,12 +274,9 @@ def _join(
 def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:
     """Give the former world the new transport, so that its tensors and modules stay usable."""
     left = _left_world
-    if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
+    if left is None or (left.rank, left.device) != (rank, device):
         return None
-    left.forget_decisions()
-    left.transport = transport
-    left.num_rebuilds += 1
-    left.context.forget_progress()
+    left.rejoin(world_size, transport)
     for forget in _at_rebuild:
         forget()
     return left

@@ -17,7 +17,7 @@ Nothing in forward changes. Ranks outside a layer's stage run it on placeholders
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -94,16 +94,27 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
+    return place(module, strategy, [optimizer] if optimizer is not None else [], world.world_size, init)
+
+
+def place(
+    module: nn.Module, strategy: StrategyLike, optimizers: Sequence[Optimizer], num_ranks: int, init: Init = None
+) -> nn.Module:
+    """`parallelize` with any number of optimizers, over the first ``num_ranks`` ranks. All ranks of the world call it.
+
+    On the other ranks the module's tensors are placeholders.
+    """
+    world = current()
     install_loaded()
     compile_ddp_fsdp.refuse_wrapped(module)
     described = describe(module)
     preset = stages_preset(strategy)
-    strategy = strategy_of(strategy, described, world.world_size)
+    strategy = strategy_of(strategy, described, num_ranks)
     check_schedule_options(strategy)
-    resolved = strategy.resolve(described, world.world_size)
+    resolved = strategy.resolve(described, num_ranks)
     refuse_overlaps(module)
     check_same_on_all_ranks(module, world)
-    optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
+    states = [OptimizerState(optimizer, module, world) for optimizer in optimizers]
     on_meta = names_on_meta(module)
     unhook(module)
     layers = list(layers_of(module))
@@ -132,8 +143,8 @@ def parallelize(
     state.handles.append(Interruptible(module, state.on_interrupt))
     if on_meta and world.device.type != "meta":
         materialize(module, on_meta, init, world)
-    if optimizer_state is not None:
-        optimizer_state.reshard(converted)
+    for each in states:
+        each.reshard(converted)
     return module
 
 

@@ -26,6 +26,11 @@ _EXCHANGES = frozenset(
         "start_shared_all_gather",
     }
 )
+_BEGIN_AGAIN = (
+    "Messages of its micro-batches are in flight, and a later step would receive them as its own. Call wb.rebuild() on "
+    "every rank, or run the next cell: tensors and modules stay usable. Then start the step again, with "
+    "optimizer.zero_grad()."
+)
 
 
 class ClosedTransport:
@@ -34,10 +39,11 @@ class ClosedTransport:
     Args:
         base: the transport of the world; it can still be closed and replaced.
         reason: the interrupted step and its error.
+        advice: what to do.
     """
 
-    def __init__(self, base: Transport, reason: str) -> None:
-        self.base, self.reason = base, reason
+    def __init__(self, base: Transport, reason: str, advice: str = _BEGIN_AGAIN) -> None:
+        self.base, self.reason, self.advice = base, reason, advice
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.base, name)
@@ -45,11 +51,7 @@ class ClosedTransport:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         self.base.abort(self.reason)
-        raise CollectiveAborted(
-            f"nothing is exchanged any more: {self.reason}. Messages of its micro-batches are in flight, and a later "
-            f"step would receive them as its own. Call wb.rebuild() on every rank, or run the next cell: tensors and "
-            f"modules stay usable. Then start the step again, with optimizer.zero_grad()."
-        )
+        raise CollectiveAborted(f"nothing is exchanged any more: {self.reason}. {self.advice}")
 
 
 def close_after_error(world: Any, error: BaseException, what: str) -> None:

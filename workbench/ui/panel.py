@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_CLOSED = (
-    "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, or "
-    "wb.Session()), and run the cell that makes the panel once more, with them."
-)
+_ENDS = {
+    "closed": "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, "
+    "or wb.Session()), and run the cell that makes the panel once more, with them.",
+    "resized": "the session has another number of engines now. Run the cell that makes the panel once more.",
+}
 _STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
@@ -191,10 +192,10 @@ class Panel(widgets.VBox):
         super().close()
 
     def _on_message(self, _rank: int, message: object) -> None:
-        """Handle the session's message that it is closed."""
-        if isinstance(message, RunEvent) and message.kind == "closed":
-            self._no_run = _CLOSED
-            self._editor.forbid_runs(_CLOSED)
+        """Handle the session's message that it is closed, or has other engines."""
+        if isinstance(message, RunEvent) and message.kind in _ENDS:
+            self._no_run = _ENDS[message.kind]
+            self._editor.forbid_runs(self._no_run)
 
     def _bar(self) -> widgets.VBox:
         """The bar that stays in sight above the tabs."""

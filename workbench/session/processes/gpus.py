@@ -13,7 +13,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +54,7 @@ def find_gpus() -> FoundGpus:
 
 def choose_gpus(device: str) -> list[str]:
     """The GPUs of a session's engines; none for engines on the CPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise SessionError(f"Session(device={device!r}): the device is 'auto', 'cpu' or 'cuda'.")
+    check_device(device)
     if device == "cpu":
         return []
     gpus, why_not = find_gpus()
@@ -70,13 +68,16 @@ def choose_gpus(device: str) -> list[str]:
     return list(gpus)
 
 
-def choose_num_engines(engines: int | None, gpus: Sequence[str]) -> int:
-    """The number of a session's engines: the one asked for, or one per GPU, or 2."""
-    if engines is None:
-        return len(gpus) or 2
+def check_device(device: str) -> None:
+    """Raise ``SessionError`` for a device that no session has."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise SessionError(f"Session(device={device!r}): the device is 'auto', 'cpu' or 'cuda'.")
+
+
+def check_num_engines(engines: int, asked: str) -> None:
+    """Raise ``SessionError`` if this is no number of engines; ``asked`` is the call."""
     if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
-        raise SessionError(f"Session(engines={engines!r}): a session has 1 or more engines, e.g. engines=2.")
-    return engines
+        raise SessionError(f"{asked}: a session has 1 or more engines, e.g. engines=2.")
 
 
 def _nvidia_smi(*arguments: str) -> subprocess.CompletedProcess[str]:

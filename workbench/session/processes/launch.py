@@ -121,7 +121,7 @@ class LocalProcesses:
     ``start`` starts them or raises `EngineStartError`. ``stop`` ends all of them. Both leave nothing behind.
     """
 
-    replaces_engines = True
+    replaces_at_once = True
 
     def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = (), keep: bool = False) -> None:
         self.folder = folder
@@ -150,8 +150,8 @@ class LocalProcesses:
             controller=WatchedControllerLauncher,
         )
 
-    def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
-        """Start controller and engines. Returns a client that sees all ranks.
+    def start(self, on_progress: Callable[[int], None]) -> tuple[ipp.Client, range]:
+        """Start controller and engines. Returns a client that sees all ranks, and the engines' ids, which are ranks.
 
         ``on_progress`` gets the number of engines that are up, about 20 times a second.
 
@@ -171,7 +171,7 @@ class LocalProcesses:
                 f"Session: the controller did not start ({error}). The last lines it wrote:\n{self._controller_log()}"
             ) from error
         self._wait_for(client, range(self.num_ranks), on_progress)
-        return client
+        return client, range(self.num_ranks)
 
     def attach(self, facts: EngineFacts) -> ipp.Client:
         """A client for engines that an earlier notebook has started and left (``keep``)."""
@@ -191,10 +191,22 @@ class LocalProcesses:
         found = {rank: process.find() for rank, process in facts.engines.items()}
         self.engines = {rank: process for rank, process in found.items() if process is not None}
 
-    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
-        """Start engines for these ranks and wait until the client sees them. Raises the errors of `start`."""
+    def start_engines(
+        self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]
+    ) -> Sequence[int]:
+        """Start engines for these ranks and wait until the client sees them. Returns their ids; raises as `start`."""
+        self.num_ranks = max(self.num_ranks, *(rank + 1 for rank in ranks))
         self._launch(ranks)
         self._wait_for(client, ranks, on_progress)
+        return ranks
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Give back ranks, the last ones of the session, whose engines have ended."""
+        self.num_ranks = min([self.num_ranks, *ranks])
+        for rank in ranks:
+            self.engines.pop(rank, None)
+            self._launchers.pop(rank, None)
+        self._record()
 
     def _launch(self, ranks: Sequence[int]) -> None:
         """Start the processes of engines. They connect once the controller has written its address."""

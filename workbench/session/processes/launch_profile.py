@@ -1,47 +1,77 @@
 """Starts a session's processes by an ipyparallel profile: SSH, MPI, Slurm and others, on any number of hosts.
 
 The profile decides where engines run and with which environment. They watch the controller's heartbeat and end with
-it. The controller ends with the notebook.
+it. The controller ends with the notebook. Engines start in *engine sets*: over SSH one for each host, else one for all.
+Engines that replace others, or that are added, are one more set.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import ipyparallel as ipp
+from ipyparallel.cluster.launcher import MPILauncher, SSHEngineSetLauncher
 from traitlets.config import Config
 
 from workbench.errors import EngineStartError, SessionError
-from workbench.session.processes import watchdog
+from workbench.session.adapter import Engines
+from workbench.session.processes import ssh, watchdog
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import WATCHDOG
-from workbench.session.ranks import describe_ranks
+from workbench.session.processes.rendezvous_address import ENGINE_SET, RendezvousAddress
+from workbench.units import counted
 
 START_TIMEOUT_S = 600  # batch systems queue
+_SSH_START_TIMEOUT_S = 120
+_STOP_TIMEOUT_S = 30
 _POLL_S = 0.1
+_ANYWHERE = ""
+"""The host of an engine set whose launcher chooses the hosts."""
 
 
 class ProfileProcesses:
-    """Controller and engines of a profile; the same interface as `LocalProcesses`."""
+    """Controller and engines of a profile; the same interface as `LocalProcesses`.
 
-    replaces_engines = False
-    """A profile's launchers do not know single engines by their ids."""
+    Args:
+        num_ranks: default: as many as the profile names.
+    """
 
-    def __init__(self, profile: str, num_ranks: int, folder: SessionFolder) -> None:
-        self.profile, self.num_ranks = profile, num_ranks
+    replaces_at_once = False
+    """To start engines takes a batch system minutes; ranks that are left do not wait for it."""
+
+    def __init__(self, profile: str, num_ranks: int | None, folder: SessionFolder) -> None:
+        self.profile = profile
         self._folder = folder
         self._client: ipp.Client | None = None
+        self._engines: Engines | None = None
         self._cluster = ipp.Cluster(
             profile=profile,
-            n=num_ranks,
             shutdown_atexit=False,
+            cluster_file="",
             log_level=logging.CRITICAL,
             config=self._watched(),
         )
+        self._launcher: Any = self._cluster.engine_launcher_class(
+            work_dir=".", parent=self._cluster, profile_dir=self._cluster.profile_dir
+        )
+        self._on_hosts: dict[str, Any] = (
+            dict(self._launcher.engines) if isinstance(self._launcher, SSHEngineSetLauncher) else {}
+        )
+        self._capacity = {
+            host: each.get("n", 1) if isinstance(each, dict) else each for host, each in self._on_hosts.items()
+        }
+        self.num_ranks = num_ranks or sum(self._capacity.values()) or self._cluster.n or 2
+        self._set_numbers = itertools.count(1)
+        self._set_hosts: dict[str, str] = {}
+        self._addresses: dict[int, RendezvousAddress] = {}
 
     def _watched(self) -> Config:
         """Options by which a controller on this host watches the notebook."""
@@ -51,53 +81,65 @@ class ProfileProcesses:
 
     @property
     def controller_address(self) -> str:
-        """The address at which the engines reach the controller."""
+        """The address at which the engines reach the controller; its host's name if it listens on all interfaces."""
         assert self._client is not None
-        return str(self._client._config["interface"]).rpartition("/")[2]
+        address = str(self._client._config["interface"]).rpartition("/")[2]
+        listens_everywhere = self._cluster.controller_ip in ("*", "0.0.0.0")
+        return str(self._client._config.get("location") or address) if listens_everywhere else address
 
-    def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
-        """Start controller and engines. Returns a client that sees all ranks; engine ids become ranks.
+    def start(self, on_progress: Callable[[int], None]) -> tuple[ipp.Client, list[int]]:
+        """Start controller and engines. Returns a client that sees all engines, and the id of each rank's.
 
         Raises:
             EngineStartError: the profile's launchers failed, or engines did not register in time.
         """
+        hosts = self._hosts_of_start()
         try:
-            self._cluster.start_cluster_sync()
+            self._cluster.start_controller_sync()
             self._client = client = self._cluster.connect_client_sync()
         except Exception as error:
-            raise EngineStartError(f"Session(profile={self.profile!r}): its launchers failed: {error}") from error
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while client.ids != list(range(self.num_ranks)):
-            running = any(engines.state == "running" for engines in self._cluster.engines.values())
-            if not running or time.monotonic() > deadline_s:
-                raise EngineStartError(self._start_failure(len(client.ids)))
-            on_progress(len(client.ids))
-            time.sleep(_POLL_S)
-        return client
+            raise EngineStartError(
+                f"Session(profile={self.profile!r}): the controller did not start: {error}"
+            ) from error
+        return client, self._bring_up(client, hosts, on_progress)
 
-    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
-        """Single engines of a profile cannot be replaced, because its launchers do not know their ids."""
-        raise SessionError(
-            f"Session(profile={self.profile!r}): {describe_ranks(ranks)} ended, and engines of a profile are started "
-            f"only all together. Save what the other ranks hold (%%global --ranks runs there), close this session and "
-            f"start a new one."
+    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> list[int]:
+        """Start engines for these ranks, on their own hosts if these answer. Returns their ids; raises as `start`."""
+        ids = self._bring_up(client, self._hosts_for(ranks), on_progress)
+        self.num_ranks = max(self.num_ranks, *(rank + 1 for rank in ranks))
+        return ids
+
+    def learn(self, engines: Engines, addresses: Sequence[RendezvousAddress]) -> None:
+        """Take the engines that signals go through, and the place of each rank."""
+        self._engines, self._addresses = engines, dict(enumerate(addresses))
+
+    def order(self, addresses: Sequence[RendezvousAddress]) -> list[int]:
+        """The engines in an order in which those of one host are neighbours, the hosts as in the profile."""
+        first = {each.host: index for index, each in reversed(list(enumerate(addresses)))}
+        return sorted(
+            range(len(addresses)), key=lambda i: (int(addresses[i].engine_set or 0), first[addresses[i].host], i)
         )
 
     def stop(self) -> None:
         """Stop the profile's engines and controller where their hosts can still be reached."""
-        for end in (self._cluster.stop_engines_sync, self._cluster.stop_controller_sync):
-            try:
-                end()
-            except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
-                what = f"workbench: not all processes of profile {self.profile!r} could be ended"
-                print(f"{what}: {error}", file=sys.stderr)
+        self._stop_sets(list(self._cluster.engines))
+        try:
+            self._cluster.stop_controller_sync()
+        except Exception as error:  # noqa: BLE001 - a profile may start it by any launcher
+            self._report_left("the controller", error)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once, through their nannies."""
-        if self._client is not None:
-            alive = [rank for rank in ranks if rank in self._client.ids]
-            if alive:
-                self._client.send_signal("SIGKILL", targets=alive, block=False)
+        if self._engines is not None:
+            self._engines.signal(ranks, "SIGKILL")
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Give back ranks whose engines have ended, and their engine sets if these have no others."""
+        used = {each.engine_set for rank, each in self._addresses.items() if rank not in ranks}
+        given_back = {self._addresses.pop(rank).engine_set for rank in ranks if rank in self._addresses}
+        if not self._capacity:  # a batch system waits for the end of its job
+            self._stop_sets(sorted(given_back - used))
+        self.num_ranks = min([self.num_ranks, *ranks])
 
     def pids(self) -> list[int]:
         """The notebook does not see the processes of a profile."""
@@ -108,16 +150,137 @@ class ProfileProcesses:
         return False
 
     def how_ended(self, rank: int) -> str:
-        """The notebook does not see how processes of a profile end."""
-        return "its process has ended"
+        """Where an engine ran; the notebook does not see how it has ended."""
+        where = self._addresses.get(rank)
+        return (
+            "its process has ended"
+            if where is None
+            else f"its process on {where.host.split()[0]} has ended, or the host"
+        )
 
     def record_oom_kills(self) -> None:
         """The notebook does not see the memory of other hosts."""
 
-    def _start_failure(self, num_up: int) -> str:
-        log = "\n".join(engines.get_output() for engines in self._cluster.engines.values())
-        tail = "\n".join(f"    {line}" for line in log.splitlines()[-12:]) or "    (nothing)"
-        return (
-            f"Session(profile={self.profile!r}): {num_up} of {self.num_ranks} engines are up. "
-            f"The last lines they wrote:\n{tail}"
-        )
+    def _hosts_of_start(self) -> dict[str, int]:
+        """How many engines start on which host."""
+        if not self._capacity:
+            return {_ANYWHERE: self.num_ranks}
+        if self.num_ranks > (most := sum(self._capacity.values())):
+            named = ", ".join(f"{number} on {host}" for host, number in self._capacity.items())
+            raise SessionError(
+                f"Session(engines={self.num_ranks}, profile={self.profile!r}): it has {most} engines: {named}. "
+                f"Ask for at most {most}, or change SSHEngineSetLauncher.engines in {self._cluster.profile_dir}."
+            )
+        hosts, left = {}, self.num_ranks
+        for host, number in self._capacity.items():
+            hosts[host] = min(number, left)
+            left -= hosts[host]
+        return {host: number for host, number in hosts.items() if number}
+
+    def _hosts_for(self, ranks: Sequence[int]) -> dict[str, int]:
+        """How many engines start on which host, for ranks that were lost or are new."""
+        if not self._capacity:
+            return {_ANYWHERE: len(ranks)}
+        problems = ssh.ask_all(list(self._capacity), lambda host: ssh.why_silent(self._ssh_command(), host))
+        answering = [host for host, problem in problems.items() if not problem]
+        silent = "; ".join(f"{host}: {problem}" for host, problem in problems.items() if problem)
+        if not answering:
+            raise EngineStartError(
+                f"Session(profile={self.profile!r}): no host answers, so no engine can be started. {silent}"
+            )
+        homes = {rank: self._set_hosts.get(each.engine_set, "") for rank, each in self._addresses.items()}
+        taken = Counter(host for rank, host in homes.items() if rank not in ranks)
+        chosen = Counter[str]()
+        for rank in ranks:
+            least = min(answering, key=lambda host: (taken + chosen)[host] / max(1, self._capacity[host]))
+            chosen[homes[rank] if homes.get(rank) in answering else least] += 1
+        if any(problems.get(homes.get(rank, "")) for rank in ranks):
+            where = ", ".join(f"{number} on {host}" for host, number in chosen.items())
+            print(f"workbench: {silent}. The engines start elsewhere: {where}", file=sys.stderr)
+        return dict(chosen)
+
+    def _bring_up(self, client: ipp.Client, hosts: Mapping[str, int], on_progress: Callable[[int], None]) -> list[int]:
+        """Start one engine set for each host, at the same time; returns the ids of their engines."""
+        before, wanted = set(client.ids), sum(hosts.values())
+        deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
+        names = {host: str(next(self._set_numbers)) for host in hosts}
+        self._set_hosts |= {name: host for host, name in names.items()}
+        pool = ThreadPoolExecutor(len(hosts), "workbench-launch")
+        launches = {host: pool.submit(self._start_set, names[host], host, count) for host, count in hosts.items()}
+        pool.shutdown(wait=False)
+        try:
+            while len(found := sorted(set(client.ids) - before)) < wanted:
+                self._check_launches(launches, names, len(found), wanted, time.monotonic() > deadline_s)
+                on_progress(len(found))
+                time.sleep(_POLL_S)
+        except BaseException:
+            self._stop_sets(names.values())
+            raise
+        return found
+
+    def _start_set(self, name: str, host: str, count: int) -> None:
+        environment = {**self._launcher.environment, ENGINE_SET: name}
+        own: dict[str, Any] = {}
+        if host != _ANYWHERE:
+            given = self._on_hosts[host]
+            own["engines"] = {host: {**given, "n": count} if isinstance(given, dict) else count}
+        self._cluster.start_engines_sync(count, engine_set_id=name, environment=environment, **own)
+
+    def _check_launches(
+        self, launches: Mapping[str, Future[None]], names: Mapping[str, str], num_up: int, wanted: int, is_late: bool
+    ) -> None:
+        """Raise `EngineStartError` if engines cannot come any more."""
+        done = {host: launch.exception() for host, launch in launches.items() if launch.done()}
+        problems = [
+            f"{host or 'its launcher'}: {_describe(error)}" for host, error in done.items() if error is not None
+        ]
+        sets = [self._cluster.engines[names[host]] for host in done if names[host] in self._cluster.engines]
+        has_ended = len(done) == len(launches) and all(map(_has_ended, sets))
+        if not (problems or has_ended or is_late):
+            return
+        what = "; ".join(problems) or f"{num_up} of {counted(wanted, 'engine')} came"
+        log = "" if problems else "\n".join(each.get_output() for each in sets)
+        tail = "".join(f"\n    {line}" for line in log.splitlines()[-12:])
+        on_hosts = [host for host in launches if host]
+        hint = f" Look for the cause: workbench doctor --hosts {','.join(on_hosts)}" if on_hosts else ""
+        said = f" The last lines that they wrote:{tail}" if tail else ""
+        raise EngineStartError(f"Session(profile={self.profile!r}): {what}.{hint}{said}")
+
+    def _stop_sets(self, names: Collection[str]) -> None:
+        """Stop engine sets at the same time, and say what could not be reached."""
+
+        def stop(name: str) -> None:
+            if name in self._cluster.engines:
+                self._cluster.stop_engines_sync(name)
+
+        pool = ThreadPoolExecutor(max(1, len(names)), "workbench-stop")
+        stops = {name: pool.submit(stop, name) for name in names}
+        pool.shutdown(wait=False)
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        for name, each in stops.items():
+            try:
+                each.result(max(0.0, deadline_s - time.monotonic()))
+            except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
+                self._report_left(f"engines on {self._set_hosts[name] or 'their hosts'}", error)
+
+    def _report_left(self, what: str, error: BaseException) -> None:
+        hint = "Engines end by themselves when they miss the controller."
+        print(f"workbench: profile {self.profile!r}: could not end {what}: {_describe(error)}. {hint}", file=sys.stderr)
+
+    def _ssh_command(self) -> list[str]:
+        return [*self._launcher.ssh_cmd, *self._launcher.ssh_args]
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) or getattr(error, "returncode", 0) == 255:
+        return "no answer"
+    output = getattr(error, "output", None)
+    said = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return f"{error}" + (f" ({said.strip()[-300:]})" if said.strip() else "")
+
+
+def _has_ended(engine_set: Any) -> bool:
+    """Whether nothing of an engine set runs any more, as far as its launcher sees it."""
+    if isinstance(engine_set, MPILauncher) and engine_set.state == "running":
+        engine_set.poll()
+    return bool(engine_set.state == "after")

@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from workbench.errors import EngineStartError
 from workbench.session.processes.folder import SessionFolder
 
+ENGINE_SET = "WORKBENCH_ENGINE_SET"
+"""The variable with the name of the engine set by which a profile has started an engine."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables in which gloo and NCCL look for their interface. A value of the user or the profile is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """An engine's host name, address and interface, and a port that is free on that host."""
+    """An engine's host name, address and interface, a port that is free on that host, and its engine set."""
 
     host: str
     address: str
     interface: str
     port: int
+    engine_set: str = ""
 
 
 def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
@@ -44,7 +47,8 @@ def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
             os.environ.setdefault(variable, interface)
     with socket.socket() as probe:
         probe.bind((address, 0))
-        return RendezvousAddress(host_name(), address, interface, probe.getsockname()[1])
+        engine_set = os.environ.get(ENGINE_SET, "")
+        return RendezvousAddress(host_name(), address, interface, probe.getsockname()[1], engine_set)
 
 
 def address_towards(other: str) -> str:
@@ -90,3 +94,12 @@ def rendezvous_store(addresses: Sequence[RendezvousAddress], folder: SessionFold
     if all(one.host == here for one in addresses):
         return folder.new_store()
     return f"tcp://{addresses[0].address}:{addresses[0].port}"
+
+
+def ranks_on_hosts(hosts: Sequence[str]) -> dict[int, tuple[int, int]]:
+    """By rank, its number among the ranks of its host, and how many these are.
+
+    >>> ranks_on_hosts(["a", "a", "b"])
+    {0: (0, 2), 1: (1, 2), 2: (0, 1)}
+    """
+    return {rank: (hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)}

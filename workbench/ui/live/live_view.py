@@ -18,10 +18,12 @@ from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import run_view
 from workbench.ui.page_link import PageLink
 
-_CLOSED = (
-    '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After %workbench '
-    "start, make a new view: wb.LiveView()</div>"
-)
+_ENDS = {
+    "closed": '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After '
+    "%workbench start, make a new view: wb.LiveView()</div>",
+    "resized": '<div class="wb-section wb-quiet">The session has another number of engines now. Make a new view: '
+    "wb.LiveView()</div>",
+}
 
 
 class LiveView(widgets.VBox):
@@ -47,7 +49,7 @@ class LiveView(widgets.VBox):
             self.live = run_view.RunView(session.num_engines, answer_timeout_s=0.5)
             page = PageLink(on_width=self.live.fit)  # now: the kernel handles no message of a page while a cell runs
         self._number = 0
-        self._is_going = False
+        self._is_going = self._has_ended = False
         self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended
         self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
@@ -58,9 +60,12 @@ class LiveView(widgets.VBox):
 
     def on_message(self, rank: int, message: object) -> None:
         """Handle a message that a rank has published."""
-        if isinstance(message, RunEvent) and message.kind == "closed":
-            self._hint.value = _CLOSED
+        if isinstance(message, RunEvent) and message.kind in _ENDS:
+            self._hint.value = _ENDS[message.kind]
             self._hint.layout.display = ""
+            self._has_ended = True
+        if self._has_ended:
+            return
         if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
             self._begin()
         if isinstance(message, LastSteps):  # of any rank, perhaps before rank 0 reports the first steps

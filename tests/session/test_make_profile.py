@@ -1,0 +1,159 @@
+"""One line that starts engines elsewhere: the profile that it writes, and mistakes that are named together."""
+
+import dataclasses
+import os
+import re
+import sys
+from argparse import Namespace
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.utils.text import EvalFormatter
+from traitlets.config.loader import PyFileConfigLoader
+
+from workbench.errors import SessionError
+from workbench.session import magic_commands
+from workbench.session.processes import make_profile
+from workbench.session.processes.host_facts import ask_hosts, parse_hosts
+
+SSH = """#!/bin/sh
+# Hosts by name: what ssh says for each.
+for word; do
+    case "$word" in
+        good*) export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"; shift $(($#-1)); exec sh -c "$1" ;;
+        unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255 ;;
+        nokey) echo "nokey: Permission denied (publickey)." >&2; exit 255 ;;
+        off) echo "ssh: connect to host off port 22: Connection timed out" >&2; exit 255 ;;
+        closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255 ;;
+        new) echo "Host key verification failed." >&2; exit 255 ;;
+    esac
+done
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Programs of another machine, and an IPython folder of the test's own."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fails = "#!/bin/sh\nexit 3\n"
+    for name, text in {"ssh": SSH, "sbatch": "#!/bin/sh\n", "sinfo": fails, "old": fails}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return folder
+
+
+def read(made):
+    return PyFileConfigLoader(made.path.name, str(made.path.parent)).load_config()
+
+
+def test_a_profile_for_hosts(elsewhere):
+    made = make_profile.ssh_profile("good", 5)
+    config = read(made)
+    assert config.SSHEngineSetLauncher.engines == {"good": 5} and config.Cluster.n == made.num_engines == 5
+    assert config.SSHLauncher.remote_python == sys.executable and config.Cluster.controller_ip == "127.0.0.1"
+    assert made.path.parent.name == "profile_workbench-good" and "--profile workbench-good" in str(made)
+    assert str(made.path) in str(made) and "5 on good" in str(made)
+    assert make_profile.ssh_profile("good").num_engines in (2, len(ask_hosts(["good"])[0].gpus))
+
+
+def test_all_hosts_that_cannot_run_engines_are_named_with_their_fixes(elsewhere):
+    with pytest.raises(SessionError) as caught:
+        make_profile.ssh_profile("good,unknown,nokey,off,closed,new", 8)
+    lines = str(caught.value).splitlines()
+    fixes = {line.split(":")[0].strip(): line.partition(" -> ")[2] for line in lines if " -> " in line}
+    assert set(fixes) == {"unknown", "nokey", "off", "closed", "new"}
+    assert fixes["nokey"] == "Let your key in: ssh-copy-id nokey" and "Start sshd there" in fixes["closed"]
+    assert "~/.ssh/config" in fixes["unknown"] and "firewall" in fixes["off"] and "once by hand" in fixes["new"]
+    assert lines[-1] == "All checks: workbench doctor --hosts good,unknown,nokey,off,closed,new"
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"),
+    [
+        ("/nowhere/python", "no Python at /nowhere/python -> .*--python PATH"),
+        ("old", "old does not run: exit status 3"),
+    ],
+)
+def test_a_python_that_cannot_run(elsewhere, python, problem):
+    with pytest.raises(SessionError, match=problem):
+        make_profile.ssh_profile("good", 2, python)
+
+
+def test_other_versions_and_a_port_that_is_closed(elsewhere, monkeypatch):
+    facts = ask_hosts(["good"])[0]
+    assert facts.back == "" and abs(facts.clock_s) < 10 and facts.port and not make_profile._problems(facts)
+    monkeypatch.setattr(make_profile.sys, "version_info", (3, 14))
+    monkeypatch.setattr(make_profile, "_own_version", lambda name: "9.9" if name == "torch" else "")
+    problems = make_profile.environment_problems(facts)
+    assert "here 3.14" in problems[0][0] and "pip install torch==9.9" in problems[1][1]
+    closed = dataclasses.replace(facts, back="timed out")
+    assert "cannot connect to this machine at 127.0.0.1: timed out -> Open TCP" in make_profile._problems(closed)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("", "no host is named"),
+        ("a,b,a", "a is named twice"),
+        ("a b,-oX", "'a b' is no host; '-oX' is no host"),
+        ("a:x", "'a:x' is no host"),
+    ],
+)
+def test_hosts_that_cannot_be(text, mistake):
+    with pytest.raises(SessionError, match=re.escape(mistake)):
+        parse_hosts(text, "--hosts")
+
+
+def test_a_profile_for_slurm_asks_for_what_a_set_of_engines_needs(elsewhere):
+    """All engines at first; later one more, which must not get two nodes."""
+    made = make_profile.slurm_profile("partition=gpu nodes=2 gpus-per-node=a100:8 time=01:00:00 --exclusive")
+    config = read(made)
+    assert config.Cluster.n == made.num_engines == 16 and made.name == "workbench-slurm-gpu"
+    template = config.SlurmEngineSetLauncher.batch_template
+
+    def asks(n):
+        given = {"n": n, "cluster_id": "c", "output_file": "o", "program_and_args": "python -m ipyparallel.engine"}
+        return EvalFormatter().format(template, **given).splitlines()
+
+    whole, one = asks(16), asks(1)
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=16", "#SBATCH --ntasks-per-node=8"} <= set(whole)
+    assert {"#SBATCH --gpus-per-node=a100:8", "#SBATCH --partition=gpu", "#SBATCH --exclusive"} <= set(whole)
+    assert {"#SBATCH --nodes=1", "#SBATCH --ntasks=1", "#SBATCH --gpus-per-node=a100:1"} <= set(one)
+    assert whole[-1] == "srun --no-kill --kill-on-bad-exit=0 python -m ipyparallel.engine"
+    assert make_profile.slurm_profile("nodes=2 gpus-per-node=8", 4).num_engines == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "engines", "mistakes"),
+    [
+        (
+            "partiton=gpu nodes=two nodes=2",
+            4,
+            ["'partiton' is no option here, did you mean 'partition'?", "nodes=two", "nodes is there twice"],
+        ),
+        ("partition nodes=2 gpus-per-node=all", 4, ["partition has no value", "gpus-per-node=all"]),
+        ("partition=gpu nodes=2", None, ["how many engines?"]),
+        ("nodes=2 gpus-per-node=2", 8, ["8 engines, but 2 nodes of 2 are 4"]),
+    ],
+)
+def test_mistakes_in_options_of_slurm_are_named_together(elsewhere, monkeypatch, text, engines, mistakes):
+    with pytest.raises(SessionError) as caught:
+        make_profile.slurm_profile(text, engines)
+    assert all(mistake in str(caught.value) for mistake in mistakes), caught.value
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SessionError, match="no sbatch here"):
+        make_profile.slurm_profile(text, engines)
+
+
+def test_options_that_exclude_each_other(no_session):
+    given = Namespace(engines=2, profile="p", hosts="a", slurm=None, python="x", device="cpu", keep=True, new=True)
+    with pytest.raises(
+        UsageError, match="--profile and --hosts exclude each other; --keep is for engines on this machine"
+    ):
+        magic_commands.start(given)
+    given = Namespace(**vars(given) | {"profile": None, "hosts": None, "keep": False})
+    with pytest.raises(UsageError, match="--python goes with --hosts"):
+        magic_commands.start(given)

@@ -1,0 +1,103 @@
+"""A running session gets more engines and fewer, and training goes on with the numbers of a run that kept its size."""
+
+import os
+import signal
+
+import pytest
+from IPython.core.error import UsageError
+
+import workbench as wb
+from tests.timeouts import wait_until
+from workbench.errors import CellError, SessionError
+from workbench.session import magic_commands
+
+pytestmark = [pytest.mark.engines]
+
+SETUP = """
+import torch.nn.functional as F
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+model = wb.parallelize(net, "*: data | zero=1")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+step, own_rank = 0, wb.rank()
+
+def train(num_steps):
+    global step
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        loss = F.cross_entropy(model(batch), torch.arange(8) % 4)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        step += 1
+    assert own_rank == wb.rank()
+    return losses
+"""
+
+
+@pytest.fixture(scope="module")
+def own_session():
+    with wb.Session(engines=2, device="cpu") as session:
+        yield session
+
+
+def trained(session):
+    values = session.run("train(3)").values
+    assert len(values) == session.num_engines and all(each == values[0] for each in values)
+    return values[0]
+
+
+def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd):
+    own_session.run(SETUP)
+    expected = trained(own_session) + trained(own_session) + trained(own_session)
+    pids = own_session.run("import os\nos.getpid()").values
+
+    own_session.run(SETUP)
+    losses = trained(own_session)
+    own_session.run("everywhere = wb.arange(8, placement=wb.placement.all('cpu'), sbp='S(0)')\nrandom = torch.rand(2)")
+    report = own_session.resize(3)  # no cell is marked as set-up
+    assert "rank 2 has no variables. To get them" in str(report)
+    with pytest.raises(CellError, match=r"rank 2 has no variable train.*Nothing ran"):
+        own_session.run("train(3)")
+    with pytest.raises(SessionError, match="no cell is marked as set-up"):
+        own_session.recover()
+    own_session.run(SETUP, setup=True)
+    assert dict(own_session.recover().rows)["model"].startswith("rank")
+    losses += trained(own_session)
+
+    magic_commands.resize(type("Options", (), {"number": 4})())
+    assert "recovered rank 3; 1 set-up cell ran again" in capfd.readouterr().out
+    assert own_session.run("wb.world_size(), own_rank, wb.rank()").values == [(4, rank, rank) for rank in range(4)]
+    own_session.run("wide = wb.arange(8, placement=wb.placement.all('cpu'), sbp='S(0)')")
+    rows = dict(own_session.resize(2).rows)
+    assert rows["model"] == "under *: data | zero=1" and "wide" in rows
+    losses += trained(own_session)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert own_session.run("import os\nos.getpid()").values == pids, "these engines have never ended"
+    assert own_session.pull("wide").tolist() == own_session.pull("everywhere").tolist() == list(range(8))
+    assert [each.alive for each in own_session.status()] == [True, True]
+    assert repr(own_session) == "<Session: 2 engines on cpu>" and own_session.run("1").values == [1, 1]
+
+
+def test_dead_engines_are_given_back_without_new_ones(own_session, tmp_path):
+    """What lay there alone comes from the checkpoint."""
+    own_session.resize(3)
+    own_session.run("wb.parallelize(model, '*: data | zero=3', optimizer=optimizer)")
+    own_session.run(f"wb.checkpoint.save({str(tmp_path / 'c')!r}, model=model, optimizer=optimizer, step=step)")
+    expected = own_session.run("train(2)").values[0]
+    (pid,) = own_session.run("import os\nos.getpid()", ranks=[2]).values
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: 2 not in own_session._pool.live.registered(), "the death of the engine")
+    report = own_session.resize(2)
+    assert dict(report.recovered.rows)["model"] == f"checkpoint {tmp_path / 'c'}", report
+    assert own_session.run("train(2)").values == [pytest.approx(expected, rel=1e-4)] * 2
+
+
+def test_numbers_that_cannot_be(own_session):
+    with pytest.raises(SessionError, match=r"resize\(0\): a session has 1 or more engines"):
+        own_session.resize(0)
+    with pytest.raises(UsageError, match="how many"):
+        magic_commands.resize(type("Options", (), {"number": None})())
+    assert own_session.num_engines == 2

@@ -1,0 +1,156 @@
+"""Engines are given back or added: the ranks that stay take over what lay elsewhere, and new ranks get all of it."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.errors import CollectiveAborted, PlacementError
+from workbench.session.on_engine.recovery import Recovery, _random_states
+from workbench.session.on_engine.resizing import withdraw_from
+from workbench.session.recovery import Recovered, Resized
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World, current
+from workbench.testing import run_ranks
+from workbench.transport.threads import ThreadHub, ThreadTransport
+
+torch.manual_seed(0)
+NET = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def set_up(strategy):
+    model = wb.parallelize(copy.deepcopy(NET), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    ranks = wb.placement.all("cpu")
+    table = wb.to_global(torch.arange(14.0).reshape(7, 2), placement=ranks, sbp="B").to_global(sbp="S(0)")
+    return {
+        "model": model,
+        "net": model,
+        "optimizer": optimizer,
+        "trainer": SimpleNamespace(model=model, encoder=model[0], table=table),
+        "tables": [table, {"sum": wb.ones(3, placement=ranks, sbp="P")}],
+        "own": wb.zeros(2, placement=wb.placement("cpu", ranks=[0]), sbp="B"),
+        "step": 0,
+    }
+
+
+def train(has, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(has["step"]))
+        has["optimizer"].zero_grad()
+        loss = F.cross_entropy(has["model"](inputs), torch.arange(8) % 4)
+        loss.backward()
+        has["optimizer"].step()
+        losses.append(loss.item())
+        has["step"] += 1
+    return losses
+
+
+def unbroken(num_steps):
+    return run_ranks(lambda: train(set_up("*: data"), num_steps), 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "then"),
+    [
+        ("*: data", 2, "under *: data"),
+        ("*: data | zero=1", 1, "under *: data | zero=1"),
+        ("*: data | 1x4x1 zero=3", 2, "under *: data | 1x2x1 zero=3 in place of *: data | 1x4x1 zero=3"),
+        ("0: model; 3: model; 5: data | 1x2x2", 2, "under 0: model; 3: model; 5: data | 1x1x2 in place of"),
+        ("[0-1]: data@0; 3: data@1; 5: data@1 | 2x2x1", 3, "under *: data in place of"),
+    ],
+    ids=["data", "zero1", "zero3", "model", "stages"],
+)
+def test_training_goes_on_with_fewer_ranks(strategy, num_ranks, then):
+    expected = unbroken(6)
+
+    def program():
+        has = set_up(strategy)
+        before = train(has, 3)
+        rows = dict(withdraw_from(has, num_ranks, current()))
+        assert rows.pop("model").startswith(then)
+        assert set(rows) == {"tables", "trainer.table"} - ({"trainer.table"} if "tables" in rows else {"tables"})
+        table, total = has["tables"][0], has["tables"][1]["sum"]
+        assert torch.equal(table.full_tensor(), torch.arange(14.0).reshape(7, 2))
+        assert table.sbp == (wb.sbp.split(0),) and torch.equal(total.full_tensor(), torch.ones(3))
+        held = [*has["model"].parameters(), *has["model"].buffers(), table, total, has["own"]]
+        assert max(max(each.placement) for each in held) < num_ranks
+        return before + train(has, 3)
+
+    for losses in run_ranks(program, 4):
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_differs_between_ranks_stays_and_is_said():
+    def program():
+        ranks = wb.placement.all("cpu")
+        has = {"x": wb.ones(4, placement=ranks, sbp="S(0)"), "number": wb.rank()}
+        has["y"] = wb.ones(4 if wb.rank() else 5, placement=wb.placement("cpu", ranks=[3]), sbp="B")
+        if wb.rank() == 0:
+            has["z"] = has["x"]
+        return withdraw_from(has, 2, current())
+
+    rows = run_ranks(program, 4)
+    assert all(dict(each) == dict(rows[0]) for each in rows)
+    where, *others = (dict(rows[0])[name] for name in ("x", "y", "z"))
+    assert "S(0)" in where and "[0, 1]" in where and others == ["not moved: it differs between ranks"] * 2
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", "0: model; 3: model; 5: data"])
+def test_training_goes_on_with_more_ranks(strategy):
+    """Ranks 0 and 1 train; then 2 and 3 come, and get model and optimizer by the set-up."""
+    expected, small = unbroken(6), ThreadHub(2)
+
+    def program(rank):
+        world, kept, before = current(), {}, []
+        if rank < 2:
+            first = World(rank, 2, torch.device("cpu"), ThreadTransport(small, rank, torch.device("cpu")))
+            first.context.generator = torch.Generator().manual_seed(0)
+            with Simulated(first):
+                kept = set_up(strategy)
+                before = train(kept, 3)
+            first.rejoin(4, world.transport)
+            world = first
+        with Simulated(world):
+            has = {**kept, **set_up(strategy)}
+            rows = dict(Recovery(has, dict(has), kept, [2, 3], world).run(_random_states(world)))
+            assert rows["model"] == rows["optimizer"] == "ranks 0-1" if "model" in strategy else True
+            assert has["step"] == 3 and rows["step = 3"] == "rank 0"
+            return before, train(has, 3)
+
+    for rank, (before, after) in enumerate(run_ranks(program, 4)):
+        torch.testing.assert_close(before, expected[:3] if rank < 2 else [], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after, expected[3:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_on_ranks_that_are_gone_says_so():
+    def program():
+        world, ranks = current(), wb.placement.all("cpu")
+        split = wb.arange(8, placement=ranks, sbp="S(0)")
+        whole = wb.arange(2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")
+        if world.rank == 2:
+            return
+        world.rejoin(2, world.transport)
+        with pytest.raises(PlacementError, match="rank 2 does not exist; this world has 2 ranks"):
+            wb.ones(2, placement=ranks, sbp="B")
+        assert split.to_local().tolist() == [*range(3)] if world.rank == 0 else True
+        assert (whole + whole).to_local().tolist() == [0, 2]
+        with pytest.raises(CollectiveAborted, match=r"on ranks that were given back \(2\)\. Make it anew"):
+            split.to_global(sbp="B")
+
+    run_ranks(program, 3)
+
+
+def test_the_report_of_a_resize_says_what_to_do():
+    first, row, advice = str(Resized(4, 2, [("model", "under *: data"), ("ema", "under *: data")])).splitlines()
+    assert first == "workbench: 2 engines now, 4 before" and " ".join(row.split()) == "model, ema under *: data"
+    assert advice.endswith("wb.parallelize(model, strategy, optimizer=optimizer)")
+    report = str(Resized(2, 4, has_lost=True))
+    assert "ranks 2-3 have no variables. To get them, run" in report and "%%global --setup" in report
+    assert "rank 2 has no variables. " in str(Resized(2, 3, has_lost=True))
+    assert "recovered ranks 2-3" in str(Resized(2, 4, [], Recovered((2, 3), 1, [("model", "rank 0")]), True))
