@@ -11,8 +11,9 @@ from pathlib import Path
 import workbench as wb
 from workbench.core.boxing import plan_boxing
 from workbench.core.expert_group import expert_groups
-from workbench.core.layout import Layout
+from workbench.core.layout import Layout, balanced_bounds
 from workbench.core.placement import Placement
+from workbench.core.ring_steps import ring_steps
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
 from workbench.testing import run_ranks
@@ -174,6 +175,30 @@ def experts(colours: Palette) -> str:
     return document((720, 300), title, colours, parts())
 
 
+def causal_ring(colours: Palette) -> str:
+    """The blocks of scores of causal attention on four ranks: who computes which, in which step."""
+    rows = balanced_bounds(16, 4)
+    side, left, top = 56.0, 116.0, 44.0
+
+    def parts() -> Iterator[str]:
+        for rank in range(4):
+            yield text(left + (rank + 0.5) * side, 34, f"keys of {rank}", size=11)
+            yield text(left - 10, top + (rank + 0.5) * side + 4, f"queries of {rank}", anchor="end", size=11)
+            yield rect(Box(380, top + 34 * rank, 22, 22), colours.stages[rank].shades[0], colours.line)
+            yield text(412, top + 34 * rank + 16, f"computed by rank {rank}", anchor="start")
+        for number, step in enumerate(ring_steps(rows, rows, is_causal=True)):
+            for block in step:
+                start, stop = (side * row / 4 for row in block.rows)
+                place = Box(left + side * block.keys, top + side * block.queries + start, side, stop - start)
+                yield rect(place, colours.stages[block.worker].shades[0], colours.background)
+                yield text(place.middle[0], place.middle[1] + 4, f"step {number}", size=11)
+        yield text(
+            380, top + 168, "Each rank: half a block, one, half of one", anchor="start", fill=colours.muted, size=11
+        )
+
+    return document((640, 284), "Causal attention on four ranks, block by block", colours, parts())
+
+
 def session(colours: Palette) -> str:
     """A notebook, its controller, its engines, and what goes between them."""
 
@@ -222,6 +247,7 @@ PICTURES: dict[str, Drawing] = {
     "hybrid": hybrid,
     "zero": zero,
     "experts": experts,
+    "causal-ring": causal_ring,
     "session": session,
 }
 """Name of the file -> what draws it."""

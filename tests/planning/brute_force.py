@@ -52,11 +52,12 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
     """(options as text, stages, model degree)."""
     limits = [range(1, ranks + 1)] * 3
     constraints, batch = problem.constraints, problem.batch_size
-    for p, d, m in product(*limits):
-        if p * d * m != ranks or batch % d or not _wanted(constraints.pipeline, p):
+    for p, d, m, context in product(*limits, constraints.values("context") or (1,)):
+        groups = d // context
+        if p * d * m != ranks or d % context or batch % groups or not _wanted(constraints.pipeline, p):
             continue
-        for mb in range(1, batch // d + 1):
-            if (batch // d) % mb or not _wanted(constraints.micro_batches, mb):
+        for mb in range(1, batch // groups + 1):
+            if (batch // groups) % mb or not _wanted(constraints.micro_batches, mb):
                 continue
             virtual_stages = [("interleaved", p * n) for n in range(2, 9) if p > 1]
             for schedule, stages in [
@@ -77,7 +78,7 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
                     words = [
                         f"{p}x{d}x{m} mb={mb}",
                         schedule,
-                        f"zero={zero}",
+                        f"zero={zero} context={context}",
                         "recompute" * again,
                         "sequence" * sequence,
                     ]

@@ -40,6 +40,13 @@ def test_small_problems_equal_brute_force(seed: int) -> None:
     assert_equals_brute_force(seed)
 
 
+def test_contexts_that_a_constraint_names_are_searched() -> None:
+    problem = random_problem(1)
+    problem = replace(problem, constraints=replace(problem.constraints, context=(1, 2)))
+    assert run(problem)[0].best_value == pytest.approx(best_value(problem), rel=1e-9)
+    assert {strategy.options.context for strategy, _ in every_strategy(problem)} == {1, 2}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_small_problems_equal_brute_force() -> None:

@@ -43,6 +43,8 @@ SHAPES = [
     ("model", "2x1+1x3+2x2 mb=2 gpipe", 9),
     ("model", "1x1x3 mb=2 sequence", 3),
     ("model", "2x1x2 mb=2 gpipe sequence", 4),
+    ("data", "1x2x1 context=2", 2),
+    ("model", "1x4x2 context=2 mb=2 zero=2 sequence", 8),
     ("model", "1x2x2 recompute", 4),
     ("data", "2x1x1 mb=3 1f1b recompute", 2),
 ]

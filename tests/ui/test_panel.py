@@ -118,10 +118,11 @@ def test_degrees_micro_batches_and_schedule(panel: Panel):
 def test_options_of_the_whole_model(panel: Panel):
     controls = editor(panel).controls
     controls.zero.value = 2
+    controls.context.value = 2
     controls.recompute.value = True
     controls.sequence.value = True
     controls.precision.value = "bf16"
-    assert controls.text.value == "*: data | zero=2 recompute sequence bf16"
+    assert controls.text.value == "*: data | zero=2 context=2 recompute sequence bf16"
     controls.undo.click()
     assert controls.precision.value == "fp32" and controls.zero.value == 2
 

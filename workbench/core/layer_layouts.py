@@ -13,6 +13,11 @@ This is the only place that decides it. Entries of activations name what a dim m
 "For the next layer" is the entry of that layer's input: B before a row split, sequence under the option ``sequence``,
 samples where the next layer is on another stage or missing. Under ``sequence``, norms of three dims and more take
 slices of the sequence. On the data axis activations are split by samples, and parameters are B.
+
+On the context axis parameters are B, too. Activations of three dims and more, and the ids that a table takes, are split
+along the sequence. What has no sequence (images, pooled features) is split by samples, as on the data axis. So is the
+input of the last layer, where samples suffice for all data ranks: losses often join samples and sequence in one dim,
+and of slices of the sequence the logits would have to move.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from workbench.core.weight_splits import TABLE, feature_dim
 
 Entry = Literal["B", "P", "samples", "sequence", "features"]
 """An entry of an activation on one axis: whole, a partial sum, or split by what a dim counts."""
+_WITHOUT_SEQUENCE = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm", "InstanceNorm", "GroupNorm", "RNN", "LSTM", "GRU")
+"""Parts of names of layers that need all of the dims behind the samples."""
 
 
 def input_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> Entry:
@@ -35,6 +42,17 @@ def input_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> Entry:
     if sequence and "Norm" in choice.kind and num_dims > 2:
         return "sequence"
     return "features" if choice.split == "row" and choice.kind != TABLE else "B"
+
+
+def context_entry(choice: ResolvedLayer, num_dims: int, has_samples_for_all: bool = False) -> Entry:
+    """The entry of a layer's input, and of its output, on the context axis.
+
+    ``has_samples_for_all``: of the last layer, whether every data rank can take as many samples.
+    """
+    has_sequence = num_dims > 2 or (num_dims == 2 and choice.kind == TABLE)
+    if not has_sequence or has_samples_for_all or any(word in choice.kind for word in _WITHOUT_SEQUENCE):
+        return "samples"
+    return "sequence"
 
 
 def output_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> Entry:

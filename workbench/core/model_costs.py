@@ -14,6 +14,25 @@ from workbench.core.rows import Layer
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSize:
+    """The sizes of attention in one function, which decide how a split sequence passes the ranks.
+
+    Attributes:
+        heads, key_heads: of queries, and of keys and values.
+        rows, keys: lengths of the sequences of queries and of keys.
+        widths: features of a head of queries and keys, and of values.
+        is_causal: whether queries see the earlier keys only.
+    """
+
+    heads: int
+    key_heads: int
+    rows: int
+    keys: int
+    widths: tuple[int, int]
+    is_causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OpCost:
     """The cost of one function's forward.
 
@@ -29,6 +48,7 @@ class OpCost:
         again_bytes: saved by it, too, but counted with the function that saved it first: two copies where something is
             boxed in between.
         passing_bytes: inputs and results of its backward, except saved tensors and gradients of weights.
+        attention: its sizes, if it is attention.
     """
 
     name: str
@@ -40,6 +60,7 @@ class OpCost:
     backward_bytes: float | None = None
     again_bytes: float = 0.0
     passing_bytes: float = 0.0
+    attention: AttentionSize | None = None
 
     @property
     def is_matmul(self) -> bool:

@@ -14,7 +14,7 @@ PRESETS = ("data", "model", "pipeline", "hybrid")
 """Names of strategies that are made for a model."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OTHER_OPTIONS = ("recompute", "sequence", "zero=1", "zero=2", "zero=3", "mb=4")
+_OTHER_OPTIONS = ("recompute", "sequence", "context=2", "zero=1", "zero=2", "zero=3", "mb=4")
 """For suggestions."""
 
 
@@ -22,7 +22,8 @@ _OTHER_OPTIONS = ("recompute", "sequence", "zero=1", "zero=2", "zero=3", "mb=4")
 class Options:
     """The options of the whole model. ``degrees`` are pipeline x data x model; None if they follow from the rows.
 
-    Instead of degrees there may be ``widths``: data x model for every stage.
+    Instead of degrees there may be ``widths``: data x model for every stage. ``context`` data ranks each take the same
+    samples, and a slice of their sequence.
     """
 
     degrees: tuple[int, int, int] | None = None
@@ -33,6 +34,7 @@ class Options:
     sequence: bool = False
     precision: str = "fp32"
     widths: tuple[tuple[int, int], ...] | None = None
+    context: int = 1
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.degrees))] if self.degrees else []
@@ -40,6 +42,7 @@ class Options:
         words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
         words += [self.schedule] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
+        words += [f"context={self.context}"] if self.context != 1 else []
         words += ["recompute"] * bool(self.recompute) + ["sequence"] * bool(self.sequence)
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
@@ -79,13 +82,13 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
     found: dict[str, Any] = {}
     for word in text.split():
         degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
-        number = re.fullmatch(r"(mb|zero)=(\d+)", word)
+        number = re.fullmatch(r"(mb|zero|context)=(\d+)", word)
         if degrees:
             found["degrees"] = tuple(int(n) for n in degrees.groups())
         elif re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
             found["widths"] = tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
         elif number:
-            found["num_micro_batches" if number[1] == "mb" else "zero"] = int(number[2])
+            found["num_micro_batches" if number[1] == "mb" else number[1]] = int(number[2])
         elif word in SCHEDULES:
             found["schedule"] = word
         elif word in PRECISIONS:
@@ -93,7 +96,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
         elif word in ("recompute", "sequence"):
             found[word] = True
         else:
-            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, fp16"
+            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, context=N, recompute, sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             mistakes.append(f"option {word!r} is none of {known}{hint}")
@@ -108,6 +111,8 @@ def _out_of_range(found: dict[str, Any]) -> list[str]:
     mistakes = []
     if found.get("num_micro_batches") == 0:
         mistakes.append("mb=0: a step has at least 1 micro-batch")
+    if found.get("context") == 0:
+        mistakes.append("context=0: a sequence has at least 1 slice")
     if found.get("zero", 0) > 3:
         mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
     if 0 in (found.get("degrees") or ()):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from workbench.core.boxing import LinkCost
@@ -70,11 +70,16 @@ class Signature:
     """One legal combination on one axis: the sbp of the operands, and that of the results of the local function.
 
     ``letter`` is the dim that is split, or "" for all-broadcast and all-partial.
+
+    A local function may exchange parts of its operands itself, as a ring does. It then costs ``part`` of a boxing of
+    the operands from ``inputs`` to ``exchanged``.
     """
 
     inputs: tuple[Sbp, ...]
     outputs: tuple[Sbp, ...]
     letter: str = ""
+    exchanged: tuple[Sbp, ...] = ()
+    part: float = 1.0
 
 
 def signatures(equation: str, shapes: Sequence[Shape], output_ndims: Sequence[int]) -> tuple[Signature, ...]:
@@ -179,13 +184,27 @@ def choose(
         costs = [_boxing_cost(op, placement, sbp, cost) for op, sbp in zip(operands, inputs, strict=True)]
         # A boxing can be free and still be one: of equally cheap signatures, the one that changes fewest operands.
         changes = sum(op.layout.sbp != sbp for op, sbp in zip(operands, inputs, strict=True))
-        total = (sum(costs), changes)
+        total = (sum(costs) + _exchange_cost(combination, operands, placement, cost), changes)
         if total < best_cost:
             outputs = tuple(tuple(s.outputs[i] for s in combination) for i in range(len(combination[0].outputs)))
             if accepts is not None and not accepts(inputs, outputs):
                 continue
             best, best_cost = Choice(inputs, outputs, tuple(s.letter for s in combination)), total
     return best
+
+
+def _exchange_cost(
+    combination: Sequence[Signature], operands: Sequence[Operand], placement: Placement, cost: LinkCost
+) -> float:
+    """Seconds of the exchanges that the local function makes itself."""
+    found = 0.0
+    for axis in (axis for axis, signature in enumerate(combination) if signature.exchanged):
+        for i, operand in enumerate(operands):
+            inputs = tuple(s.inputs[i] for s in combination)
+            exchanged = (*inputs[:axis], combination[axis].exchanged[i], *inputs[axis + 1 :])
+            here = replace(operand, layout=Layout(placement, inputs))
+            found += combination[axis].part * _boxing_cost(here, placement, exchanged, cost)
+    return found
 
 
 def _legal_on_axis(candidates: Sequence[Signature], operands: Sequence[Operand], axis: int) -> list[Signature]:

@@ -19,6 +19,7 @@ from workbench.core.layer_extents import LayerExtents, ObservedCalls
 from workbench.core.layer_layouts import (
     Entry,
     boxed_output_entry,
+    context_entry,
     following_of,
     has_output_hook,
     input_entry,
@@ -41,10 +42,11 @@ _UNKNOWN = Extent((1,))
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation on a stage: its entries on the data axis and the model axis."""
+    """An activation on a stage: its entries on the axes."""
 
     stage: int
     data: Entry
+    context: Entry
     model: Entry
 
 
@@ -58,8 +60,8 @@ class ShardingPlan:
         cost: the link over which boxings find their paths; None: direct boxings.
 
     Attributes:
-        axes: by stage, the names of the axes of its placement: "data", "model". One of size one is left out: boxing
-            along it would do nothing, at a price.
+        axes: by stage, the names of the axes of its placement: "data", "context", "model". One of size one is left out:
+            boxing along it would do nothing, at a price.
         placements: by stage, its ranks.
         calls: the calls of layers in the first call of the model, which its layout hooks have seen.
 
@@ -80,15 +82,15 @@ class ShardingPlan:
     ) -> None:
         self.layers, self.resolved, self.cost = tuple(layers), resolved, cost
         stages = range(resolved.num_stages)
-        self.axes = [_axes(*resolved.stage_width(stage)) for stage in stages]
+        self.axes = [list(resolved.stage_axes(stage)) for stage in stages]
         self.placements = tuple(self._placement(stage, device_type) for stage in stages)
         self.calls, self._is_settled = ObservedCalls(), False
         self._followings: dict[bool, dict[str, ResolvedLayer | None]] = {}
-        self._input_layouts: dict[tuple[str, int, int | None], Layout] = {}
+        self._input_layouts: dict[tuple[str, int, int | None, int], Layout] = {}
 
     def _placement(self, stage: int, device_type: str) -> Placement:
-        grid = self.resolved.stage_grid(stage)
-        return Placement.of(device_type, grid if len(self.axes[stage]) == 2 else [rank for row in grid for rank in row])
+        ranks = tuple(self.resolved.stage_ranks(stage))
+        return Placement(device_type, ranks, tuple(self.resolved.stage_axes(stage).values()))
 
     def on(self, placements: Sequence[Placement]) -> ShardingPlan:
         """The same plan where other ranks are the stages' ranks, in grids of the same shapes."""
@@ -104,9 +106,10 @@ class ShardingPlan:
         """The names of the axes on which a layer lies."""
         return self.axes[self.resolved.layers[index].stage]
 
-    def layout(self, stage: int, data: Sbp, model: Sbp) -> Layout:
-        """A layout on a stage from one entry for each of the two axes."""
-        return Layout(self.placements[stage], tuple(data if axis == "data" else model for axis in self.axes[stage]))
+    def layout(self, stage: int, data: Sbp, model: Sbp, context: Sbp = broadcast) -> Layout:
+        """A layout on a stage from one entry for each of the axes."""
+        entries = {"data": data, "context": context, "model": model}
+        return Layout(self.placements[stage], tuple(entries[axis] for axis in self.axes[stage]))
 
     def parameter_layout(self, choice: ResolvedLayer, num_dims: int) -> Layout:
         """The layout of a parameter of a layer."""
@@ -118,12 +121,15 @@ class ShardingPlan:
         dim = split_dim(choice.kind, choice.split, num_dims)
         return self.layout(choice.stage, broadcast, broadcast if dim is None else Split(dim))
 
-    def input_layout(self, choice: ResolvedLayer, num_dims: int, batch_dim: int | None = 0) -> Layout:
-        """The layout of a layer's input; B for a scalar. ``batch_dim`` counts samples."""
-        key = choice.name, num_dims, batch_dim
+    def input_layout(
+        self, choice: ResolvedLayer, num_dims: int, batch_dim: int | None = 0, num_samples: int = 0
+    ) -> Layout:
+        """The layout of a layer's input; B for a scalar. ``batch_dim`` counts samples: ``num_samples`` of them."""
+        key = choice.name, num_dims, batch_dim, num_samples
         known = self._input_layouts.get(key)
         if known is None:
-            known = self._layout_of(self._taken(choice, num_dims), choice.kind, num_dims, batch_dim)
+            taken = self._taken(choice, num_dims, num_samples)
+            known = self._layout_of(taken, choice.kind, num_dims, batch_dim)
             if choice.expert is not None:
                 owners = self.parameter_layout(choice, num_dims).placement
                 is_split = owners.num_ranks > 1 and num_dims > 0
@@ -131,20 +137,33 @@ class ShardingPlan:
             self._input_layouts[key] = known
         return known
 
+    def equal_input_layout(self, choice: ResolvedLayer, shape: Shape) -> Layout:
+        """The layout of an input that is equal for all samples: positions, masks, or a batch of one sample."""
+        return self._layout_of(self._equal(choice, shape), choice.kind, len(shape), None)
+
+    def is_equal_for_all(self, layout: Layout, shape: Shape) -> bool:
+        """Whether an activation counts no samples: it is B, or one for all, of which only the context has slices."""
+        if layout.is_broadcast or shape[0] != 1 or layout.placement not in self.placements:
+            return layout.is_broadcast
+        axes = self.axes[self.placements.index(layout.placement)]
+        return all(entry == broadcast for axis, entry in zip(axes, layout.sbp, strict=True) if axis != "context")
+
     def boxed_output_layout(
         self, choice: ResolvedLayer, num_dims: int, batch_dim: int | None = 0, *, in_order_of_calls: bool
     ) -> Layout:
         """The layout of a layer's output behind the output hook: that of the layer called next, or listed next."""
         following = self._following(choice.name, in_order_of_calls)
         model = boxed_output_entry(choice, following, num_dims, self.resolved.options.sequence)
-        return self._layout_of(_Activation(choice.stage, "samples", model), choice.kind, num_dims, batch_dim)
+        context = context_entry(choice, num_dims)  # the hook changes the model axis only
+        return self._layout_of(_Activation(choice.stage, "samples", context, model), choice.kind, num_dims, batch_dim)
 
     def batch_layouts(self) -> tuple[Layout, Layout]:
         """The layouts of a batch and of its targets: those of the first input, and of the samples of the output."""
         first = min(self.resolved.layers, key=lambda layer: layer.stage)
         last = max(reversed(self.resolved.layers), key=lambda layer: layer.stage)
         model = broadcast if output_entry(last, 1, False) == "features" else Split(0)
-        return self.input_layout(first, 1), self.layout(last.stage, Split(0), model)
+        taken = sbp_of(input_entry(first, 1, False), first.kind, 1)
+        return self.layout(first.stage, Split(0), taken), self.layout(last.stage, Split(0), model)
 
     @property
     def half_sums_per_step(self) -> int:
@@ -215,17 +234,26 @@ class ShardingPlan:
     def __str__(self) -> str:
         return plan_text(self.layers_of(), self.resolved, self.half_sums_per_step)
 
-    def _taken(self, choice: ResolvedLayer, num_dims: int) -> _Activation:
+    def _equal(self, choice: ResolvedLayer, shape: Shape) -> _Activation:
+        is_sequence = shape[:1] == (1,) and context_entry(choice, len(shape)) == "sequence"
+        return _Activation(choice.stage, "B", "sequence" if is_sequence else "B", "B")
+
+    def _taken(self, choice: ResolvedLayer, num_dims: int, num_samples: int) -> _Activation:
         if num_dims == 0:
-            return _Activation(choice.stage, "B", "B")
-        return _Activation(choice.stage, "samples", input_entry(choice, num_dims, self.resolved.options.sequence))
+            return _Activation(choice.stage, "B", "B", "B")
+        is_last = choice is self.resolved.layers[-1]
+        has_samples = is_last and num_samples > 0 and num_samples % self.resolved.stage_width(choice.stage)[0] == 0
+        context = context_entry(choice, num_dims, has_samples)
+        model = input_entry(choice, num_dims, self.resolved.options.sequence)
+        return _Activation(choice.stage, "samples", context, model)
 
     def _layout_of(self, activation: _Activation, kind: str, num_dims: int, batch_dim: int | None) -> Layout:
         """The layout of an activation as a layer of class ``kind`` takes or gives it: samples stay samples, features
         stay features.
         """
-        data, model = (sbp_of(entry, kind, num_dims, batch_dim) for entry in (activation.data, activation.model))
-        return self.layout(activation.stage, data, model)
+        entries = activation.data, activation.model, activation.context
+        data, model, context = (sbp_of(entry, kind, num_dims, batch_dim) for entry in entries)
+        return self.layout(activation.stage, data, model, context)
 
 
 class _Chain:
@@ -294,15 +322,16 @@ class _Chain:
     def _input(self, choice: ResolvedLayer, taken: Extent) -> _Activation:
         arriving = self._arriving
         if taken.is_batchless and (arriving is None or (arriving.data, arriving.model) == ("B", "B")):
-            return _Activation(choice.stage, "B", "B")
-        return self.plan._taken(choice, taken.num_dims)
+            return self.plan._equal(choice, taken.sizes)
+        num_samples = 0 if taken.is_batchless else taken.whole(self.micro_batch)[taken.batch_dim or 0]
+        return self.plan._taken(choice, taken.num_dims, num_samples)
 
     def _result(self, choice: ResolvedLayer, takes: _Activation, given: Extent) -> _Activation:
         if choice.split is None:
             return takes
         data: Entry = "B" if given.is_batchless else "samples"
         entry = output_entry(choice, given.num_dims, self.plan.resolved.options.sequence)
-        return _Activation(choice.stage, data, entry)
+        return _Activation(choice.stage, data, takes.context, entry)
 
     def _boxed(self, index: int, gives: _Activation, given: Extent) -> _Activation:
         choice, options = self.plan.resolved.layers[index], self.plan.resolved.options
@@ -310,10 +339,6 @@ class _Chain:
             return gives
         following = self.plan._following(choice.name, in_order_of_calls=True)
         return replace(gives, model=boxed_output_entry(choice, following, given.num_dims, options.sequence))
-
-
-def _axes(data: int, model: int) -> list[str]:
-    return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
 
 
 _HEAD = ("layer", "ranks", "weight", "input", "result", "a rank sends", "gradients")

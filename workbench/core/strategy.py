@@ -9,6 +9,7 @@ predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
 by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
+``context=`` (so many of the data ranks take the same samples, and each a slice of their sequence),
 ``bf16`` or ``fp16``.
 """
 
@@ -87,6 +88,12 @@ class ResolvedStrategy:
         """Data and model degree of a stage."""
         widths = self.options.widths
         return widths[stage % len(widths)] if widths else self.degrees[1:]
+
+    def stage_axes(self, stage: int) -> dict[str, int]:
+        """The sizes of a stage's axes by name. Those of data and context are the data degree; one of 1 is left out."""
+        data, model = self.stage_width(stage)
+        sizes = {"data": data // self.options.context, "context": self.options.context, "model": model}
+        return {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
 
     def stage_grid(self, stage: int) -> list[list[int]]:
         """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis.
@@ -266,7 +273,8 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
         )
     width = max(1, num_ranks // num_stages)
     uses_model = any(row.parallel == "model" for row in strategy.rows_of(layers))
-    return (num_stages, 1, width) if uses_model else (num_stages, width, 1)
+    context = strategy.options.context
+    return (num_stages, context, max(1, width // context)) if uses_model else (num_stages, width, 1)
 
 
 def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
@@ -335,6 +343,7 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
         )
         mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, 1, num_ranks),)))
     goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
+    mistakes += _check_context(strategy, (pipeline, data, model), num_ranks)
     if pipeline > num_ranks:
         message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
         return [*mistakes, Mistake(None, message, (f"number the stages 0 to {num_ranks - 1}",))]
@@ -343,6 +352,24 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
         message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
         mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, model, num_ranks),)))
     return mistakes
+
+
+def _check_context(strategy: Strategy, degrees: tuple[int, int, int], num_ranks: int) -> list[Mistake]:
+    """A context that does not divide the data degree of every stage, from which its ranks are taken."""
+    context, (pipeline, data, model) = strategy.options.context, degrees
+    unfit = [
+        each for each in dict.fromkeys(d for d, _ in strategy.options.widths or ((data, model),)) if each % context
+    ]
+    if not unfit:
+        return []
+    listed = " and ".join(map(str, unfit))
+    message = f"context={context}, but a data degree of {listed}: its ranks are data ranks, so it divides their number"
+    fixes = [f"use context={n}" for n in range(2, min(unfit) + 1) if all(each % n == 0 for each in unfit)]
+    ranks = num_ranks // pipeline
+    if not strategy.options.widths and ranks % context == 0:
+        kept = model if ranks % (context * model) == 0 else 1
+        fixes.append(f"use {pipeline}x{ranks // kept}x{kept}")
+    return [Mistake(None, message, tuple(fixes) or ("use context=1",))]
 
 
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:

@@ -1,4 +1,5 @@
-"""The exchanges of a layer on the model axis: of its input, of its output, between slices of its output, in the loss.
+"""The exchanges of a layer: on the model axis of its input, of its output, between slices of its output, in the loss;
+on the context axis of its input and in attention (``cost.context``).
 
 ``core.layer_layouts`` has the layouts. Tests compare the bytes with those of dry runs.
 """
@@ -10,12 +11,20 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from workbench.core.layer_layouts import Entry, boxed_output_entry, dual_entry, input_entry, output_entry
+from workbench.core.layer_layouts import (
+    Entry,
+    boxed_output_entry,
+    context_entry,
+    dual_entry,
+    input_entry,
+    output_entry,
+)
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import LayerCost
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, share_input
 from workbench.cost.collectives import exchange_s, kind_of, received_parts, summed_bytes
+from workbench.cost.context import attention_exchange
 from workbench.cost.stage_settings import StageSettings
 
 Neighbour = tuple[LayerCost, ResolvedLayer]
@@ -28,10 +37,16 @@ exponentials, the target's logit, and the share of smoothed targets. The maximum
 
 
 class Exchange(NamedTuple):
-    """One exchange of a micro-batch: its kind, and the bytes that each rank of the model axis receives."""
+    """One exchange of a micro-batch: its kind, and the bytes that each rank of the axis receives."""
 
     kind: str
     received_bytes: float
+    axis: str = "model"
+
+    def seconds(self, setting: StageSettings) -> float:
+        """Its time. The ranks of a context are as far apart as a model axis is long."""
+        size, stride = (setting.model, 1) if self.axis == "model" else (setting.context, setting.model)
+        return exchange_s(setting.hardware, self.received_bytes, size, stride, self.kind)
 
 
 class Boxings(NamedTuple):
@@ -52,17 +67,20 @@ def boxings(
     following: ResolvedLayer | None,
     setting: StageSettings,
     boxed_for: ResolvedLayer | None = None,
+    is_last: bool = False,
 ) -> Boxings:
     """The exchanges of a layer; arguments are those of ``layers.layer_price``. ``boxed_for``: the layer for which the
     output of the one ``before`` was boxed, where that is another one than this.
     """
+    forward, backward = _on_context_axis(row, choice, before, setting, is_last)
     if setting.model == 1:
-        return Boxings()
+        return Boxings(tuple(forward), tuple(backward))
     changes = _changes(row, choice, before, following, setting, boxed_for or choice)
     back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(changes)]
     if setting.sequence and not setting.software.keeps_gathered:  # slices were saved, the weights need all
         back += [change for change in changes if change[:2] == ("sequence", "B")]
-    forward, backward = ([_exchange(change, setting) for change in some] for some in (changes, back))
+    forward += [_exchange(change, setting) for change in changes]
+    backward += [_exchange(change, setting) for change in back]
     if boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features":
         rows, sums = _moved_rows(row, setting), _sums_of_loss(row, setting)
         forward, backward = [*forward, *rows, *sums[0]], [*backward, *rows, *sums[1]]
@@ -71,8 +89,32 @@ def boxings(
 
 def seconds_and_bytes(exchanges: Sequence[Exchange], setting: StageSettings) -> tuple[float, float]:
     """(seconds, bytes that a rank receives) of exchanges one after the other."""
-    seconds = sum(exchange_s(setting.hardware, e.received_bytes, setting.model, 1, e.kind) for e in exchanges)
-    return seconds, sum(e.received_bytes for e in exchanges)
+    return sum(exchange.seconds(setting) for exchange in exchanges), sum(e.received_bytes for e in exchanges)
+
+
+def _on_context_axis(
+    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: StageSettings, is_last: bool
+) -> tuple[list[Exchange], list[Exchange]]:
+    """Exchanges on the context axis in forward and backward: of the input, and of attention behind the layer."""
+    forward, backward = list[Exchange](), list[Exchange]()
+    if setting.context == 1:
+        return forward, backward
+    if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
+        samples = setting.samples * setting.context
+        has_samples = is_last and samples % setting.context == 0
+        source = context_entry(before[1], num_dims(before[0]))
+        if source != context_entry(choice, num_dims(row), has_samples):
+            left = boxed_output_entry(before[1], choice, num_dims(before[0]), setting.sequence)
+            parts = 1 if left in ("B", "P") else setting.model
+            moved = (1 - 1 / setting.context) * passed_bytes(before[0], setting) / parts
+            forward.append(Exchange("all-to-all", moved, "context"))
+            backward.append(forward[-1])
+    for work in row.after:
+        if work.attention is not None:
+            there, back = attention_exchange(work.attention, row.itemsize * setting.scale, setting)
+            forward += [Exchange(kind, size, "context") for kind, size in there]
+            backward += [Exchange(kind, size, "context") for kind, size in back]
+    return forward, backward
 
 
 def tokens_s_and_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:

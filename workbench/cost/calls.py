@@ -34,7 +34,8 @@ def prices_with_calls(
             before, boxed_for = (_handed_on(model, call), choices[other]), followings[other]
             before = before if choices[other].stage == choice.stage else None
         boxed.add(target)
-        exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for)
+        is_last = index == len(choices) - 1
+        exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for, is_last)
         (forward_s, forward), (backward_s, backward) = (
             seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)
         )

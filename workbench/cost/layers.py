@@ -104,6 +104,7 @@ def layer_price(
     before: tuple[LayerCost, ResolvedLayer] | None,
     following: ResolvedLayer | None,
     setting: StageSettings,
+    is_last: bool = False,
 ) -> LayerPrice:
     """The price of a layer with the functions after it and the boxings of its input and output.
 
@@ -113,6 +114,7 @@ def layer_price(
         before: the layer before it on the same stage, whose output it takes; None for the first of a stage.
         following: the next layer on the same stage.
         setting: all other settings.
+        is_last: whether it is the last layer of the model.
     """
     forward = first = second = scores = scores_kept = 0.0
     kept, passing = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
@@ -134,7 +136,7 @@ def layer_price(
         back = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
         first, second = first + back[0], second + (back[1] if is_own else 0.0)
         first += 0.0 if is_own else back[1]
-    exchanges = boxings(row, choice, before, following, setting)
+    exchanges = boxings(row, choice, before, following, setting, is_last=is_last)
     travel_s, travel_bytes = tokens_s_and_bytes(row, choice, setting)
     boxing = [
         (seconds + travel_s, received + travel_bytes)

@@ -20,7 +20,9 @@ class StageSettings:
     Attributes:
         data, model: degrees of the stage's grid.
         stages: pipeline stages of the whole strategy.
-        samples: samples of one micro-batch on the data-parallel rank with most of them.
+        context: number of data ranks that share samples.
+        samples: samples of one micro-batch on the data-parallel rank with most of them; a slice of the sequence counts
+            as a part of a sample.
         num_micro_batches: per step.
         precision, zero, recompute, sequence: options of the strategy.
         rates: the machine at this precision.
@@ -42,11 +44,13 @@ class StageSettings:
     recompute: bool
     sequence: bool
     scale: float
+    context: int = 1
 
     @property
     def batch_parts(self) -> float:
         """Number of parts into which the model axis divides the batch dim: fewer than its ranks if samples are few."""
-        return self.samples / ceil(self.samples / self.model) if self.samples >= 1 else 1.0
+        samples = self.samples * self.context
+        return samples / ceil(samples / self.model) if samples >= 1 else 1.0
 
 
 def counted_at(model: ModelCosts, precision: str, software: Software) -> ModelCosts:
@@ -74,17 +78,17 @@ def settings_of(
     settings = []
     for stage in range(num_stages):
         data, width = strategy.stage_width(stage)
-        parts = data * strategy.num_micro_batches
+        parts = data // options.context * strategy.num_micro_batches
         if batch_size < strategy.num_micro_batches:
             raise StrategyError(
                 f"batch_size={batch_size}: {strategy.num_micro_batches} micro-batches; each takes at least one sample. "
-                f"Use batch_size={parts}, one for each of {data} replicas, or a multiple."
+                f"Use batch_size={parts}, one for each of {data // options.context} replicas, or a multiple."
             )
         settings.append(
             StageSettings(
                 hardware, rates, software, optimizer, data, width, num_stages,
-                ceil(batch_size / parts), strategy.num_micro_batches, options.precision, options.zero,
-                options.recompute, options.sequence, scale,
+                ceil(batch_size / parts) / options.context, strategy.num_micro_batches, options.precision, options.zero,
+                options.recompute, options.sequence, scale, options.context,
             )
         )  # fmt: skip
     return tuple(settings)

@@ -77,10 +77,11 @@ def prices_of(
                 _of_choice(before[1]),
                 are_siblings(before, (row, choice)),
             )
-        key += (None if following is None else _of_choice(following[1]),)
+        is_last = index == len(rows) - 1
+        key += (None if following is None else _of_choice(following[1]), is_last)
         price = known.get(key)
         if price is None:
-            price = known[key] = layer_price(row, choice, before, following[1] if following else None, setting)
+            price = known[key] = layer_price(row, choice, before, following[1] if following else None, setting, is_last)
         prices.append(price)
     return prices
 

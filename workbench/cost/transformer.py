@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import AttentionSize, LayerCost, ModelCosts, OpCost
 from workbench.core.options import Options
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -225,7 +225,10 @@ def _attention(model: Transformer) -> tuple[OpCost, ...]:
     inputs = _ITEM * s * (h + 2 * k)
     rotary = (OpCost("rotary", 0, 2 * _ITEM * s * (h + k)),) if model.is_gated else ()
     if model.has_flash:
-        flash = OpCost("scaled_dot_product_attention", 2 * s * s * h, inputs + _ITEM * s * h, head, inputs)
+        size = AttentionSize(model.heads, model.kv_heads or model.heads, s, s, (head, head), is_causal=True)
+        flash = OpCost(
+            "scaled_dot_product_attention", 2 * s * s * h, inputs + _ITEM * s * h, head, inputs, attention=size
+        )
         return (*rotary, flash)
     scores = model.heads * s * s
     return (

@@ -104,7 +104,7 @@ class _BestFirstSearch:
         """All groups, or for a quick search those with the smallest micro-batches, which keep fewer activations."""
         if not self._only_least_memory:
             return self._groups
-        return list({group.degrees: group for group in self._groups}.values())
+        return list({(group.degrees, group.context): group for group in self._groups}.values())
 
     def _is_least_memory(self, candidate: Candidate) -> bool:
         """Whether a candidate can hold least: other schedules and lower stages of ZeRO hold more."""

@@ -21,7 +21,7 @@ class Bounds:
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
-        self._per_sample: dict[tuple[int, bool, bool], float] = {}
+        self._per_sample: dict[tuple[int, bool, bool, int], float] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
 
@@ -33,13 +33,14 @@ class Bounds:
         of the model axis, which then divides them evenly.
         """
         (_, data, model), options, batch_size = candidate.degrees, candidate.options, self._problem.batch_size
-        key = model, options.sequence, options.recompute
+        key = model, options.sequence, options.recompute, options.context
         if key not in self._per_sample:
             most = ceil(batch_size / model) * model
-            prices = self._incumbents.prices_of(model, most, False, options.sequence)
+            prices = self._incumbents.prices_of(model, most, False, options.sequence, options.context)
             seconds = self._chooser.seconds(prices, options.recompute)
             self._per_sample[key] = inf if seconds is None else seconds / most
-        return self._step_s(candidate, batch_size / data / options.num_micro_batches * self._per_sample[key])
+        samples = batch_size / (data // options.context) / options.num_micro_batches
+        return self._step_s(candidate, samples * self._per_sample[key])
 
     def tight(self, candidate: Candidate) -> float:
         """A lower bound in seconds; infinite if the candidate cannot fit.
@@ -59,7 +60,10 @@ class Bounds:
         Many candidates share the value.
         """
         (pipeline, _, model), options = candidate.degrees, candidate.options
-        key = candidate.degrees, options.num_micro_batches, options.zero, options.recompute, candidate.num_stages > 1
+        key = (
+            candidate.degrees, options.num_micro_batches, options.zero, options.recompute, options.context,
+            candidate.num_stages > 1,
+        )  # fmt: skip
         if key not in self._updates:
             weights = self._parameters / model / pipeline
             self._updates[key] = least_update_s(self._incumbents.prices(candidate), candidate, weights)

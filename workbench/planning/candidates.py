@@ -1,4 +1,6 @@
-"""All combinations of degrees, micro-batches, schedule, ZeRO, recomputation and sequence that a problem leaves open."""
+"""All combinations of degrees, micro-batches, schedule, ZeRO, recomputation and sequence that a problem leaves open,
+and those values of context that it names.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates with the same degrees and micro-batches."""
+    """Candidates with the same degrees, micro-batches and context."""
 
     degrees: tuple[int, int, int]
     num_micro_batches: int
+    context: int = 1
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -42,19 +45,19 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def groups(problem: Problem, span: int | None = None) -> Iterator[Group]:
-    """Every pair of degrees and micro-batches.
+    """Every combination of degrees, context and micro-batches.
 
     With a ``span`` and no constraint on model, model degrees divide twice the span.
     """
     ranks = divisors(problem.num_ranks) if problem.objective == "cost" else [problem.num_ranks]
-    for num_ranks in ranks:
-        for degrees in _degrees(problem, num_ranks, span):
-            for num_micro_batches in divisors(problem.batch_size // degrees[1]):
+    for num_ranks, context in product(ranks, problem.contexts):
+        for degrees in _degrees(problem, num_ranks, span, context):
+            for num_micro_batches in divisors(problem.batch_size // (degrees[1] // context)):
                 if problem.constraints.allows("micro_batches", num_micro_batches):
-                    yield Group(degrees, num_micro_batches)
+                    yield Group(degrees, num_micro_batches, context)
 
 
-def _degrees(problem: Problem, num_ranks: int, span: int | None) -> Iterator[tuple[int, int, int]]:
+def _degrees(problem: Problem, num_ranks: int, span: int | None, context: int) -> Iterator[tuple[int, int, int]]:
     constraints = problem.constraints
     for pipeline in divisors(num_ranks):
         if pipeline > len(problem.rows) or not constraints.allows("pipeline", pipeline):
@@ -65,7 +68,7 @@ def _degrees(problem: Problem, num_ranks: int, span: int | None) -> Iterator[tup
             if not problem.fits_heads(model):
                 continue
             data = num_ranks // pipeline // model
-            fits = problem.batch_size % data == 0
+            fits = data % context == 0 and problem.batch_size % (data // context) == 0
             if fits and constraints.allows("data", data) and constraints.allows("model", model):
                 yield pipeline, data, model
 
@@ -81,7 +84,9 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
             continue
         for zero, recompute, sequence in product(zeros, recomputes, sequences):
             m = group.num_micro_batches
-            options = Options(group.degrees, m, schedule, zero, recompute, sequence, problem.precision)
+            options = Options(
+                group.degrees, m, schedule, zero, recompute, sequence, problem.precision, context=group.context
+            )
             if not (schedule == "zero_bubble" and recompute):  # a split backward would recompute a block twice
                 yield Candidate(options, num_stages)
 

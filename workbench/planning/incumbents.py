@@ -49,12 +49,12 @@ class Incumbents:
     def prices(self, candidate: Candidate) -> LayerPrices:
         """Prices of layers for a candidate; candidates with equal prices share them."""
         options, (_, data, model) = candidate.options, candidate.degrees
-        samples = self.problem.batch_size / data / options.num_micro_batches
-        return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence)
+        samples = self.problem.batch_size / (data // options.context) / options.num_micro_batches
+        return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence, options.context)
 
-    def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> LayerPrices:
+    def prices_of(self, model: int, samples: float, several: bool, sequence: bool, context: int) -> LayerPrices:
         """Prices of layers on a model axis of ``model`` ranks; arguments are those of ``LayerPrices``."""
-        key = (model, samples, several, sequence)
+        key = (model, samples, several, sequence, context)
         if key not in self._prices:
             self._prices[key] = LayerPrices(self.problem, self.classes, *key)
         return self._prices[key]

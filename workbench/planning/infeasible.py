@@ -51,7 +51,8 @@ def _conflict(problem: Problem, names: dict[str, object]) -> str:
     rules = [
         *([f"model divides the heads of attention, {heads} (heads= says otherwise)"] if heads else []),
         f"pipeline x data x model = {problem.num_ranks} ranks",
-        f"data x micro_batches divides batch_size={problem.batch_size}",
+        f"data / context x micro_batches divides batch_size={problem.batch_size}",
+        "context divides data",
         f"pipeline is at most {len(problem.rows)}, the layers",
         "zero above 0 needs data or model above 1",
         "sequence needs model above 1",

@@ -55,30 +55,36 @@ class LayerPrices:
         model: model degree.
         samples: samples of a micro-batch on a data-parallel rank.
         several: whether a step has more than one micro-batch.
-        sequence: the strategy's option.
+        sequence, context: the strategy's options.
     """
 
     def __init__(
-        self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool
-    ) -> None:
+        self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool,
+        context: int,
+    ) -> None:  # fmt: skip
         self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
         options = Options((1, 1, model), 1, None, 0, False, sequence, problem.precision)
         alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
         (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
-        self.setting = replace(setting, samples=samples, num_micro_batches=2 if several else 1)
+        self.setting = replace(
+            setting, samples=samples / context, context=context, num_micro_batches=2 if several else 1
+        )
         self._known: dict[tuple[object, ...], LayerPrice] = {}
 
     def row(self, index: int, before: Choice | None, choice: Choice, following: Choice | None) -> LayerPrice:
         """The price of one layer. A neighbour is None if it is on another stage or does not exist."""
         classes = self._classes
         own = classes.of_row[index] if before is None else classes.with_before[index]
-        key = (own, before, choice, following, None if following is None else classes.kinds[index + 1])
+        is_last = index == len(self._rows) - 1
+        key = (own, before, choice, following, None if following is None else classes.kinds[index + 1], is_last)
         price = self._known.get(key)
         if price is None:
             previous = None if before is None else (self._rows[index - 1], self._layer(index - 1, before))
             after = None if following is None else self._layer(index + 1, following)
             row = self._rows[index]
-            price = self._known[key] = layer_price(row, self._layer(index, choice), previous, after, self.setting)
+            price = self._known[key] = layer_price(
+                row, self._layer(index, choice), previous, after, self.setting, is_last
+            )
         return price
 
     def _layer(self, index: int, choice: Choice) -> ResolvedLayer:

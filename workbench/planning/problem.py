@@ -53,6 +53,7 @@ class Constraints:
         micro_batches: per step.
         schedule: of strategies with more than one stage.
         zero, recompute, sequence: as in strategies.
+        context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
     """
@@ -67,6 +68,7 @@ class Constraints:
     sequence: bool | None = None
     layers: str | None = None
     heads: int | Collection[int] | None = None
+    context: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
         """Whether the constraint ``name`` allows a value."""
@@ -182,6 +184,11 @@ class Problem:
         given = self.constraints.heads
         known = self.costs.heads if given is None else (given,) if isinstance(given, int) else tuple(given)
         return tuple(number for number in known if number > 1)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The values of the option ``context`` to search."""
+        return self.constraints.values("context") or (1,)  # type: ignore[return-value]
 
     def fits_heads(self, model: int) -> bool:
         """Whether each rank of a model axis of this size has whole heads."""

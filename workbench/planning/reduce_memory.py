@@ -58,7 +58,7 @@ def _changes(
             if list(moved) == sorted(moved) and set(moved) == set(stages):
                 yield candidate, choices, moved
     for group in groups(problem):
-        if group.degrees == candidate.degrees:
+        if (group.degrees, group.context) == (candidate.degrees, candidate.options.context):
             for other in candidates_of(problem, group):
                 if other.num_stages == candidate.num_stages:
                     yield other, choices, stages

@@ -114,6 +114,21 @@ def from_local(
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
 
 
+def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
+    """``from_local``, with the result of the last call for the same tensor, unless it was written since.
+
+    A mask that every layer reads is then boxed once, and its slice is in memory once.
+    """
+    if local.requires_grad or local.is_inference():
+        return from_local(local, world, layout)
+    known = spec_of(world, layout.broadcast(), tuple(local.shape)).plans.setdefault("made once", WeakIdKeyDictionary())
+    version, made = known.get(local, (-1, None))
+    if version != local._version:
+        known[local] = version, made = local._version, from_local(local, world, layout)
+    assert made is not None
+    return made
+
+
 REPLACED = WeakIdKeyDictionary()
 """Plain parameters whose modules have global ones in their place."""
 _MOST_NODES = 1000

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from workbench.tensors import dispatch, rules
-from workbench.tensors.torch_patches import checkpoint, compile_ddp_fsdp, copying, saving, torch_function_bypasses
+from workbench.tensors.torch_patches import (
+    checkpoint,
+    compile_ddp_fsdp,
+    copying,
+    joined_rows,
+    saving,
+    torch_function_bypasses,
+)
 
 copying.install()
 
-__all__ = ["checkpoint", "compile_ddp_fsdp", "dispatch", "rules", "saving", "torch_function_bypasses"]
+__all__ = ["checkpoint", "compile_ddp_fsdp", "dispatch", "joined_rows", "rules", "saving", "torch_function_bypasses"]

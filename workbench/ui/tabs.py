@@ -28,6 +28,8 @@ TERMS = {
     "boxing": "The exchange that brings a tensor from one layout into another, where the next layer needs it. The "
     "violet badges show where, by which collective, and how many bytes.",
     "ZeRO": "What is cut over data-parallel ranks to save memory: 1 optimizer state, 2 gradients too, 3 weights too.",
+    "context": "How many data ranks take the same samples, each a slice of their sequence, through whole blocks. In "
+    "attention, keys and values of the others pass by.",
     "recompute": "Blocks run forward a second time during backward instead of keeping their activations.",
     "sequence": "Between layers that are split by model, activations are split along the sequence (dimension 1) "
     "instead of being copied. Norms then take less memory.",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from workbench.core.model_costs import AttentionSize
+
 NAMES = {
     "mm": "linear", "addmm": "linear", "bmm": "matmul", "baddbmm": "matmul", "native_layer_norm": "layer_norm",
     "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
@@ -49,3 +51,13 @@ def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int
     if base == "convolution":
         return flops, args[1].numel() // args[1].shape[0]
     return flops, args[0].shape[-1]
+
+
+def attention_size(func: Any, args: Any, kwargs: Any) -> AttentionSize | None:
+    """The sizes of attention; None for operands of other than four dims."""
+    query, key, value = (tuple(x.shape) for x in args[:3])
+    if {len(query), len(key), len(value)} != {4}:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    is_causal = {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False)
+    return AttentionSize(query[1], key[1], query[2], key[2], (query[3], value[3]), bool(is_causal))

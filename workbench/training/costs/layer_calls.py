@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
+from workbench.core.model_costs import AttentionSize, Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 
 
@@ -25,6 +25,7 @@ class Entry:
     backward_bytes: float = 0.0
     again_bytes: float = 0.0
     passing_bytes: float = 0.0
+    attention: AttentionSize | None = None
 
     def work(self, num_samples: int) -> OpCost:
         """The work of one sample."""
@@ -37,6 +38,7 @@ class Entry:
             backward_bytes=self.backward_bytes / num_samples,
             again_bytes=self.again_bytes / num_samples,
             passing_bytes=self.passing_bytes / num_samples,
+            attention=self.attention,
         )
 
     @property

@@ -20,7 +20,14 @@ from torch.utils.flop_counter import flop_registry
 from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
 from workbench.training.costs.activation_reads import ActivationReads
-from workbench.training.costs.aten_functions import ATTENTION, BY_EXPERT, TO_COPY, matmul_work, name_of
+from workbench.training.costs.aten_functions import (
+    ATTENTION,
+    BY_EXPERT,
+    TO_COPY,
+    attention_size,
+    matmul_work,
+    name_of,
+)
 from workbench.training.costs.layer_calls import Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
 
@@ -206,6 +213,7 @@ class WorkCounter(TorchDispatchMode):
         entry.name = name_of(func, inputs)
         if entry.name == ATTENTION:
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
+            entry.attention = attention_size(func, args, kwargs or {})
         entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
         if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):

@@ -52,10 +52,10 @@ class PrepareInput:
         shape = value._spec.shape
         num_samples = world.context.call.num_samples or (shape[0] if shape else 0)
         batch_dim: int | None = _batch_dim(value._spec, choice.kind, num_samples)
-        layout = layouts.plan.input_layout(choice, len(shape), batch_dim)
+        layout = layouts.plan.input_layout(choice, len(shape), batch_dim, num_samples)
         is_batchless = shape and (shape[0] == 1 or shape[0] != num_samples)
-        if is_batchless and value._spec.layout.is_broadcast:
-            layout, batch_dim = layout.broadcast(), None  # positions and masks, equal for all samples
+        if is_batchless and layouts.plan.is_equal_for_all(value._spec.layout, shape):
+            layout, batch_dim = layouts.plan.equal_input_layout(choice, shape), None  # such as positions and masks
         if self._is_first_operand:
             self._is_first_operand = False
             layouts.plan.calls.add_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)

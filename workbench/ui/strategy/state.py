@@ -198,7 +198,7 @@ class PanelState:
         self._become(replace(self._now, strategy=strategy, num_ranks=num_ranks))
 
     def set_options(self, **changes: object) -> None:
-        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, recompute, sequence, precision."""
+        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, context and others."""
         self._become(replace(self._now, strategy=self.strategy.with_options(**changes)))
 
     def set_preset(self, name: str) -> None:
@@ -229,6 +229,8 @@ class PanelState:
             self.set_degrees(Degrees(*map(int, match.groups())))
         elif match := re.fullmatch(r"use mb=(\d+)", fix):
             self.set_options(num_micro_batches=int(match[1]))
+        elif match := re.fullmatch(r"use context=(\d+)", fix):
+            self.set_options(context=int(match[1]))
         elif match := re.fullmatch(r"write '(.+)'", fix):
             self._write(Strategy(match[1]).rows[0])
         else:

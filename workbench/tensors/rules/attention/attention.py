@@ -1,7 +1,12 @@
-"""Scaled dot-product attention: batch, heads, query rows and the width of values may be split."""
+"""Scaled dot-product attention: batch, heads, query rows and the width of values may be split.
+
+Keys may be split along the sequence, too, as queries are: in a ring they pass the ranks. Where fewer bytes move so,
+queries, keys and values are boxed from slices of the sequence to slices of the heads instead.
+"""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,27 +14,72 @@ import torch
 import torch.nn.functional as F
 
 from workbench.core.rules import Signature, signatures
-from workbench.core.sbp import Split, broadcast
+from workbench.core.sbp import NdSbp, Sbp, Split, broadcast
 from workbench.tensors import random
+from workbench.tensors.conversion import from_local_once
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.rules.attention import with_dropout
+from workbench.tensors.rules.attention.ring import SEQUENCE, Ring
 from workbench.tensors.rules.reduction.empty_shards import zeros
+
+RING = "ring"
+"""The letter of keys that are split."""
 
 
 @rule("scaled_dot_product_attention")
 def _attention(call: Call) -> Resolution | None:
-    """Keys and the width of queries stay whole: the softmax and the scores need all of them."""
+    """The width of queries stays whole: the scores need all of it. Keys stay whole but in a ring."""
     if min(map(len, call.shapes)) < 2:
         return None
-    mask = ", ...lS" if len(call.operands) == 4 else ""
-    if not _is_grouped(call):
-        return Resolution(f"...lE, ...SE, ...Sv{mask} -> ...lv", _localize)
-    # The dims before the heads are the batch. Heads of queries split only together with heads of keys.
-    text = f"...HlE, ...GSE, ...GSv{mask.replace('...', '...H')} -> ...Hlv"
+    mask, grouped = ", ...lS" if len(call.operands) == 4 else "", _is_grouped(call)
+    text = f"...lE, ...SE, ...Sv{mask} -> ...lv"
+    if grouped:  # The dims before the heads are the batch. Heads of queries split only together with heads of keys.
+        mask = mask and (", lS" if len(call.shapes[3]) == 2 else ", ...HlS")
+        text = f"...HlE, ...GSE, ...GSv{mask} -> ...Hlv"
     found = signatures(text, call.shapes, [len(call.outputs[0][0])])
-    return Resolution([*_over_heads(call), *found], _localize)
+    return Resolution(
+        [*_in_a_ring(call), *(_over_heads(call) if grouped else ()), *found], _localize, accepts=partial(_accepts, call)
+    )
+
+
+def _in_a_ring(call: Call) -> list[Signature]:
+    """Queries, keys and values split along the sequence. Forward moves half of the keys if queries see the earlier
+    ones only.
+    """
+    (query, key, value), has_mask = call.shapes[:3], len(call.operands) == 4
+    with local_torch():
+        is_learned = has_mask and call.operands[3].requires_grad
+    if {len(query), len(key), len(value)} != {4} or not query[0] == key[0] == value[0] or key[1] != value[1]:
+        return []
+    if is_learned or query[1] % key[1]:
+        return []
+    entries: list[Sbp] = [Split(SEQUENCE)] * 3
+    if has_mask:
+        mask = call.shapes[3]
+        has_rows = len(mask) > 1 and mask[-2] == query[SEQUENCE] > 1
+        entries.append(Split(len(mask) - 2) if has_rows else broadcast)
+    exchanged = (entries[0], broadcast, broadcast, *entries[3:])
+    sees_earlier = call.arg(5, "is_causal", False) and query[SEQUENCE] == key[SEQUENCE]
+    return [Signature(tuple(entries), (Split(SEQUENCE),), RING, exchanged, 0.5 if sees_earlier else 1.0)]
+
+
+def _accepts(call: Call, inputs: tuple[NdSbp, ...], _: tuple[NdSbp, ...]) -> bool:
+    """Whether heads or samples suffice: axes that split heads of keys get whole groups, and an axis that leaves the
+    sequence for another dim gets as many of it as the others.
+    """
+    query, key, layout = call.shapes[0], call.shapes[1], call.operands[0]._spec.layout
+
+    def parts(entry: Sbp) -> int:
+        sizes = zip(inputs[0], layout.placement.shape, strict=True)
+        return math.prod(size for other, size in sizes if other == entry)
+
+    if _is_grouped(call) and key[-3] != 1 and key[-3] % parts(Split(len(query) - 3)):
+        return False
+    sequence = Split(len(query) - 2)
+    left = [entry for before, entry in zip(layout.sbp, inputs[0], strict=True) if before == sequence != entry]
+    return all(query[entry.dim] % parts(entry) == 0 for entry in left if isinstance(entry, Split))
 
 
 def _is_grouped(call: Call) -> bool:
@@ -39,8 +89,7 @@ def _is_grouped(call: Call) -> bool:
 def _over_heads(call: Call) -> list[Signature]:
     """Query heads split together with their key heads: slices must hold whole groups."""
     query, key = call.shapes[0], call.shapes[1]
-    placement = call.operands[0]._spec.layout.placement
-    if key[-3] != call.shapes[2][-3] or (key[-3] % placement.num_ranks and key[-3] != 1):
+    if key[-3] != call.shapes[2][-3]:
         return []
     keys = broadcast if key[-3] == 1 else Split(len(key) - 3)
     entries = [Split(len(query) - 3), keys, keys if key[-3] == 1 else Split(len(call.shapes[2]) - 3)]
@@ -53,6 +102,8 @@ def _over_heads(call: Call) -> list[Signature]:
 
 def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
     """A slice of the query rows needs its rows of the causal mask, and of the scores its dropped ones."""
+    if RING in letters:
+        return Ring(inputs[0], inputs[1], inputs[2], outputs[0])
     if any(0 in spec.local_shape for spec in inputs):
         return zeros(call, outputs)
     spec = outputs[0]
@@ -102,6 +153,11 @@ def attention_with_dropout(
     enable_gqa: bool = False,
 ) -> Any:
     """Attention with dropout of our own: the dropped weights depend on their logical position only."""
+    if type(attn_mask) is torch.Tensor and type(query) is GlobalTensor:
+        attn_mask = from_local_once(attn_mask, query._spec.world, query._spec.layout)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if dropout_p == 0.0:
         return NotImplemented
     if is_causal and attn_mask is not None:

@@ -1,0 +1,149 @@
+"""Causal attention on a split sequence, against torch's context parallelism, on the same 2 and 4 processes.
+
+    python -m benchmarks.context_parallel
+
+Forward and backward of attention alone, on slices of one long text. torch runs its balanced ring
+(``torch.distributed.tensor.experimental``, rows dealt out in zig-zag), the workbench what its rule chooses: a ring, or
+slices of the heads. Both call the same kernel on blocks of scores. Results and gradients must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+import workbench as wb
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+
+NUM_PROCESSES = (2, 4)
+_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_LARGEST_DIFFERENCE = 1e-4
+_TARGET = Target(1.2, at_least=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Number and width of the heads, and length of the text."""
+
+    heads: int
+    length: int
+    width: int = 64
+    target: Target = _TARGET
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads of width {self.width}, {self.length} positions"
+
+    def operands(self) -> list[torch.Tensor]:
+        """Queries, keys, values, and the gradient of the result; the same on every rank."""
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(1, self.heads, self.length, self.width, generator=generator) for _ in range(4)]
+
+
+SIZES = (Size(8, 2048), Size(6, 2048), Size(8, 4096))
+"""Four ranks have whole heads of 8, not of 6."""
+
+
+class _Ring(torch.autograd.Function):
+    """torch's ring with the kernel for CPUs: its own table has kernels for GPUs only."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        run: Any = theirs._templated_ring_attention
+        op = partial(_FORWARD, dropout_p=0.0)
+        out, lse, *_ = run(dist.group.WORLD, 2, op, query, key, value, is_causal=True)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        run: Any = theirs._templated_ring_attention_backward
+        op = partial(_BACKWARD, dropout_p=0.0)
+        return run(dist.group.WORLD, 2, op, grad, "grad_out", *ctx.saved_tensors, is_causal=True)[:3]
+
+
+class Theirs:
+    """Attention on torch's ring; call it for one forward and backward."""
+
+    def __init__(self, size: Size) -> None:
+        parts = torch.arange(size.length).chunk(2 * wb.world_size())
+        self.rows = torch.cat([parts[wb.rank()], parts[2 * wb.world_size() - 1 - wb.rank()]])
+        *operands, self.grad = (x[:, :, self.rows].contiguous() for x in size.operands())
+        self.operands = [x.requires_grad_() for x in operands]
+
+    def __call__(self) -> list[torch.Tensor]:
+        out = _Ring.apply(*self.operands)
+        return [out.detach(), *torch.autograd.grad(out, self.operands, self.grad)]
+
+
+class Ours:
+    """Attention on global tensors; call it for one forward and backward."""
+
+    def __init__(self, size: Size) -> None:
+        p = wb.placement.all("cpu")
+        *operands, self.grad = (wb.to_global(x, placement=p, sbp="B").to_global(sbp="S(2)") for x in size.operands())
+        self.operands = [x.detach().requires_grad_() for x in operands]
+
+    def __call__(self) -> list[torch.Tensor]:
+        query, key, value = self.operands
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return [out.detach(), *torch.autograd.grad(out, self.operands, self.grad)]
+
+
+def largest_difference(ours: Ours, other: Theirs) -> float:
+    """Between the results and the gradients of the two."""
+    wholes = [x.full_tensor() for x in ours()]  # type: ignore[attr-defined]
+    pairs = zip(wholes, other(), strict=True)
+    return max(float((whole[:, :, other.rows] - part).abs().max()) for whole, part in pairs)
+
+
+def compare(size: Size, rounds: int) -> tuple[list[list[str]], Comparison]:
+    """Rows of the table, and ours beside torch's."""
+    ours, other = Ours(size), Theirs(size)
+    difference = largest_difference(ours, other)
+    if not difference <= _LARGEST_DIFFERENCE:
+        raise AssertionError(f"{size}: the two differ by {difference:.1e}")
+    time_s = medians(interleave({"torch's ring": other, "workbench": ours}, rounds, 1, around=together))
+    rows = [[f"{size}: {name}", f"{time * 1e3:.1f}"] for name, time in time_s.items()]
+    return rows, side_by_side(str(size), time_s["workbench"], "torch", time_s["torch's ring"], size.target)
+
+
+def work(rounds: int) -> None:
+    """What each of the processes runs; the first one prints."""
+    wb.init()
+    found = [compare(size, rounds) for size in SIZES]
+    if wb.rank() == 0:
+        how = (
+            f"Forward and backward in 32 bits, {wb.world_size()} processes, one thread each; medians of {rounds} "
+            f"rounds. torch exchanges over gloo, the workbench over {wb.init().transport_name}. Results and gradients "
+            f"agree within {_LARGEST_DIFFERENCE:.0e}."
+        )
+        rows = [row for rows, _ in found for row in rows]
+        title = f"Attention on a split sequence against torch, {wb.world_size()} processes"
+        body = f"{how}\n\n{table(['', 'forward and backward, ms'], rows)}"
+        publish(f"context-parallel-{wb.world_size()}", title, body, [judged for _, judged in found])
+    dist.barrier()
+
+
+def main() -> int:
+    """Launch, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    if not is_launched():
+        return max(launch("benchmarks.context_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
+    work(args.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Attention of one block of scores, and the sum of blocks: what ring attention computes between its exchanges.
+
+A block gives its result and the log of the sum of exponentials of each row (``lse``). Results of blocks with other keys
+add up with the weights exp(lse - total), where exp(total) is the sum of the exp(lse). Backward takes the total, and
+gives each block's part of the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.kernels.attention_dropout import (
+    DTYPES,
+    MAX_WIDTH,
+    attention_dropout,
+    attention_dropout_backward,
+)
+from workbench.kernels.launch import runs_on
+from workbench.kernels.random_slice import fill_random
+
+_ROWS_BYTES = 16 << 20
+"""Scores that exist at a time where no flash kernel runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """What attention on a block needs to know beside its operands.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        causal_from: row n sees the keys up to n + ``causal_from``, counted in the block. None: all keys.
+        probability: of dropping a weight.
+        seed: of the dropped weights.
+        first, strides: position of the block's first score in the logical scores, and the strides of these.
+    """
+
+    scale: float
+    causal_from: int | None = None
+    probability: float = 0.0
+    seed: int = 0
+    first: int = 0
+    strides: Sequence[int] = (0, 0, 0, 0)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and ``lse``: minus infinity, with a result of zero, for a row that sees no key of the block.
+
+    Args:
+        query: (batch, heads, rows, width).
+        key: (batch, heads or fewer groups of heads, keys, width).
+        value: (batch, as many, keys, its own width).
+        mask: broadcasts to (batch, heads, rows, keys); True where a row sees a key, or addends. It gets no gradient.
+
+    Returns:
+        (batch, heads, rows, width of the values), and 32 bits (for float64: 64) (batch, heads, rows).
+    """
+    key, value = (_for_all_heads(x, query) for x in (key, value))
+    query, key, value = map(_with_rows, (query, key, value))
+    if _has_kernel(query, value):
+        first, *rest = _of_kernel(query, key, mask, settings)
+        out, lse = attention_dropout(query, key, value, first, *rest)
+    elif _has_flash(query, value, settings):
+        addend, is_causal = _of_flash(query, key, mask, settings)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=addend, scale=settings.scale
+        )
+    else:
+        parts = [_attend_rows(scores, keep, value) for scores, keep, _ in _by_rows(query, key, mask, settings)]
+        out, lse = (torch.cat(some, 2) for some in zip(*parts, strict=True))
+    sees = _rows_that_see(query, key, mask, settings)
+    if sees is None:
+        return out, lse
+    return out.masked_fill(~sees.unsqueeze(-1), 0.0), lse.masked_fill(~sees, -math.inf)
+
+
+def attend_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, settings: BlockSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """This block's part of the gradients of query, key and value.
+
+    Args:
+        grad: gradient of ``out``.
+        out, lse: of all blocks of these rows together.
+    """
+    groups = key.shape[1]
+    key, value = (_for_all_heads(x, query) for x in (key, value))
+    grad, query, key, value = map(_with_rows, (grad, query, key, value))
+    lse = lse.masked_fill(lse == -math.inf, 0.0)  # such a row has no score above minus infinity
+    found: Any
+    if _has_kernel(query, value):
+        first, *rest = _of_kernel(query, key, mask, settings)
+        found = attention_dropout_backward(grad, query, key, value, first, out, lse, *rest)
+    elif _has_flash(query, value, settings):
+        addend, is_causal = _of_flash(query, key, mask, settings)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=addend, scale=settings.scale
+        )
+    else:
+        every = _by_rows(query, key, mask, settings, grad, out, lse)
+        parts = [_backward_of_rows(key, value, settings.scale, *rows) for rows in every]
+        of_query, of_key, of_value = zip(*parts, strict=True)
+        found = torch.cat(of_query, 2), sum(of_key), sum(of_value)
+    of_query, of_key, of_value = found
+    return of_query, _of_groups(of_key, groups), _of_groups(of_value, groups)
+
+
+def add_block(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Add the result of a block to that of others, in place; the totals begin as zero and minus infinity."""
+    both = torch.logaddexp(total_lse, lse)
+    finite = both.masked_fill(both == -math.inf, 0.0)
+    total.mul_((total_lse - finite).exp_().unsqueeze(-1)).add_(out * (lse - finite).exp_().unsqueeze(-1))
+    total_lse.copy_(both)
+
+
+def _for_all_heads(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values with a head for every head of the queries."""
+    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with consecutive elements in its rows, as flash kernels need it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _of_groups(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    if grad.shape[1] == groups:
+        return grad
+    return grad.unflatten(1, (groups, grad.shape[1] // groups)).sum(2)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    fits = query.dtype in DTYPES and max(query.shape[-1], value.shape[-1]) <= MAX_WIDTH
+    return fits and runs_on(query.device)
+
+
+def _of_kernel(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
+) -> tuple[Any, ...]:
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    return (
+        mask, settings.scale, settings.causal_from, settings.probability, settings.seed, settings.first,
+        list(settings.strides),
+    )  # fmt: skip
+
+
+def _has_flash(query: torch.Tensor, value: torch.Tensor, settings: BlockSettings) -> bool:
+    is_plain = settings.probability == 0.0 and query.shape[-1] == value.shape[-1]
+    return is_plain and query.device.type in ("cpu", "meta")
+
+
+def _of_flash(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
+) -> tuple[torch.Tensor | None, bool]:
+    """The mask as addends, and whether it is torch's own causal mask, which begins at the first key."""
+    if mask is None and settings.causal_from in (None, 0):
+        return None, settings.causal_from == 0
+    seen = _seen(query, key, settings)
+    if mask is None:
+        return None if seen is None else _addend(seen, query.dtype), False
+    mask = _addend(mask, query.dtype)
+    return mask if seen is None else mask.masked_fill(~seen, -math.inf), False
+
+
+def _addend(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _seen(query: torch.Tensor, key: torch.Tensor, settings: BlockSettings) -> torch.Tensor | None:
+    """The causal mask of the block, (rows, keys); None if every row sees every key."""
+    start, num_keys = settings.causal_from, key.shape[2]
+    if start is None or start >= num_keys - 1:
+        return None
+    return torch.ones(query.shape[2], num_keys, dtype=torch.bool, device=query.device).tril_(start)
+
+
+def _rows_that_see(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
+) -> torch.Tensor | None:
+    """Which rows see a key, (batch, heads, rows); None if all do."""
+    if mask is None and (settings.causal_from is None or settings.causal_from >= 0):
+        return None
+    seen = _seen(query, key, settings)
+    if mask is not None:
+        allowed = mask if mask.dtype == torch.bool else mask != -math.inf
+        seen = allowed if seen is None else allowed & seen
+    assert seen is not None
+    return seen.any(-1).expand(query.shape[:3])
+
+
+def _by_rows(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings, *others: torch.Tensor
+) -> Iterator[tuple[Any, ...]]:
+    """For some rows of the query at a time: their scores, what dropout multiplies the weights by, the rows, and those
+    of ``others``.
+    """
+    num_rows, row_bytes = query.shape[2], math.prod(query.shape[:2]) * key.shape[2] * query.element_size()
+    count = max(1, _ROWS_BYTES // max(1, row_bytes))
+    for start in range(0, num_rows, count):
+        rows = slice(start, start + count)
+        part = query[:, :, rows]
+        scores = part @ key.transpose(-2, -1) * settings.scale
+        if settings.causal_from is not None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+            scores.masked_fill_(~seen.tril_(settings.causal_from + start), -math.inf)
+        if mask is not None:
+            own = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            scores = scores.masked_fill(~own, -math.inf) if own.dtype == torch.bool else scores + own
+        keep = None
+        if settings.probability:
+            keep = torch.empty(scores.shape, dtype=torch.bool, device=query.device)
+            first = settings.first + start * settings.strides[-2]
+            given = "bernoulli", settings.seed, first, list(settings.strides), 1.0 - settings.probability, 0.0
+            fill_random(keep, *given)
+            gain = 0.0 if settings.probability == 1.0 else 1.0 / (1.0 - settings.probability)
+            keep = keep.to(scores.dtype).mul_(gain)
+        yield scores, keep, part, *(x[:, :, rows] for x in others)
+
+
+def _attend_rows(
+    scores: torch.Tensor, keep: torch.Tensor | None, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    lse = scores.to(wide).logsumexp(-1)
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    weights = (scores.to(wide) - finite.unsqueeze(-1)).exp_().to(scores.dtype)
+    return (weights if keep is None else weights * keep) @ value, lse
+
+
+def _backward_of_rows(
+    key: torch.Tensor, value: torch.Tensor, scale: float, scores: torch.Tensor, keep: torch.Tensor | None,
+    query: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``weights * (gradient of the weights - sum(grad * out))`` is the gradient of the scores."""
+    weights = (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp_().to(scores.dtype)
+    of_weights = grad @ value.transpose(-2, -1)
+    kept = weights
+    if keep is not None:
+        of_weights, kept = of_weights * keep, weights * keep
+    product = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True).to(scores.dtype)
+    of_scores = weights * (of_weights - product) * scale
+    return of_scores @ key, of_scores.transpose(-2, -1) @ query, kept.transpose(-2, -1) @ grad
