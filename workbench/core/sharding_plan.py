@@ -6,11 +6,9 @@ decides, on the model axis, and the cost model prices what it decides.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from workbench.core.boxing import LinkCost
@@ -27,14 +25,14 @@ from workbench.core.layer_layouts import (
     sbp_of,
 )
 from workbench.core.layer_plan import LayerEdge, LayerPlan
-from workbench.core.layout import Layout, Shape, format_sbp
-from workbench.core.model_costs import Extent, find_repeats
+from workbench.core.layout import Layout, Shape
+from workbench.core.model_costs import Extent
 from workbench.core.placement import Placement
+from workbench.core.plan_text import plan_text
 from workbench.core.rows import Layer
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import TABLE, share_input, split_dim
-from workbench.units import format_bytes, format_ranks
 
 _UNKNOWN = Extent((1,))
 """An unknown extent: its layout is that of a matrix, and its bytes are not counted."""
@@ -339,86 +337,3 @@ class _Chain:
             return gives
         following = self.plan._following(choice.name, in_order_of_calls=True)
         return replace(gives, model=boxed_output_entry(choice, following, given.num_dims, options.sequence))
-
-
-_HEAD = ("layer", "ranks", "weight", "input", "result", "a rank sends", "gradients")
-
-
-def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, half_sums: int) -> str:
-    """The table of ``print(model.plan)``.
-
-    Columns: the layer and its ranks; layout and shape of its largest parameter; layouts of its input and of its result,
-    with the boxings to them; bytes that the busiest rank sends for these boxings in a micro-batch, forward + backward;
-    bytes that the layer's ranks send in a step, all together, to sum its gradients (``half_sums`` scatters and
-    gathers).
-    """
-    rows = [_row(layer, half_sums) for layer in layers]
-    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
-    shown = [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in _folded(rows)]
-    return "\n".join(["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, half_sums)])
-
-
-def _row(planned: LayerPlan, half_sums: int) -> tuple[str, ...]:
-    layer = planned.layer
-    name, shape = max(layer.shapes.items(), key=lambda item: prod(item[1]), default=("", ()))
-    weight = f"{_sbp(planned.parameters[name])} of {' x '.join(map(str, shape))}" if name else ""
-    edge = planned.boxes_input + planned.boxes_output
-    gradients = half_sums * planned.gradient_bytes
-    return (
-        layer.name,
-        format_ranks(planned.input_layout.placement.grid),
-        weight,
-        _boxed(planned.boxes_input, planned.input_layout),
-        _boxed(planned.boxes_output, planned.output_layout),
-        _both_ways(_busiest([edge])) if edge.is_known else "?" * bool(edge.plans),
-        format_bytes(gradients) if gradients else "",
-    )
-
-
-def _boxed(edge: LayerEdge, layout: Layout) -> str:
-    """The layout, or the boxing from it or to it: ``"S(0) -> B, all-gather"``."""
-    if not edge.plans:
-        return _sbp(layout)
-    kinds = Counter(plan.kind for plan in edge.plans)
-    listed = " + ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in kinds.items())
-    return f"{_sbp(edge.plans[0].source)} -> {_sbp(edge.plans[-1].destination)}, {listed}"
-
-
-def _sbp(layout: Layout) -> str:
-    return format_sbp(layout.sbp) if layout.placement.num_ranks > 1 else "B"
-
-
-def _busiest(edges: Sequence[LayerEdge]) -> tuple[int, int]:
-    """Bytes that the rank that sends most sends in forward and in backward."""
-    ranks = {rank for edge in edges for plan in (*edge.plans, *edge.backward_plans) for rank in plan.bytes_sent}
-    sent = ([edge.sent_bytes(rank) for edge in edges] for rank in sorted(ranks))
-    return max(((sum(f for f, _ in each), sum(b for _, b in each)) for each in sent), key=sum, default=(0, 0))
-
-
-def _both_ways(sent: tuple[int, int]) -> str:
-    return " + ".join(map(format_bytes, sent)) if any(sent) else ""
-
-
-def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...] | str]:
-    """Rows without those of a block that equals the one before it but for its name."""
-    repeats = {start: (length, times) for start, length, times in find_repeats([row[1:] for row in rows]) if times > 2}
-    found: list[tuple[str, ...] | str] = []
-    at = 0
-    while at < len(rows):
-        length, times = repeats.get(at, (1, 1))
-        found += rows[at : at + length]
-        at += length * times
-        if times > 1:
-            found.append(f"  ... the same {times - 1} times more, to {rows[at - 1][0]}")
-    return found
-
-
-def _total(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, half_sums: int) -> str:
-    edges = [edge for layer in layers for edge in (layer.boxes_input, layer.boxes_output)]
-    gradients = format_bytes(half_sums * sum(layer.gradient_bytes for layer in layers))
-    what = "gradients and weights" if resolved.options.zero else "gradients"
-    if not all(edge.is_known for edge in edges if edge.plans):
-        return f"{gradients} of {what} in a step; the first batch shows the shapes of activations"
-    sent = _both_ways(_busiest(edges)) or "nothing"
-    times = f", {resolved.num_micro_batches} times a step" if resolved.num_micro_batches > 1 else ""
-    return f"between layers the busiest rank sends {sent} (forward + backward){times}; {gradients} of {what} in a step"

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
-from workbench.core.options import PRECISIONS, SCHEDULES, Options, format_widths, parse_options
+from workbench.core.options import PRECISIONS, SCHEDULES, Options, parse_options
 from workbench.core.row_text import parse_rows
 from workbench.core.rows import Layer, Row, in_order_of_calls
 from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
@@ -325,62 +325,8 @@ def _check_order(layers: Sequence[Layer], stages: Mapping[str, int]) -> list[Mis
 
 def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
     num_stages = max(_stages(strategy, layers), default=0) + 1
-    pipeline, data, model = _degrees(strategy, layers, num_ranks)
-    product = pipeline * data * model
-    mistakes = []
-    widths = strategy.options.widths
-    if widths:
-        total = sum(rows * columns for rows, columns in widths)
-        if total != num_ranks:
-            message = (
-                f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
-            )
-            mistakes.append(Mistake(None, message, ("write one DxM per stage, whose products add up to the ranks",)))
-    elif product != num_ranks and pipeline <= num_ranks:
-        message = (
-            f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
-            f"model must be the ranks"
-        )
-        mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, 1, num_ranks),)))
-    goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
-    mistakes += _check_context(strategy, (pipeline, data, model), num_ranks)
-    if pipeline > num_ranks:
-        message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
-        return [*mistakes, Mistake(None, message, (f"number the stages 0 to {num_ranks - 1}",))]
-    if (strategy.options.degrees or widths) and pipeline != num_stages and not goes_round:
-        message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
-        message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
-        mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, model, num_ranks),)))
-    return mistakes
-
-
-def _check_context(strategy: Strategy, degrees: tuple[int, int, int], num_ranks: int) -> list[Mistake]:
-    """A context that does not divide the data degree of every stage, from which its ranks are taken."""
-    context, (pipeline, data, model) = strategy.options.context, degrees
-    unfit = [
-        each for each in dict.fromkeys(d for d, _ in strategy.options.widths or ((data, model),)) if each % context
-    ]
-    if not unfit:
-        return []
-    listed = " and ".join(map(str, unfit))
-    message = f"context={context}, but a data degree of {listed}: its ranks are data ranks, so it divides their number"
-    fixes = [f"use context={n}" for n in range(2, min(unfit) + 1) if all(each % n == 0 for each in unfit)]
-    ranks = num_ranks // pipeline
-    if not strategy.options.widths and ranks % context == 0:
-        kept = model if ranks % (context * model) == 0 else 1
-        fixes.append(f"use {pipeline}x{ranks // kept}x{kept}")
-    return [Mistake(None, message, tuple(fixes) or ("use context=1",))]
-
-
-def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
-    """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
-    if num_stages > num_ranks:
-        return f"number the stages 0 to {num_ranks - 1}"
-    if num_ranks % num_stages:
-        widths = [(num_ranks + stage) // num_stages for stage in reversed(range(num_stages))]
-        return f"write {format_widths([(width, 1) for width in widths])} instead"
-    kept = model if num_ranks % (num_stages * model) == 0 else 1
-    return f"use {num_stages}x{max(1, num_ranks // (num_stages * kept))}x{kept}"
+    degrees = _degrees(strategy, layers, num_ranks)
+    return [Mistake(None, *each) for each in mistakes_of_degrees(strategy.options, degrees, num_stages, num_ranks)]
 
 
 def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:

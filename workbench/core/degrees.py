@@ -1,0 +1,72 @@
+"""Mistakes in the degrees of a strategy, and degrees that fit."""
+
+from __future__ import annotations
+
+from workbench.core.options import Options, format_widths
+
+Found = tuple[str, tuple[str, ...]]
+"""A message, and fixes."""
+
+
+def mistakes_of_degrees(
+    options: Options, degrees: tuple[int, int, int], num_stages: int, num_ranks: int
+) -> list[Found]:
+    """What does not fit the ranks and the stages of the rows.
+
+    >>> mistakes_of_degrees(Options((1, 2, 1)), (1, 2, 1), num_stages=1, num_ranks=4)[0][1]
+    ('use 1x4x1',)
+    """
+    pipeline, data, model = degrees
+    product, widths = pipeline * data * model, options.widths
+    mistakes = list[Found]()
+    if widths:
+        total = sum(rows * columns for rows, columns in widths)
+        if total != num_ranks:
+            message = (
+                f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
+            )
+            mistakes.append((message, ("write one DxM per stage, whose products add up to the ranks",)))
+    elif product != num_ranks and pipeline <= num_ranks:
+        message = (
+            f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
+            f"model must be the ranks"
+        )
+        mistakes.append((message, (_fitting_degrees(num_stages, 1, num_ranks),)))
+    mistakes += _mistakes_of_context(options, degrees, num_ranks)
+    goes_round = options.schedule == "interleaved" and num_stages % pipeline == 0
+    if pipeline > num_ranks:
+        message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
+        return [*mistakes, (message, (f"number the stages 0 to {num_ranks - 1}",))]
+    if (options.degrees or widths) and pipeline != num_stages and not goes_round:
+        message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
+        message += "; interleaved takes a multiple" * (options.schedule == "interleaved")
+        mistakes.append((message, (_fitting_degrees(num_stages, model, num_ranks),)))
+    return mistakes
+
+
+def _mistakes_of_context(options: Options, degrees: tuple[int, int, int], num_ranks: int) -> list[Found]:
+    """A context that does not divide the data degree of every stage, from which its ranks are taken."""
+    context, (pipeline, data, model) = options.context, degrees
+    datas = dict.fromkeys(data for data, _ in options.widths or ((data, model),))
+    unfit = [each for each in datas if each % context]
+    if not unfit:
+        return []
+    listed = " and ".join(map(str, unfit))
+    message = f"context={context}, but a data degree of {listed}: its ranks are data ranks, so it divides their number"
+    fixes = [f"use context={n}" for n in range(2, min(unfit) + 1) if all(each % n == 0 for each in datas)]
+    ranks = num_ranks // pipeline
+    if not options.widths and ranks and ranks % context == 0:
+        kept = model if ranks % (context * model) == 0 else 1
+        fixes.append(f"use {pipeline}x{ranks // kept}x{kept}")
+    return [(message, tuple(fixes) or ("use context=1",))]
+
+
+def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
+    """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
+    if num_stages > num_ranks:
+        return f"number the stages 0 to {num_ranks - 1}"
+    if num_ranks % num_stages:
+        widths = [(num_ranks + stage) // num_stages for stage in reversed(range(num_stages))]
+        return f"write {format_widths([(width, 1) for width in widths])} instead"
+    kept = model if num_ranks % (num_stages * model) == 0 else 1
+    return f"use {num_stages}x{max(1, num_ranks // (num_stages * kept))}x{kept}"
