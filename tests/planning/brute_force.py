@@ -52,7 +52,7 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
     """(options as text, stages, model degree)."""
     limits = [range(1, ranks + 1)] * 3
     constraints, batch = problem.constraints, problem.batch_size
-    for p, d, m, context in product(*limits, constraints.values("context") or (1,)):
+    for p, d, m, context in product(*limits, problem.contexts):
         groups = d // context
         if p * d * m != ranks or d % context or batch % groups or not _wanted(constraints.pipeline, p):
             continue

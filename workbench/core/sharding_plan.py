@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from workbench.core.boxing import LinkCost

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from workbench.core.degrees import mistakes_of_degrees
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, Options, parse_options
 from workbench.core.row_text import parse_rows
