@@ -48,12 +48,12 @@ def _mistakes_of_context(options: Options, degrees: tuple[int, int, int], num_ra
     """A context that does not divide the data degree of every stage, from which its ranks are taken."""
     context, (pipeline, data, model) = options.context, degrees
     datas = dict.fromkeys(data for data, _ in options.widths or ((data, model),))
-    unfit = [each for each in datas if each % context]
-    if not unfit:
+    uneven = [each for each in datas if each % context]
+    if not uneven:
         return []
-    listed = " and ".join(map(str, unfit))
+    listed = " and ".join(map(str, uneven))
     message = f"context={context}, but a data degree of {listed}: its ranks are data ranks, so it divides their number"
-    fixes = [f"use context={n}" for n in range(2, min(unfit) + 1) if all(each % n == 0 for each in datas)]
+    fixes = [f"use context={n}" for n in range(2, min(uneven) + 1) if all(each % n == 0 for each in datas)]
     ranks = num_ranks // pipeline
     if not options.widths and ranks and ranks % context == 0:
         kept = model if ranks % (context * model) == 0 else 1
