@@ -2,16 +2,18 @@
 
     python -m benchmarks.experts
 
-4 layers of 16 experts with a router, of which each of 16 x 128 tokens takes the best two, with AdamW: experts spread,
-with an all-to-all of tokens; all weights gathered for each use (ZeRO 3), which holds as much on each process; and a
-dense model, data parallel, whose tokens do the same products. The two mixtures start from the same weights, which must
-agree at the end.
+4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
+experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use
+(ZeRO 3), which holds as much on each process; the two start from the same weights, which must agree at the end. With
+few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,9 @@ from benchmarks.harness import interleave, is_launched, launch, medians, togethe
 from benchmarks.reporting import Target, publish, side_by_side, table
 
 NUM_PROCESSES = 2
-WIDTH, INNER, EXPERTS, BEST, LAYERS = 256, 512, 16, 2, 4
-BATCH, LENGTH = 16, 128
+WIDTH, INNER, BEST, LAYERS = 256, 512, 2, 4
+MANY_EXPERTS, FEW_TOKENS = 32, (4, 64)
+FEW_EXPERTS, MANY_TOKENS = 8, (16, 128)
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 1e-3
 _SPREAD, _GATHERED, _DENSE = "*: expert", "*: data | zero=3", "dense, *: data"
@@ -33,11 +36,11 @@ _SPREAD, _GATHERED, _DENSE = "*: expert", "*: data | zero=3", "dense, *: data"
 class Experts(nn.Module):
     """All experts of a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / INNER**0.5)
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, INNER) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(experts, INNER, WIDTH) / INNER**0.5)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Of shape (tokens, width), as ``x``."""
@@ -53,14 +56,15 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A router and experts behind a norm and beside a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts()
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts), Experts(experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of shape (batch, length, width), as ``x``."""
         tokens = self.norm(x).flatten(0, 1)
-        weights, chosen = self.router(tokens).softmax(-1).topk(BEST)
+        chosen = torch.arange(BEST * len(tokens)).view(-1, BEST) % self.router.out_features
+        weights = self.router(tokens).softmax(-1).gather(1, chosen)
         return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
@@ -78,13 +82,13 @@ class Dense(nn.Module):
 
 
 class Training:
-    """A model and AdamW; call it for one step on the same batch."""
+    """A model of layers and AdamW; call it for one step on the same batch of tokens."""
 
-    def __init__(self, layer: type[nn.Module], strategy: str) -> None:
+    def __init__(self, layer: Callable[[], nn.Module], strategy: str, tokens: tuple[int, int]) -> None:
         torch.manual_seed(0)
         self.model = wb.parallelize(nn.Sequential(*(layer() for _ in range(LAYERS))), strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
-        self.batch = torch.randn((BATCH, LENGTH, WIDTH), generator=torch.Generator().manual_seed(1))
+        self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
@@ -104,25 +108,29 @@ def check_equal(one: nn.Module, other: nn.Module) -> None:
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
-    trainings = {
-        _SPREAD: Training(Mixture, _SPREAD),
-        _GATHERED: Training(Mixture, _GATHERED),
-        _DENSE: Training(Dense, "*: data"),
-    }
-    time_s = medians(interleave(trainings, rounds, calls, around=together))
-    check_equal(trainings[_SPREAD].model, trainings[_GATHERED].model)
+    many, few = partial(Mixture, MANY_EXPERTS), partial(Mixture, FEW_EXPERTS)
+    mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, _GATHERED)}
+    time_s = medians(interleave(mixtures, rounds, calls, around=together))
+    check_equal(mixtures[_SPREAD].model, mixtures[_GATHERED].model)
+    beside_dense = {_SPREAD: Training(few, _SPREAD, MANY_TOKENS), _DENSE: Training(Dense, "*: data", MANY_TOKENS)}
+    dense_s = medians(interleave(beside_dense, rounds, calls, around=together))
     if wb.rank() == 0:
+        sizes = {f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens": time_s}
+        sizes[f"{FEW_EXPERTS} experts, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"] = dense_s
+        rows = [[f"{size}: {name}", f"{s * 1e3:.1f}"] for size, found in sizes.items() for name, s in found.items()]
         how = (
-            f"{LAYERS} layers of {EXPERTS} experts {WIDTH} x {INNER} x {WIDTH}, best {BEST}, {BATCH} x {LENGTH} "
-            f"tokens; AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians of "
-            f"{rounds} rounds of {calls} steps."
+            f"{LAYERS} layers of experts {WIDTH} x {INNER} x {WIDTH}, of which a token takes {BEST}; AdamW, "
+            f"{NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians of {rounds} rounds "
+            f"of {calls} steps."
         )
-        body = f"{how}\n\n{table(['', 'step, ms'], [[name, f'{time * 1e3:.1f}'] for name, time in time_s.items()])}"
+        few_tokens, many_tokens = sizes
+        faster, dense = Target(3.0, at_least=True), Target(1.1)
         judged = [
-            side_by_side("experts spread", time_s[_SPREAD], "gathered", time_s[_GATHERED], Target(3.0, at_least=True)),
-            side_by_side("step of a mixture", time_s[_SPREAD], "dense", time_s[_DENSE], Target(1.1)),
+            side_by_side(few_tokens, time_s[_SPREAD], "gathered", time_s[_GATHERED], faster),
+            side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
         ]
-        publish(f"experts-{NUM_PROCESSES}", f"Experts spread over {NUM_PROCESSES} processes", body, judged)
+        title = f"Experts spread over {NUM_PROCESSES} processes"
+        publish(f"experts-{NUM_PROCESSES}", title, f"{how}\n\n{table(['', 'step, ms'], rows)}", judged)
     dist.barrier()
 
 
