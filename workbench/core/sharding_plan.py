@@ -138,6 +138,8 @@ class ShardingPlan:
 
     def equal_input_layout(self, choice: ResolvedLayer, shape: Shape) -> Layout:
         """The layout of an input that is equal for all samples: positions, masks, or a batch of one sample."""
+        if choice.expert is not None:
+            return self.parameter_layout(choice, len(shape))
         return self._layout_of(self._equal(choice, shape), choice.kind, len(shape), None)
 
     def is_equal_for_all(self, layout: Layout, shape: Shape) -> bool:

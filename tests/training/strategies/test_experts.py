@@ -26,6 +26,8 @@ SPLIT = {
     "*: expert | recompute": 2,
     "*: model; *: expert | 1x2x2 sequence": 4,
     "*: model; *: expert; shared: data@1 | 2x1x2": 4,
+    "*: expert | context=2": 2,
+    "*: model; *: expert:4 | 1x2x2 context=2": 2,
 }
 """The experts that a rank of their stage holds, of 8, on 4 ranks."""
 

@@ -53,11 +53,12 @@ class ExpertForward:
         if len(args) + len(kwargs) != len(given) or not _are_choices_of_tokens(given):
             return type(self._module).forward(self._module, *args, **kwargs)
         plan, choice = self._in_use.layouts.plan, self._choice
-        layout = plan.layout(choice.stage, Split(0), broadcast)
+        layout = plan.layout(choice.stage, Split(0), broadcast, context=Split(0))
         tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
         parameters: dict[str, Any] = {name: p for name, p in self._module._parameters.items() if p is not None}
         world = tokens._spec.world
-        spec = spec_of(world, plan.layout(choice.stage, Split(0), partial_sum), tokens._spec.shape)
+        terms = plan.layout(choice.stage, Split(0), partial_sum, context=Split(0))
+        spec = spec_of(world, terms, tokens._spec.shape)
         tags = [world.context.next_tag() for _ in range(_NUM_TAGS if choice.over_data > 1 else 0)]
         if spec.is_placeholder:
             return _placeholder(spec, [tokens, weights, *parameters.values()])

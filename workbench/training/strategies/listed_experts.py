@@ -61,7 +61,7 @@ class _Ends:
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The results as terms on all ranks of the stage."""
         plan, stage = self._in_use.layouts.plan, self._choice.stage
-        terms = plan.layout(stage, partial_sum, partial_sum)
+        terms = plan.layout(stage, partial_sum, partial_sum, context=partial_sum)
 
         def give_back(leaf: Any) -> Any:
             if not isinstance(leaf, GlobalTensor):

@@ -177,7 +177,8 @@ def full_text(layout: Layout, axes: Sequence[str]) -> str:
     """All entries, by axis: ``"S(0) on the data axis, B on the model axis"``."""
     if len(axes) < len(layout.sbp):  # experts over a part of the data axis
         axes = [axes[0], f"groups of the {axes[0]}", *axes[1:]]
-    axes = axes[: len(layout.sbp)]  # one of a list of experts is on a few ranks
+    elif len(axes) > len(layout.sbp):  # experts lie over the ranks of data and context alike
+        axes = [axis for axis in axes if axis != "context"][: len(layout.sbp)]
     entries = zip(layout.sbp, axes, layout.placement.shape, strict=True)
     return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in entries if size > 1) or "on one rank"
 
