@@ -6,6 +6,7 @@
 #   make test        all tests but the slow ones and those for a GPU; browser tests are skipped where there is no Chromium
 #   make test-full   the slow ones too, and without Chromium it fails
 #   make test-gpu    what needs a CUDA device: the kernels, compiled, exchanges, and training under every strategy
+#   make test-cluster  Slurm, Open MPI and torchrun on hosts that are network namespaces: needs root and Debian's packages
 #   make gpu         all that one GPU can show, in under 20 minutes: one table, and a file in benchmarks/results
 #   make sanitize    the kernels' tests under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks, documentation
@@ -32,7 +33,7 @@ ARGS ?=
 ifndef IN_CHECK
 .NOTPARALLEL:
 endif
-.PHONY: help install demo lab test test-full test-gpu gpu sanitize zoo check docs format bench clean
+.PHONY: help install demo lab test test-full test-gpu test-cluster gpu sanitize zoo check docs format bench clean
 .PHONY: check-format check-lint check-types check-user-types check-imports check-notebooks check-docs
 
 help:
@@ -67,7 +68,7 @@ PYTEST := env OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
 CASES := $(PYTEST) -n auto --dist worksteal
 FILES := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ALONE := $(PYTEST) --files-that-say="mark\.timed"
-ANYWHERE := not gpu and not types
+ANYWHERE := not gpu and not types and not cluster
 REAL := (engines or procs or browser)
 
 # $(call run_tests,first,condition): a command, and both parts of the tests for which the condition holds; all of them, whatever the
@@ -89,6 +90,9 @@ test-full: $(STAMP)
 
 test-gpu: $(STAMP)
 	@$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+test-cluster: $(STAMP)
+	@$(PYTEST) -m cluster tests/cluster $(ARGS)
 
 gpu: $(STAMP)
 	@$(PY) -m benchmarks.gpu $(ARGS)

@@ -42,12 +42,19 @@ class Host:
         return f"wbh{self.number}"
 
     @property
+    def _names(self):
+        return Path("/etc/netns") / self.name
+
+    @property
     def address(self):
         return f"{NETWORK}.{10 + self.number}"
 
     def start(self):
         """Cable and address, and sshd under a host name of its own."""
         cable = f"wbv{self.number}"
+        self._names.mkdir(parents=True, exist_ok=True)  # what /etc/hosts holds in this namespace
+        names = (f"{NETWORK}.{10 + number} wbh{number} workbench-{number - 1}.workbench\n" for number in range(1, 10))
+        (self._names / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
         _run("ip", "netns", "add", self.name)
         _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
         _run("ip", "link", "set", cable, "master", "wbbr0", "up")
@@ -65,8 +72,12 @@ class Host:
             f"PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\nMaxStartups 50\n"
             f"SetEnv PYTHONPATH={Path(__file__).parents[2]}\n"  # this checkout, wherever workbench is installed from
         )
-        serve = f"hostname {self.name}; exec /usr/sbin/sshd -D -E {self.folder}/sshd{self.number}.log -f {config}"
-        self.sshd = subprocess.Popen(["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", serve])
+        self.sshd = self.spawn("/usr/sbin/sshd", "-D", "-E", f"{self.folder}/sshd{self.number}.log", "-f", str(config))
+
+    def spawn(self, *command, **options):
+        """Start a program on it."""
+        under_its_name = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *under_its_name, *command], **options)
 
     def cut_cable(self):
         _run("ip", "link", "set", f"wbv{self.number}", "down")
@@ -89,17 +100,26 @@ class Host:
         if self.sshd is not None:
             self.sshd.wait()
         _run("ip", "netns", "del", self.name, check=False)
+        shutil.rmtree(self._names, ignore_errors=True)
 
 
 class Network:
-    """Some hosts on one bridge with this machine, and an ssh configuration that reaches them."""
+    """Some hosts on one bridge with this machine, and an ssh configuration for them. There is one at a time."""
 
     def __init__(self, folder: Path, num_hosts: int) -> None:
         self.folder = folder
         self.hosts = [Host(number, folder) for number in range(1, num_hosts + 1)]
 
     def __enter__(self):
-        self._lock = open(Path(tempfile.gettempdir()) / "workbench-test-network.lock", "w")
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self):
+        self._lock = (Path(tempfile.gettempdir()) / "workbench-test-network.lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # names and addresses are those of the machine
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in ("key", "host_key"):
@@ -115,7 +135,6 @@ class Network:
             host.start()
         for host in self.hosts:
             self.wait_for(host)
-        return self
 
     def __exit__(self, *exc_info):
         for host in self.hosts:

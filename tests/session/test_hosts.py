@@ -3,13 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.session import hosts
 from tests.timeouts import wait_until
@@ -32,20 +30,6 @@ while True:
 
 def block(language):
     return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL).group(1)
-
-
-def test_the_batch_file_is_a_shell_script():
-    subprocess.run(["bash", "-n"], input=block("bash"), text=True, check=True)
-    assert "#SBATCH --nodes=2" in block("bash")
-
-
-def test_the_manifest_is_a_service_and_a_job():
-    service, job = yaml.safe_load_all(block("yaml"))
-    assert (service["kind"], job["kind"]) == ("Service", "Job")
-    spec = job["spec"]["template"]["spec"]
-    assert spec["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
-    assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
 
 
 @pytest.fixture(scope="module")

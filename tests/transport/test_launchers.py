@@ -1,28 +1,17 @@
-"""Ranks started by torchrun and Open MPI: their numbers and their rendezvous."""
+"""Ranks started by torchrun, Open MPI and Slurm: their numbers and their rendezvous."""
 
 import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import WorldError
 from workbench.transport import launchers
-
-PROGRAM = """
-import workbench as wb
-wb.init()
-x = wb.ones(4, 2, placement=wb.placement.all("cpu"), sbp=wb.sbp.split(0))
-print(f"rank {wb.rank()} of {wb.world_size()} {x.sum().full_tensor().item()}\\n", end="", flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
     for name in (*os.environ, "RANK"):
-        if name.startswith(("OMPI_", "PMIX_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        if name.startswith(("OMPI_", "PMIX_", "SLURM_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)
 
 
@@ -56,18 +45,27 @@ def test_ranks_of_several_hosts_need_an_address(monkeypatch, tmp_path):
         launchers.default_init_method()
 
 
-@pytest.mark.procs
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian's package openmpi-bin)")
-def test_a_script_under_mpirun(tmp_path):
-    """The script of the readme, which another test runs under torchrun."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, str(tmp_path / "program.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == ["rank 0 of 2 8.0", "rank 1 of 2 8.0"]
+def as_srun(monkeypatch, rank, node, local_rank, sizes="2(x2),1", num_tasks=5):
+    values = {"PROCID": rank, "NODEID": node, "LOCALID": local_rank}
+    values |= {"STEP_NUM_TASKS": num_tasks, "STEP_TASKS_PER_NODE": sizes}
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+
+def test_slurm_sets_rank_local_rank_and_the_ranks_of_each_host(monkeypatch):
+    as_srun(monkeypatch, 3, 1, 1)
+    names = ("rank", "world_size", "local_rank", "local_world_size")
+    assert [launchers.launcher_value(what, -1) for what in names] == [3, 5, 1, 2]
+    as_srun(monkeypatch, 4, 2, 0)
+    assert launchers.launcher_value("local_world_size", -1) == 1
+    with pytest.raises(WorldError, match=r"srun has started 5 ranks, 1 of them on this host.*export MASTER_ADDR"):
+        launchers.default_init_method()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert launchers.default_init_method() == "env://"
+
+
+def test_a_batch_file_without_srun_is_one_rank(monkeypatch):
+    """Slurm numbers the batch file's own process, too, and tells it how many tasks srun may start."""
+    for name, value in {"PROCID": 0, "LOCALID": 0, "NODEID": 0, "NTASKS": 16, "TASKS_PER_NODE": "8(x2)"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert [launchers.launcher_value(what, 1) for what in ("rank", "world_size", "local_world_size")] == [0, 1, 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,6 +159,8 @@ def _install() -> None:
     here = shell()
     if getattr(here, "workbench_installed", False):
         return
+    # ipyparallel's handler waits for the cell, and the batch system half a minute longer, until it kills.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     engine_imports.install(here.kernel)
     here.events.register("post_run_cell", _report_remaining_steps)
     engine_modes.install(here)  # before the hook that frees errors

@@ -40,8 +40,10 @@ class StartProgress:
         self._doing = f"starting {counted(num_engines, 'engine')}"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
 
-    def engines_up(self, num_up: int) -> None:
-        self._update(f"{num_up} of {self._num_engines} engines are up")
+    def engines_up(self, num_up: int, jobs: str = "") -> None:
+        """``jobs``: what a batch system says about the others."""
+        up = f"{num_up} of {self._num_engines} engines are up"
+        self._update(f"{up}; {jobs}" if jobs else up)
 
     def joining(self) -> None:
         self._update("engines join their world", at_once=True)

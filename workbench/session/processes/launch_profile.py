@@ -24,6 +24,7 @@ from traitlets.config import Config
 from workbench.errors import EngineStartError, SessionError
 from workbench.session.adapter import Engines
 from workbench.session.processes import ssh, watchdog
+from workbench.session.processes.batch_jobs import BatchJob, find_jobs
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import WATCHDOG
 from workbench.session.processes.rendezvous_address import ENGINE_SET, RendezvousAddress
@@ -33,6 +34,8 @@ START_TIMEOUT_S = 600  # batch systems queue
 _SSH_START_TIMEOUT_S = 120
 _STOP_TIMEOUT_S = 30
 _POLL_S = 0.1
+_ASK_PERIOD_S = 5.0
+"""Between questions to a batch system."""
 _ANYWHERE = ""
 """The host of an engine set whose launcher chooses the hosts."""
 
@@ -87,7 +90,7 @@ class ProfileProcesses:
         listens_everywhere = self._cluster.controller_ip in ("*", "0.0.0.0")
         return str(self._client._config.get("location") or address) if listens_everywhere else address
 
-    def start(self, on_progress: Callable[[int], None]) -> tuple[ipp.Client, list[int]]:
+    def start(self, on_progress: Callable[[int, str], None]) -> tuple[ipp.Client, list[int]]:
         """Start controller and engines. Returns a client that sees all engines, and the id of each rank's.
 
         Raises:
@@ -103,7 +106,9 @@ class ProfileProcesses:
             ) from error
         return client, self._bring_up(client, hosts, on_progress)
 
-    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> list[int]:
+    def start_engines(
+        self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int, str], None]
+    ) -> list[int]:
         """Start engines for these ranks, on their own hosts if these answer. Returns their ids; raises as `start`."""
         ids = self._bring_up(client, self._hosts_for(ranks), on_progress)
         self.num_ranks = max(self.num_ranks, *(rank + 1 for rank in ranks))
@@ -150,16 +155,19 @@ class ProfileProcesses:
         return False
 
     def how_ended(self, rank: int) -> str:
-        """Where an engine ran; the notebook does not see how it has ended."""
+        """Where an engine ran, and how its batch job has ended; the notebook does not see how the engine has ended."""
         where = self._addresses.get(rank)
-        return (
-            "its process has ended"
-            if where is None
-            else f"its process on {where.host.split()[0]} has ended, or the host"
-        )
+        if where is None:
+            return "its process has ended"
+        jobs = [str(job) for job in self._jobs([where.engine_set]) if job.has_ended]
+        return "; ".join([f"its process on {where.host.split()[0]} has ended, or the host", *jobs])
 
     def record_oom_kills(self) -> None:
         """The notebook does not see the memory of other hosts."""
+
+    def _jobs(self, names: Collection[str]) -> list[BatchJob]:
+        """The batch jobs of engine sets; none for launchers of other kinds."""
+        return find_jobs([self._cluster.engines[name] for name in names if name in self._cluster.engines])
 
     def _hosts_of_start(self) -> dict[str, int]:
         """How many engines start on which host."""
@@ -199,7 +207,9 @@ class ProfileProcesses:
             print(f"workbench: {silent}. The engines start elsewhere: {where}", file=sys.stderr)
         return dict(chosen)
 
-    def _bring_up(self, client: ipp.Client, hosts: Mapping[str, int], on_progress: Callable[[int], None]) -> list[int]:
+    def _bring_up(
+        self, client: ipp.Client, hosts: Mapping[str, int], on_progress: Callable[[int, str], None]
+    ) -> list[int]:
         """Start one engine set for each host, at the same time; returns the ids of their engines."""
         before, wanted = set(client.ids), sum(hosts.values())
         deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
@@ -208,10 +218,15 @@ class ProfileProcesses:
         pool = ThreadPoolExecutor(len(hosts), "workbench-launch")
         launches = {host: pool.submit(self._start_set, names[host], host, count) for host, count in hosts.items()}
         pool.shutdown(wait=False)
+        jobs: list[BatchJob] = []
+        ask_s = 0.0
         try:
             while len(found := sorted(set(client.ids) - before)) < wanted:
-                self._check_launches(launches, names, len(found), wanted, time.monotonic() > deadline_s)
-                on_progress(len(found))
+                if time.monotonic() > ask_s:
+                    jobs, ask_s = self._jobs(names.values()), time.monotonic() + _ASK_PERIOD_S
+                is_over = time.monotonic() > deadline_s or any(job.has_ended for job in jobs)
+                self._check_launches(launches, names, len(found), wanted, is_over)
+                on_progress(len(found), ", ".join(map(str, jobs)))
                 time.sleep(_POLL_S)
         except BaseException:
             self._stop_sets(names.values())
@@ -227,7 +242,7 @@ class ProfileProcesses:
         self._cluster.start_engines_sync(count, engine_set_id=name, environment=environment, **own)
 
     def _check_launches(
-        self, launches: Mapping[str, Future[None]], names: Mapping[str, str], num_up: int, wanted: int, is_late: bool
+        self, launches: Mapping[str, Future[None]], names: Mapping[str, str], num_up: int, wanted: int, is_over: bool
     ) -> None:
         """Raise `EngineStartError` if engines cannot come any more."""
         done = {host: launch.exception() for host, launch in launches.items() if launch.done()}
@@ -236,9 +251,10 @@ class ProfileProcesses:
         ]
         sets = [self._cluster.engines[names[host]] for host in done if names[host] in self._cluster.engines]
         has_ended = len(done) == len(launches) and all(map(_has_ended, sets))
-        if not (problems or has_ended or is_late):
+        if not (problems or has_ended or is_over):
             return
-        what = "; ".join(problems) or f"{num_up} of {counted(wanted, 'engine')} came"
+        came = [f"{num_up} of {counted(wanted, 'engine')} came", *map(str, self._jobs(names.values()))]
+        what = "; ".join(problems or came)
         log = "" if problems else "\n".join(each.get_output() for each in sets)
         tail = "".join(f"\n    {line}" for line in log.splitlines()[-12:])
         on_hosts = [host for host in launches if host]

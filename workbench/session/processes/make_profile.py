@@ -254,7 +254,8 @@ def _batch_file(options: Mapping[str, str], per_node: int, gpus: int) -> str:
             lines.append(f"#SBATCH --gpus-per-node={kind + ':' if kind else ''}{number}")
         elif name not in _NUMBERS:
             lines.append(f"#SBATCH --{name}" + (f"={value}" if value else ""))
-    return "\n".join([*lines, "srun --no-kill --kill-on-bad-exit=0 {program_and_args}", ""])
+    cpus = f"--cpus-per-task={options['cpus-per-task']} " if "cpus-per-task" in options else ""  # not the job's
+    return "\n".join([*lines, f"srun {cpus}--no-kill --kill-on-bad-exit=0 {{program_and_args}}", ""])
 
 
 def _address_for_nodes(options: Mapping[str, str]) -> str:

@@ -1,0 +1,112 @@
+"""Slurm starts a notebook's engines and a script's ranks as docs/many-hosts.md says, and takes them away again."""
+
+import re
+import socket
+import time
+
+import pytest
+
+from tests.cluster import slurm as slurms
+from tests.cluster.programs import (
+    LOOP,
+    ROOT,
+    TRAIN,
+    assert_trained,
+    environment_of_scripts,
+    lines_of_ssh,
+    printed_by_ranks,
+    run_cell,
+)
+from tests.session import hosts
+from workbench.errors import CellError, EngineStartError
+from workbench.session import Session
+from workbench.session.processes import launch_profile
+from workbench.session.processes.make_profile import slurm_profile
+
+(SLURM,) = re.findall(r"\n## Slurm\n(.*?)\n## ", (ROOT / "docs" / "many-hosts.md").read_text("utf-8"), re.DOTALL)
+(LAUNCHER,) = re.findall(r"```python\n(.*?)```", SLURM, re.DOTALL)
+(BATCH_FILE,) = re.findall(r"```bash\n(.*?)```", SLURM, re.DOTALL)
+WHY_NOT = hosts.missing() or slurms.missing()
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
+]
+
+
+@pytest.fixture(scope="module")
+def ipython(tmp_path_factory, slurm):
+    """A folder of profiles, in the environment of a notebook on a machine that submits jobs."""
+    folder = tmp_path_factory.mktemp("ipython")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**environment_of_scripts(), **slurm.environment, "IPYTHONDIR": str(folder)}.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        yield folder
+
+
+def make_profile(ipython, name, time_limit="08:00:00"):
+    """The profile of the page, with two engines per node."""
+    folder = ipython / f"profile_{name}"
+    folder.mkdir(mode=0o700)
+    launcher = LAUNCHER.replace("--ntasks-per-node=8", "--ntasks-per-node=2").replace("08:00:00", time_limit)
+    (folder / "ipcluster_config.py").write_text(launcher + lines_of_ssh())
+    return name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(ipython):
+    """A session whose cell runs until the time of its job is over: a minute, while other tests run."""
+    with Session(engines=2, profile=make_profile(ipython, "limited", "00:01:00"), device="cpu") as session:
+        yield session, session.submit(run_cell, LOOP)
+
+
+def job_of(session):
+    (engines,) = session._pool._processes._cluster.engines.values()
+    return engines.job_id
+
+
+def test_a_notebook_trains_on_two_nodes_and_keeps_control_when_its_job_is_cancelled(slurm, ipython, monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", {host.name: host.address for host in slurm.hosts}.__getitem__)
+    made = slurm_profile("nodes=2 ntasks-per-node=2 cpus-per-task=3 gpus-per-node=2 time=01:00:00")
+    with Session(profile=made.name, device="cpu") as session:
+        assert "CPUs=12 Tasks=4" in slurm.run("scontrol", "show", "step", f"{job_of(session)}.0")
+        by_rank = session.run(f"{TRAIN}\n(socket.gethostname(), losses)").values
+        assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
+
+        slurm.run("scontrol", "update", "nodename=wbh2", "state=drain", "reason=repair")
+        assert session.run("wb.rank()").values == [0, 1, 2, 3]  # what runs on a drained node goes on
+        monkeypatch.setattr(launch_profile, "START_TIMEOUT_S", 8.0)
+        with pytest.raises(EngineStartError, match=r"0 of 4 engines came; Slurm job \d+ is PENDING \(") as caught:
+            Session(profile=made.name, device="cpu")
+        (waiting,) = re.findall(r"Slurm job (\d+)", str(caught.value))
+        assert slurm.job_state(waiting) == "CANCELLED"
+        slurm.run("scontrol", "update", "nodename=wbh2", "state=resume")
+
+        call = session.submit(run_cell, LOOP)
+        time.sleep(1.0)
+        assert not call.done(), call.exception()
+        job, began_s = job_of(session), time.monotonic()
+        slurm.run("scancel", job)
+        with pytest.raises(CellError, match=f"Slurm job {job} is CANCELLED"):
+            call.result(timeout=60)
+        assert time.monotonic() - began_s < 10
+    assert slurm.job_state(job) == "CANCELLED"
+
+
+def test_the_batch_file_trains_on_two_nodes(slurm, tmp_path):
+    """Unchanged, but for options of the command line that ask for two ranks per node in place of eight."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "job.sh").write_text(BATCH_FILE)
+    smaller = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    slurm.run("sbatch", "--wait", "--output=printed", *smaller, "job.sh", cwd=tmp_path, env=environment_of_scripts())
+    by_rank = printed_by_ranks((tmp_path / "printed").read_text())
+    assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
+
+
+def test_a_cell_ends_with_the_time_limit_of_its_job(limited):
+    session, call = limited
+    with pytest.raises(CellError, match=rf"Slurm job {job_of(session)} is TIMEOUT \(TimeLimit\)"):
+        call.result(timeout=150)
