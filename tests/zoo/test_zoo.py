@@ -42,6 +42,15 @@ def test_models_that_once_deadlocked_as_pipelines_equal_one_device(name):
     assert result["pipeline"]["kind"] == "equal", result
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", pytest.param("olmoe", marks=pytest.mark.slow)])
+def test_fused_experts_spread_over_ranks_equal_one_device(name):
+    """With biases and transposed weights; beside a shared expert."""
+    model = next(model for model in of_transformers.models() if model.name.startswith(f"{name}:"))
+    subject = Subject.of(model)
+    outcome = judge(subject, "*: data; *: expert", 2, subject.on_one_device())
+    assert (outcome.kind, outcome.gathered) == ("equal", []), outcome
+
+
 def test_the_judge_finds_a_wrong_number():
     draw = torch.Generator().manual_seed(0)
     batch = (torch.randn(4, 4, generator=draw), torch.randint(0, 2, (4,), generator=draw))

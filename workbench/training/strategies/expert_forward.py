@@ -131,11 +131,12 @@ class _Call:
         rows, flat = tokens.flatten(0, -2), weights.flatten()
         chosen, counts = self._choices(numbers.flatten())
         of_token = chosen // numbers.shape[-1]
+        taken = rows.index_select(0, of_token)  # whose backward adds rows, faster than that of rows[of_token]
         if self.tags:
-            results = self._travel(rows[of_token], counts, flat)
+            results = self._travel(taken, counts, flat)
         else:
-            results = self.terms(rows[of_token], _numbers(counts), flat.new_ones(len(chosen)))
-        weighted = results * flat[chosen, None]
+            results = self.terms(taken, _numbers(counts), flat.new_ones(len(chosen)))
+        weighted = results * flat.index_select(0, chosen)[:, None]
         total = weighted.new_zeros(rows.shape).index_add(0, of_token, weighted)
         return total.to(tokens.dtype).view(tokens.shape)
 
