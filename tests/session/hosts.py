@@ -121,6 +121,7 @@ class Network:
     def _start(self):
         self._lock = (Path(tempfile.gettempdir()) / "workbench-test-network.lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # names and addresses are those of the machine
+        self._remove()  # what a run that was killed has left
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in ("key", "host_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
@@ -137,10 +138,13 @@ class Network:
             self.wait_for(host)
 
     def __exit__(self, *exc_info):
+        self._remove()
+        self._lock.close()
+
+    def _remove(self):
         for host in self.hosts:
             host.remove()
         _run("ip", "link", "del", "wbbr0", check=False)
-        self._lock.close()
 
     def ssh(self, host, command):
         return _run("ssh", "-F", str(self.folder / "ssh_config"), f"root@{host.address}", command, check=False)
