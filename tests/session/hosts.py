@@ -94,11 +94,11 @@ class Host:
         """Everything on it ends at once, as when its power goes."""
         for process in self.processes():
             process.kill()
+        if self.sshd is not None:
+            self.sshd.wait()
 
     def remove(self):
         self.kill()
-        if self.sshd is not None:
-            self.sshd.wait()
         _run("ip", "netns", "del", self.name, check=False)
         shutil.rmtree(self._names, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """Starts a session's processes by an ipyparallel profile: SSH, MPI, Slurm and others, on any number of hosts.
 
 The profile decides where engines run and with which environment. They watch the controller's heartbeat and end with
-it. The controller ends with the notebook. Engines start in *engine sets*: over SSH one for each host, else one for all.
+it. The controller ends with the notebook. Engines start in *engine sets*: over SSH a few per host, else one for all.
 Engines that replace others, or that are added, are one more set.
 """
 
@@ -36,6 +36,8 @@ _STOP_TIMEOUT_S = 30
 _POLL_S = 0.1
 _ASK_PERIOD_S = 5.0
 """Between questions to a batch system."""
+_SETS_PER_HOST = 4
+"""An sshd lets in 10 connections at a time that have not shown a key yet."""
 _ANYWHERE = ""
 """The host of an engine set whose launcher chooses the hosts."""
 
@@ -210,26 +212,26 @@ class ProfileProcesses:
     def _bring_up(
         self, client: ipp.Client, hosts: Mapping[str, int], on_progress: Callable[[int, str], None]
     ) -> list[int]:
-        """Start one engine set for each host, at the same time; returns the ids of their engines."""
+        """Start the engine sets of all hosts at the same time; returns the ids of their engines."""
         before, wanted = set(client.ids), sum(hosts.values())
         deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
-        names = {host: str(next(self._set_numbers)) for host in hosts}
-        self._set_hosts |= {name: host for host, name in names.items()}
-        pool = ThreadPoolExecutor(len(hosts), "workbench-launch")
-        launches = {host: pool.submit(self._start_set, names[host], host, count) for host, count in hosts.items()}
+        sets = {str(next(self._set_numbers)): each for each in _engine_sets(hosts)}
+        self._set_hosts |= {name: host for name, (host, _) in sets.items()}
+        pool = ThreadPoolExecutor(len(sets), "workbench-launch")
+        launches = {name: pool.submit(self._start_set, name, host, count) for name, (host, count) in sets.items()}
         pool.shutdown(wait=False)
         jobs: list[BatchJob] = []
         ask_s = 0.0
         try:
             while len(found := sorted(set(client.ids) - before)) < wanted:
                 if time.monotonic() > ask_s:
-                    jobs, ask_s = self._jobs(names.values()), time.monotonic() + _ASK_PERIOD_S
+                    jobs, ask_s = self._jobs(sets), time.monotonic() + _ASK_PERIOD_S
                 is_over = time.monotonic() > deadline_s or any(job.has_ended for job in jobs)
-                self._check_launches(launches, names, len(found), wanted, is_over)
+                self._check_launches(launches, len(found), wanted, is_over)
                 on_progress(len(found), ", ".join(map(str, jobs)))
                 time.sleep(_POLL_S)
         except BaseException:
-            self._stop_sets(names.values())
+            self._stop_sets(sets)
             raise
         return found
 
@@ -241,23 +243,20 @@ class ProfileProcesses:
             own["engines"] = {host: {**given, "n": count} if isinstance(given, dict) else count}
         self._cluster.start_engines_sync(count, engine_set_id=name, environment=environment, **own)
 
-    def _check_launches(
-        self, launches: Mapping[str, Future[None]], names: Mapping[str, str], num_up: int, wanted: int, is_over: bool
-    ) -> None:
+    def _check_launches(self, launches: Mapping[str, Future[None]], num_up: int, wanted: int, is_over: bool) -> None:
         """Raise `EngineStartError` if engines cannot come any more."""
-        done = {host: launch.exception() for host, launch in launches.items() if launch.done()}
-        problems = [
-            f"{host or 'its launcher'}: {_describe(error)}" for host, error in done.items() if error is not None
-        ]
-        sets = [self._cluster.engines[names[host]] for host in done if names[host] in self._cluster.engines]
+        done = {name: launch.exception() for name, launch in launches.items() if launch.done()}
+        failed = {self._set_hosts[name]: error for name, error in done.items() if error is not None}
+        problems = [f"{host or 'its launcher'}: {_describe(error)}" for host, error in failed.items()]
+        sets = [self._cluster.engines[name] for name in done if name in self._cluster.engines]
         has_ended = len(done) == len(launches) and all(map(_has_ended, sets))
         if not (problems or has_ended or is_over):
             return
-        came = [f"{num_up} of {counted(wanted, 'engine')} came", *map(str, self._jobs(names.values()))]
+        came = [f"{num_up} of {counted(wanted, 'engine')} came", *map(str, self._jobs(launches))]
         what = "; ".join(problems or came)
         log = "" if problems else "\n".join(each.get_output() for each in sets)
         tail = "".join(f"\n    {line}" for line in log.splitlines()[-12:])
-        on_hosts = [host for host in launches if host]
+        on_hosts = dict.fromkeys(host for name in launches if (host := self._set_hosts[name]))
         hint = f" Look for the cause: workbench doctor --hosts {','.join(on_hosts)}" if on_hosts else ""
         said = f" The last lines that they wrote:{tail}" if tail else ""
         raise EngineStartError(f"Session(profile={self.profile!r}): {what}.{hint}{said}")
@@ -285,6 +284,19 @@ class ProfileProcesses:
 
     def _ssh_command(self) -> list[str]:
         return [*self._launcher.ssh_cmd, *self._launcher.ssh_args]
+
+
+def _engine_sets(hosts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Host and number of engines of each set: a few sets per host, since one set starts its engines one by one.
+
+    >>> _engine_sets({"a": 6, "b": 1})
+    [('a', 2), ('a', 2), ('a', 1), ('a', 1), ('b', 1)]
+    """
+    found = []
+    for host, number in hosts.items():
+        parts = min(number, _SETS_PER_HOST) if host != _ANYWHERE else 1
+        found += [(host, number // parts + (part < number % parts)) for part in range(parts)]
+    return found
 
 
 def _describe(error: BaseException) -> str:
