@@ -33,24 +33,26 @@ _TARGET = Target(1.2, at_least=True)
 
 @dataclass(frozen=True)
 class Size:
-    """Number and width of the heads, and length of the text."""
+    """Heads of queries, heads of keys and values, and length of the text."""
 
     heads: int
+    key_heads: int
     length: int
     width: int = 64
     target: Target = _TARGET
 
     def __str__(self) -> str:
-        return f"{self.heads} heads of width {self.width}, {self.length} positions"
+        return f"{self.heads} heads, {self.key_heads} of keys, {self.length} positions"
 
     def operands(self) -> list[torch.Tensor]:
         """Queries, keys, values, and the gradient of the result; the same on every rank."""
         generator = torch.Generator().manual_seed(0)
-        return [torch.randn(1, self.heads, self.length, self.width, generator=generator) for _ in range(4)]
+        heads = self.heads, self.key_heads, self.key_heads, self.heads
+        return [torch.randn(1, each, self.length, self.width, generator=generator) for each in heads]
 
 
-SIZES = (Size(8, 2048), Size(6, 2048), Size(8, 4096))
-"""Four ranks have whole heads of 8, not of 6."""
+SIZES = (Size(8, 8, 1024), Size(8, 8, 2048), Size(6, 6, 2048), Size(16, 2, 2048))
+"""Four ranks have whole heads of 8, not of 6. torch's ring passes keys and values for all heads of the queries."""
 
 
 class _Ring(torch.autograd.Function):
@@ -81,7 +83,8 @@ class Theirs:
         self.operands = [x.requires_grad_() for x in operands]
 
     def __call__(self) -> list[torch.Tensor]:
-        out = _Ring.apply(*self.operands)
+        query, *others = self.operands
+        out = _Ring.apply(query, *(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in others))
         return [out.detach(), *torch.autograd.grad(out, self.operands, self.grad)]
 
 
@@ -95,7 +98,7 @@ class Ours:
 
     def __call__(self) -> list[torch.Tensor]:
         query, key, value = self.operands
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return [out.detach(), *torch.autograd.grad(out, self.operands, self.grad)]
 
 

@@ -22,6 +22,7 @@ class AttentionSize:
         rows, keys: lengths of the sequences of queries and of keys.
         widths: features of a head of queries and keys, and of values.
         is_causal: whether queries see the earlier keys only.
+        has_mask: whether a mask for all heads has a row for each query: slices of heads would each need all of it.
     """
 
     heads: int
@@ -30,6 +31,7 @@ class AttentionSize:
     keys: int
     widths: tuple[int, int]
     is_causal: bool = False
+    has_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)

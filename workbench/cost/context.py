@@ -30,7 +30,7 @@ def attention_exchange(size: AttentionSize, itemsize: float, setting: StageSetti
     part = (context - 1) / context
     rings = [("all-gather", part * each * (0.5 if _sees_earlier(size) else 1.0)) for each in keys]
     moved = [("all-to-all", part / context * each) for each in (queries, *keys, results)]
-    suffice = heads % context == 0 and (key_heads % context == 0 or key_heads == 1)
+    suffice = heads % context == 0 and (key_heads % context == 0 or key_heads == 1) and not size.has_mask
 
     def seconds(received: Received) -> float:
         return sum(exchange_s(setting.hardware, number, context, setting.model, kind) for kind, number in received)

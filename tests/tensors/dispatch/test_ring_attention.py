@@ -88,7 +88,7 @@ def test_dropout_in_a_ring_drops_what_one_device_drops(monkeypatch):
 def test_fewer_bytes_decide_between_a_ring_and_heads():
     """Over heads, queries and results move too; in a ring, keys and values pass all ranks, causal ones half of them."""
 
-    x = random(1, 8, 4096, 8)
+    x, mask = random(1, 8, 1024, 32, dtype=torch.float32), torch.ones(1024, 1024, dtype=torch.bool)
 
     def program():
         kinds = {}
@@ -105,12 +105,9 @@ def test_fewer_bytes_decide_between_a_ring_and_heads():
 
     two, four = run_ranks(program, 2)[0], run_ranks(program, 4)[0]
     ring, heads = ("S(2)",), ("S(1)",)
-    assert {name: tuple(map(str, sbp)) for name, sbp in two.items()} == {
-        "plain": heads, "causal": ring, "one head of keys": ring, "five heads": ring
-    }  # fmt: skip
-    assert {name: tuple(map(str, sbp)) for name, sbp in four.items()} == {
-        "plain": heads, "causal": heads, "one head of keys": ring, "five heads": ring
-    }  # fmt: skip
+    chosen = {"plain": heads, "one head of keys": ring, "five heads": ring, "a mask of rows": ring, "padding": heads}
+    assert {name: tuple(map(str, sbp)) for name, sbp in two.items()} == {**chosen, "causal": ring}
+    assert {name: tuple(map(str, sbp)) for name, sbp in four.items()} == {**chosen, "causal": heads}
 
 
 def test_a_ring_beside_other_axes_and_in_16_bits():

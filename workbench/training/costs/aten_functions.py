@@ -59,5 +59,8 @@ def attention_size(func: Any, args: Any, kwargs: Any) -> AttentionSize | None:
     if {len(query), len(key), len(value)} != {4}:
         return None
     names = [argument.name for argument in func._schema.arguments]
-    is_causal = {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False)
-    return AttentionSize(query[1], key[1], query[2], key[2], (query[3], value[3]), bool(is_causal))
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.get("attn_mask")
+    has_mask = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 and (mask.ndim < 3 or mask.shape[-3] == 1)
+    is_causal = bool(given.get("is_causal", False))
+    return AttentionSize(query[1], key[1], query[2], key[2], (query[3], value[3]), is_causal, has_mask)

@@ -67,7 +67,7 @@ def _in_a_ring(call: Call) -> list[Signature]:
 
 def _accepts(call: Call, inputs: tuple[NdSbp, ...], _: tuple[NdSbp, ...]) -> bool:
     """Whether heads or samples suffice: axes that split heads of keys get whole groups, and an axis that leaves the
-    sequence for another dim gets as many of it as the others.
+    sequence for another dim gets as many of it as the others, and its part of a mask that has a row for each query.
     """
     query, key, layout = call.shapes[0], call.shapes[1], call.operands[0]._spec.layout
 
@@ -79,7 +79,13 @@ def _accepts(call: Call, inputs: tuple[NdSbp, ...], _: tuple[NdSbp, ...]) -> boo
         return False
     sequence = Split(len(query) - 2)
     left = [entry for before, entry in zip(layout.sbp, inputs[0], strict=True) if before == sequence != entry]
-    return all(query[entry.dim] % parts(entry) == 0 for entry in left if isinstance(entry, Split))
+    mask = call.shapes[3] if len(call.operands) == 4 else ()
+    mask = (1,) * (len(query) - len(mask)) + mask
+    return all(
+        query[entry.dim] % parts(entry) == 0 and (mask[-2] == 1 or mask[entry.dim] == query[entry.dim])
+        for entry in left
+        if isinstance(entry, Split)
+    )
 
 
 def _is_grouped(call: Call) -> bool:
