@@ -116,7 +116,8 @@ def add_block(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, l
     """Add the result of a block to that of others, in place; the totals begin as zero and minus infinity."""
     both = torch.logaddexp(total_lse, lse)
     finite = both.masked_fill(both == -math.inf, 0.0)
-    total.mul_((total_lse - finite).exp_().unsqueeze(-1)).add_(out * (lse - finite).exp_().unsqueeze(-1))
+    total.mul_((total_lse - finite).exp_().unsqueeze(-1))
+    total.addcmul_(out.to(total.dtype), (lse - finite).exp_().unsqueeze(-1))
     total_lse.copy_(both)
 
 

@@ -97,6 +97,8 @@ def test_fewer_bytes_decide_between_a_ring_and_heads():
             ("causal", 8, {"is_causal": True}),
             ("one head of keys", 1, {"enable_gqa": True}),
             ("five heads", 5, {}),
+            ("a mask of rows", 8, {"attn_mask": mask}),
+            ("padding", 8, {"attn_mask": mask[:1]}),
         ):
             heads = 5 if groups == 5 else 8
             q, k, v = distributed([x[:, :heads], x[:, :groups], x[:, :groups]], ["S(2)"] * 3)
