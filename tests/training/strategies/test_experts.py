@@ -195,8 +195,14 @@ def test_a_dry_run_counts_what_is_sent_if_experts_are_chosen_alike_often(strateg
         model = wb.parallelize(models[rank], strategy)
         current().traffic.reset()
         wb.forward_backward(model, lambda output, _: output.square().mean(), x, torch.zeros(8))
-        return current().traffic.by_kind
+        return current().traffic.by_kind, model.plan
 
     found = dry_run(RoundRobin, strategy, 4, x, torch.zeros(8), lambda output, _: output.square().mean())
-    sent = [by_kind["all-to-all"] for by_kind in run_ranks(program, 4)]
-    assert found.by_kind["all-to-all"] == sum(sent) > 0
+    results = run_ranks(program, 4)
+    sent = sum(by_kind["all-to-all"] for by_kind, _ in results)
+    assert found.by_kind["all-to-all"] == sent
+    if strategy == "*: expert":
+        layers = results[0][1].layers_of()
+        edges = [edge for layer in layers for edge in (layer.boxes_input, layer.boxes_output)]
+        asked = 4 * 6 * 8  # each rank says how many tokens it has for the 6 experts of others
+        assert sum(edge.forward_bytes + edge.backward_bytes for edge in edges) == sent - asked > 0

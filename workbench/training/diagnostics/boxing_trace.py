@@ -52,7 +52,7 @@ class BoxingRecord:
         shape, dtype: of the logical tensor.
         num_boxings: how often it happened.
         sent_bytes: bytes this rank put on the wire, over all times.
-        wire_bytes: bytes that all ranks together put on the wire.
+        wire_bytes: bytes that all ranks together put on the wire; of tokens on their way to experts, this rank's.
     """
 
     function: str
@@ -79,7 +79,8 @@ class BoxingTrace:
     """The boxings that ran in a ``wb.debug.trace()`` context. ``print`` it for a table.
 
     Attributes:
-        rank: the rank whose boxings these are. Counts and ``wire_bytes`` are equal on all ranks.
+        rank: the rank whose boxings these are. Counts and ``wire_bytes`` are equal on all ranks, but for tokens that
+            travel to experts.
     """
 
     def __init__(self, world: World, outer: BoxingTrace | None = None) -> None:

@@ -55,6 +55,7 @@ class ExpertForward:
         plan, choice = self._in_use.layouts.plan, self._choice
         layout = plan.layout(choice.stage, Split(0), broadcast, context=Split(0))
         tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
+        plan.chosen[choice.name] = numbers._spec.shape[-1]
         parameters: dict[str, Any] = {name: p for name, p in self._module._parameters.items() if p is not None}
         world = tokens._spec.world
         terms = plan.layout(choice.stage, Split(0), partial_sum, context=Split(0))
