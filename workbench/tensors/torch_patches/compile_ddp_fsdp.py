@@ -24,7 +24,8 @@ _INSTEAD = {
     "DistributedDataParallel": 'Leave it out: wb.parallelize(module, "*: data") sums gradients during backward.',
     "FullyShardedDataParallel": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
     "fully_shard": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
-    "torch.compile": "Use wb.capture(step_fn), which replays a whole step without layouts; or compile functions of "
+    "torch.compile": 'Write step = wb.capture(step, backend="inductor"), which compiles a whole step between its '
+    "exchanges; or compile functions of "
     "plain tensors, and call them through wb.local_map.",
 }
 _REFUSED = {"DistributedDataParallel": "DistributedDataParallel", "OptimizedModule": "torch.compile"}

@@ -24,7 +24,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
 from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
-from workbench.training.capture.trace import Call, Slot, Trace
+from workbench.training.capture.trace import DRAW, Call, Slot, Trace
 from workbench.training.capture.value_reads import reject_value_read
 from workbench.transport.user_code import user_frame
 
@@ -101,6 +101,7 @@ class Recorder(TorchDispatchMode):
                     makes_view=first is not None and not first.is_write and not schema.is_mutable,
                     changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
+                    operator=None if draws else func,
                 )
             )  # fmt: skip
             return out
@@ -159,7 +160,7 @@ class Recorder(TorchDispatchMode):
         slot = self._keys[key] = self._next()
         if not is_used:
             self._keys_used.add(key)
-        self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name="draw_key"))
+        self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name=DRAW))
         return key
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

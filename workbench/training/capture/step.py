@@ -17,6 +17,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
+from workbench.training.capture.compiled import CaptureWarning, compile_parts
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.recorder import RecordedTransport, Recorder
@@ -29,13 +30,11 @@ from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
+BACKENDS = ("inductor",)
+"""Compilers of captured steps."""
 _log = logging.getLogger("workbench.capture")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-class CaptureWarning(UserWarning):
-    """A captured step runs without replay, because it has been recorded too often."""
 
 
 @dataclass(slots=True)
@@ -116,7 +115,9 @@ class _InputKind:
             return tuple([held_grad(leaf) is not None for leaf in self.leaves])
 
 
-def capture(step: Callable[_Arguments, _Result], *, max_recordings: int = 8) -> CapturedStep[_Arguments, _Result]:
+def capture(
+    step: Callable[_Arguments, _Result], *, max_recordings: int = 8, backend: str | None = None
+) -> CapturedStep[_Arguments, _Result]:
     """A training step that runs as a local program: no layouts, no dispatch, no autograd, the same numbers.
 
     The first call with inputs of some shapes and layouts runs ``step`` normally. The second records this rank's work.
@@ -135,11 +136,17 @@ def capture(step: Callable[_Arguments, _Result], *, max_recordings: int = 8) -> 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
+    With ``backend="inductor"``, torch's operators between two exchanges, random draws and optimizers are compiled by
+    ``torch.compile``'s compiler. The first replay compiles, which takes seconds to minutes; what it makes is kept on
+    disk for other ranks and later runs. Numbers equal those without it but for rounding.
+
     Args:
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
         max_recordings: the most records that are kept.
+        backend: "inductor" to compile; None to replay operator by operator.
 
     Raises:
+        ValueError: there is no such backend.
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
             values, steps an optimizer with a closure, steps a scheduler, or keeps tensors for its next call.
 
@@ -150,7 +157,9 @@ def capture(step: Callable[_Arguments, _Result], *, max_recordings: int = 8) -> 
     >>> print(double.traces[0])
     v2 = aten.mul.Tensor(v1, 2)
     """
-    return CapturedStep(step, max_recordings)
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"capture(backend={backend!r}): write {' or '.join(map(repr, BACKENDS))}, or leave it out.")
+    return CapturedStep(step, max_recordings, backend)
 
 
 class CapturedStep(Generic[_Arguments, _Result]):
@@ -161,8 +170,9 @@ class CapturedStep(Generic[_Arguments, _Result]):
         num_replays: how often a recording was replayed.
     """
 
-    def __init__(self, step: Callable[_Arguments, _Result], max_recordings: int) -> None:
+    def __init__(self, step: Callable[_Arguments, _Result], max_recordings: int, backend: str | None = None) -> None:
         functools.update_wrapper(self, step)
+        self._backend = backend
         self._step, self._max_recordings = step, max_recordings
         self._kinds: dict[Any, _InputKind] = {}
         self._guards = Guards()
@@ -200,7 +210,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)
         self.num_recordings += 1
         _log.info("capture: recording %d of %s", self.num_recordings, self._name)
-        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves)
+        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._backend)
         return result
 
     @property
@@ -239,7 +249,12 @@ def _kind_of(leaf: Any) -> Any:
 
 
 def _record(
-    step: Callable[..., Any], world: World, arguments: Sequence[Any], structure: TreeSpec, leaves: list[torch.Tensor]
+    step: Callable[..., Any],
+    world: World,
+    arguments: Sequence[Any],
+    structure: TreeSpec,
+    leaves: list[torch.Tensor],
+    backend: str | None,
 ) -> tuple[Any, _Recording]:
     """Run the step and record it."""
     given = [_own(argument) for argument in arguments]
@@ -275,6 +290,8 @@ def _record(
         trace.inputs = [*trace.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
+        if backend is not None:
+            trace = compile_parts(trace)
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]

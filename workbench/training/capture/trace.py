@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+DRAW = "draw_key"
+"""Name of calls that draw a key of random numbers, which is a Python number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -36,6 +39,7 @@ class Call:
         makes_view: whether its result is a view of its first argument.
         changes: a value that the call completes; the call is needed where the value is.
         name: for listings.
+        operator: torch's operator that the function runs; None for exchanges, draws and optimizers.
     """
 
     function: Callable[..., Any]
@@ -46,6 +50,7 @@ class Call:
     makes_view: bool = False
     name: str = ""
     changes: Slot | None = None
+    operator: Any = None
 
     def reads(self) -> set[Slot]:
         """The slots among its arguments."""
