@@ -157,6 +157,12 @@ def test_one_line_starts_engines_on_hosts(network, tmp_path, monkeypatch, no_ses
     with cluster.current() as session:
         assert session.run(HOSTS).values == TWO_HOSTS and sums_are_right(session)
         assert session.run("torch.get_num_threads()").values[2] == num_cores()
+        began_s = time.monotonic()
+    took_s = time.monotonic() - began_s
+    for host in network.hosts:
+        wait_until(lambda host=host: len(host.processes()) == 1, "the end of all but sshd")
+    assert not list(tmp_path.glob("profile_*/log/ipengine*.out"))
+    assert "could not end" not in capsys.readouterr().err and took_s < 15
 
 
 def sums_are_right(session):

@@ -31,6 +31,7 @@ from workbench.session.run import Listener, Outcome, Run
 from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
 _MAX_NAMES = 12
 _run_numbers = itertools.count(time.time_ns() // 1_000_000)
@@ -214,6 +215,8 @@ class EnginePool:
         rows = [] if has_lost else self._withdraw(num_engines)
         self._processes.kill(leaving)
         self.live.wait_until_gone(leaving)
+        if isinstance(self._processes, ProfileProcesses) and not has_lost:
+            self._processes.count_ended(leaving)
         self._processes.forget(leaving)
         self.live.drop(num_engines)
         self.num_engines = num_engines
@@ -275,6 +278,8 @@ class EnginePool:
         """End the engines and everything that was started with them."""
         if not isinstance(self._processes, LocalProcesses):
             self._try_to_leave_world()
+            if self._processes.is_over_ssh:
+                self._end_engines(self._processes)
         self.leave()
         self._processes.stop()
 
@@ -326,6 +331,14 @@ class EnginePool:
             return f"{what} without variables"
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
+
+    def _end_engines(self, processes: ProfileProcesses) -> None:
+        """End engines through their nannies. Over SSH their launchers take seconds for each."""
+        if self._engines is not None:
+            there = self._engines.registered()
+            processes.kill(there)
+            self._engines.wait_until_gone(there, _END_TIMEOUT_S)
+            processes.count_ended(set(there) - set(self._engines.registered()))
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -76,6 +77,8 @@ class ProfileProcesses:
         self.num_ranks = num_ranks or sum(self._capacity.values()) or self._cluster.n or 2
         self._set_numbers = itertools.count(1)
         self._set_hosts: dict[str, str] = {}
+        self._set_sizes: dict[str, int] = {}
+        self._ended = Counter[str]()  # by engine set, engines that have ended for sure
         self._addresses: dict[int, RendezvousAddress] = {}
 
     def _watched(self) -> Config:
@@ -83,6 +86,11 @@ class ProfileProcesses:
         environment = {watchdog.OWNER: str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
         command = [*WATCHDOG, "ipyparallel.controller"]
         return Config(LocalControllerLauncher={"controller_cmd": command, "environment": environment})
+
+    @property
+    def is_over_ssh(self) -> bool:
+        """Whether the profile starts engines over SSH, and names their hosts."""
+        return bool(self._capacity)
 
     @property
     def controller_address(self) -> str:
@@ -128,8 +136,9 @@ class ProfileProcesses:
         )
 
     def stop(self) -> None:
-        """Stop the profile's engines and controller where their hosts can still be reached."""
-        self._stop_sets(list(self._cluster.engines))
+        """Stop the controller, and engines that may run still, where their hosts can be reached."""
+        self._stop_sets([name for name in self._cluster.engines if not self._has_ended_over_ssh(name)])
+        self._remove_logs()
         try:
             self._cluster.stop_controller_sync()
         except Exception as error:  # noqa: BLE001 - a profile may start it by any launcher
@@ -139,6 +148,10 @@ class ProfileProcesses:
         """End engines at once, through their nannies."""
         if self._engines is not None:
             self._engines.signal(ranks, "SIGKILL")
+
+    def count_ended(self, ranks: Iterable[int]) -> None:
+        """Take ranks whose engines the session has ended."""
+        self._ended.update(self._addresses[rank].engine_set for rank in ranks if rank in self._addresses)
 
     def forget(self, ranks: Sequence[int]) -> None:
         """Give back ranks whose engines have ended, and their engine sets if these have no others."""
@@ -217,6 +230,7 @@ class ProfileProcesses:
         deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
         sets = {str(next(self._set_numbers)): each for each in _engine_sets(hosts)}
         self._set_hosts |= {name: host for name, (host, _) in sets.items()}
+        self._set_sizes |= {name: count for name, (_, count) in sets.items()}
         pool = ThreadPoolExecutor(len(sets), "workbench-launch")
         launches = {name: pool.submit(self._start_set, name, host, count) for name, (host, count) in sets.items()}
         pool.shutdown(wait=False)
@@ -277,6 +291,21 @@ class ProfileProcesses:
                 each.result(max(0.0, deadline_s - time.monotonic()))
             except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
                 self._report_left(f"engines on {self._set_hosts[name] or 'their hosts'}", error)
+
+    def _has_ended_over_ssh(self, name: str) -> bool:
+        """Whether all engines of a set have ended. A batch job is to be ended nevertheless."""
+        return self.is_over_ssh and self._ended[name] == self._set_sizes[name]
+
+    def _remove_logs(self) -> None:
+        """Remove what engines have written on their hosts, with one command for each; those of others are removed."""
+        logs: dict[str, list[str]] = {}
+        for name in self._set_hosts:
+            engines = self._cluster.engines.get(name)
+            for each in getattr(engines, "launchers", {}).values() if self._has_ended_over_ssh(name) else ():
+                logs.setdefault(self._set_hosts[name], []).append(each.remote_output_file)
+        ssh.ask_all(
+            list(logs), lambda host: ssh.run_on(self._ssh_command(), host, shlex.join(["rm", "-f", *logs[host]]))
+        )
 
     def _report_left(self, what: str, error: BaseException) -> None:
         hint = "Engines end by themselves when they miss the controller."
