@@ -43,6 +43,16 @@ def test_interleaving_and_recomputation_act_as_they_should() -> None:
     assert plain.peak_bytes > selective.peak_bytes > full.peak_bytes
 
 
+def test_ranks_that_share_a_sequence_share_its_work_and_its_activations() -> None:
+    one = predict_row(ROW | {"flash": "1"})
+    two = predict_row(ROW | {"flash": "1", "cp": "2", "gpus": "32"})
+    assert two.compute_s < 0.7 * one.compute_s
+    activations = [max(kinds["activations"] for kinds in found.memory) for found in (one, two)]
+    assert activations[1] == pytest.approx(activations[0] / 2, rel=1e-6)
+    with pytest.raises(TableError, match="column 'gpus': 16, but tp x pp x dp x cp is 32"):
+        predict_row(ROW | {"flash": "1", "cp": "2"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -52,6 +62,7 @@ def test_interleaving_and_recomputation_act_as_they_should() -> None:
         ({"flash": "yes"}, "column 'flash': 'yes' is not a whole number 0 to 1"),
         ({"recompute": "some"}, "column 'recompute': 'some' is none of none, selective, full"),
         ({"gpus": "8"}, "column 'gpus': 8, but tp x pp x dp is 16"),
+        ({"gpus": "32", "cp": "2"}, "column 'cp': 2 ranks of a ring, but flash is 0"),
         ({"batch": "33"}, "column 'batch': 33 is not a multiple of dp x micro_batch, which is 4"),
         ({"heads": "10"}, "column 'hidden': 1024 is not a multiple of 10 heads"),
         ({"kv_heads": "5"}, "column 'kv_heads': 16 heads are not a multiple of 5 heads"),

@@ -14,6 +14,7 @@ CASES = [
     ("bart", "sdpa", True, "*: data | context=2", 2),
     ("t5", "eager", False, "*: data | context=2", 2),
     ("mixtral", "sdpa", False, "*: data | context=2", 2),
+    ("mixtral", "sdpa", False, "*: data; *: expert | 1x4x1 context=2", 4),
     ("vit", "sdpa", False, "*: data | 1x4x1 context=4", 4),
 ]
 """Model, how it computes attention, whether texts are padded, strategy, ranks."""

@@ -1,9 +1,10 @@
 """Predict the training steps of a table of transformers, without any device.
 
 Columns: name, machine (a known one, or the path of a hardware file), gpus, heads, kv_heads, hidden, ffn, gated_ffn,
-layers, vocab, seq, tp, pp, dp, layers_per_virtual_stage, micro_batch, batch, recompute (none, selective, full),
-sequence_parallel, dtype (fp32, fp16, bf16, fp8), zero (0 to 3), flash, software (the year of Megatron-LM). Empty values
-mean: kv_heads = heads, ffn = 4 hidden, no interleaving, and 0 for switches. Other columns are copied.
+layers, vocab, seq, tp, pp, dp, cp (ranks of a context), layers_per_virtual_stage, micro_batch, batch, recompute
+(none, selective, full), sequence_parallel, dtype (fp32, fp16, bf16, fp8), zero (0 to 3), flash, software (the year of
+Megatron-LM). Empty values mean: kv_heads = heads, ffn = 4 hidden, cp = 1, no interleaving, and 0 for switches. Other
+columns are copied.
 
 Added columns: seconds, memory_gib, compute_s, tensor_parallel_s, data_parallel_s, pipeline_bubble_s, optimizer_s.
 

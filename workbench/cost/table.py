@@ -23,12 +23,12 @@ REQUIRED = (
 """Columns that every row fills."""
 OPTIONAL = {
     "kv_heads": "", "ffn": "", "gated_ffn": "0", "layers_per_virtual_stage": "", "recompute": "none",
-    "sequence_parallel": "0", "zero": "0", "flash": "0",
+    "sequence_parallel": "0", "zero": "0", "flash": "0", "cp": "1",
 }  # fmt: skip
 """Columns that may be empty or missing, with their defaults."""
 COLUMNS = (
     "name", "machine", "gpus", "heads", "kv_heads", "hidden", "ffn", "gated_ffn", "layers", "vocab", "seq", "tp", "pp",
-    "dp", "layers_per_virtual_stage", "micro_batch", "batch", "recompute", "sequence_parallel", "dtype", "zero",
+    "dp", "cp", "layers_per_virtual_stage", "micro_batch", "batch", "recompute", "sequence_parallel", "dtype", "zero",
     "flash", "software",
 )  # fmt: skip
 """All columns that are read, in their usual order. Other columns are copied."""
@@ -113,7 +113,8 @@ def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware)
         model,
         tensor=n["tp"],
         pipeline=n["pp"],
-        data=n["dp"],
+        data=n["dp"] * n["cp"],
+        context=n["cp"],
         num_micro_batches=n["batch"] // (n["dp"] * n["micro_batch"]),
         layers_per_stage=n.get("layers_per_virtual_stage") if n["pp"] > 1 else None,
         zero=n["zero"],
@@ -128,10 +129,11 @@ def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware)
 def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]) -> list[str]:
     """Values that are valid alone, but inconsistent together."""
     n: Mapping[str, Any] = numbers
-    ranks, samples = n["tp"] * n["pp"] * n["dp"], n["dp"] * n["micro_batch"]
+    ranks, samples = n["tp"] * n["pp"] * n["dp"] * n["cp"], n["dp"] * n["micro_batch"]
     kv_heads, each = n["kv_heads"] or n["heads"], n["layers_per_virtual_stage"]
     rules: list[tuple[bool, str]] = [
-        (n["gpus"] == ranks, f"column 'gpus': {n['gpus']}, but tp x pp x dp is {ranks}"),
+        (n["gpus"] == ranks, f"column 'gpus': {n['gpus']}, but tp x pp x dp{' x cp' * (n['cp'] > 1)} is {ranks}"),
+        (n["cp"] == 1 or bool(n["flash"]), f"column 'cp': {n['cp']} ranks of a ring, but flash is 0"),
         (
             n["batch"] % samples == 0,
             f"column 'batch': {n['batch']} is not a multiple of dp x micro_batch, which is {samples}",
