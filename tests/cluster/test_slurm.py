@@ -1,6 +1,8 @@
 """Slurm starts a notebook's engines and a script's ranks as docs/many-hosts.md says, and takes them away again."""
 
+import os
 import re
+import signal
 import socket
 import time
 
@@ -63,33 +65,46 @@ def limited(ipython):
         yield session, session.submit(run_cell, LOOP)
 
 
-def job_of(session):
-    (engines,) = session._pool._processes._cluster.engines.values()
-    return engines.job_id
+def jobs_of(session):
+    return [engines.job_id for engines in session._pool._processes._cluster.engines.values()]
 
 
-def test_a_notebook_trains_on_two_nodes_and_keeps_control_when_its_job_is_cancelled(slurm, ipython, monkeypatch):
+def start(session, endless):
+    call = session.submit(run_cell, endless)
+    time.sleep(1.0)
+    assert not call.done(), call.exception()
+    return call
+
+
+def test_a_notebook_trains_on_two_nodes_and_keeps_control_when_an_engine_or_its_job_ends(slurm, ipython, monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {host.name: host.address for host in slurm.hosts}.__getitem__)
     made = slurm_profile("nodes=2 ntasks-per-node=2 cpus-per-task=3 gpus-per-node=2 time=01:00:00")
     with Session(profile=made.name, device="cpu") as session:
-        assert "CPUs=12 Tasks=4" in slurm.run("scontrol", "show", "step", f"{job_of(session)}.0")
+        assert "CPUs=12 Tasks=4" in slurm.run("scontrol", "show", "step", f"{jobs_of(session)[0]}.0")
         by_rank = session.run(f"{TRAIN}\n(socket.gethostname(), losses)").values
         assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
 
         slurm.run("scontrol", "update", "nodename=wbh2", "state=drain", "reason=repair")
         assert session.run("wb.rank()").values == [0, 1, 2, 3]  # what runs on a drained node goes on
-        monkeypatch.setattr(launch_profile, "START_TIMEOUT_S", 8.0)
-        with pytest.raises(EngineStartError, match=r"0 of 4 engines came; Slurm job \d+ is PENDING \(") as caught:
-            Session(profile=made.name, device="cpu")
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_profile, "START_TIMEOUT_S", 3.0)
+            with pytest.raises(EngineStartError, match=r"0 of 4 engines came; Slurm job \d+ is PENDING \(") as caught:
+                Session(profile=made.name, device="cpu")
         (waiting,) = re.findall(r"Slurm job (\d+)", str(caught.value))
         assert slurm.job_state(waiting) == "CANCELLED"
         slurm.run("scontrol", "update", "nodename=wbh2", "state=resume")
 
-        call = session.submit(run_cell, LOOP)
-        time.sleep(1.0)
-        assert not call.done(), call.exception()
-        job, began_s = job_of(session), time.monotonic()
-        slurm.run("scancel", job)
+        call, began_s = start(session, LOOP), time.monotonic()
+        os.kill(session.status()[3].pid, signal.SIGKILL)
+        with pytest.raises(CellError, match="rank 3 died"):
+            call.result(timeout=60)
+        assert time.monotonic() - began_s < 10
+        assert session.run("len(losses)", ranks=[0, 1, 2]).values == [5] * 3
+        assert session.run("wb.rank()").values == [0, 1, 2, 3]  # in two jobs now
+
+        call, began_s = start(session, "import time\nwhile True: time.sleep(0.05)"), time.monotonic()
+        job, other = jobs_of(session)
+        slurm.run("scancel", job, other)
         with pytest.raises(CellError, match=f"Slurm job {job} is CANCELLED"):
             call.result(timeout=60)
         assert time.monotonic() - began_s < 10
@@ -108,5 +123,5 @@ def test_the_batch_file_trains_on_two_nodes(slurm, tmp_path):
 
 def test_a_cell_ends_with_the_time_limit_of_its_job(limited):
     session, call = limited
-    with pytest.raises(CellError, match=rf"Slurm job {job_of(session)} is TIMEOUT \(TimeLimit\)"):
+    with pytest.raises(CellError, match=rf"Slurm job {jobs_of(session)[0]} is TIMEOUT \(TimeLimit\)"):
         call.result(timeout=150)
