@@ -35,13 +35,13 @@ _open: list[Session] = []
 
 
 class Session:
-    """Engines on this machine that form one world; a context manager.
+    """Engines that form one world, on this machine or by a profile elsewhere; a context manager.
 
         with wb.Session(engines=2) as session:
             session.run("wb.rank()").values        # [0, 1]
 
     Args:
-        engines: number of engines; default: one per GPU, or 2 on the CPU.
+        engines: number of engines; default: as many as the profile names, or one per GPU, or 2 on the CPU.
         profile: an ipyparallel profile whose launchers start the engines, for example on other hosts.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for CUDA where there is a GPU.
         keep: engines outlive this notebook, with their variables, until a session that holds them is closed. Another
