@@ -1,0 +1,99 @@
+"""A captured and compiled training step against DistributedDataParallel with torch.compile, in turns.
+
+    python -m benchmarks.compiled
+
+Forward, backward and AdamW of transformers without dropout on two processes, as in ``benchmarks.capture``: both
+uncompiled and compiled, theirs as `DistributedDataParallel(model).compile()`, ours as
+`wb.capture(step, backend="inductor")`. All train alike; at the end their weights must agree. The seconds of compiling
+are those of the steps until the first compiled one has run, with whatever Inductor finds on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import workbench as wb
+from benchmarks.capture import MODELS, Step, largest_difference, make_model, step_of
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Target, publish, side_by_side, table
+from workbench.tensors.world import World, current
+
+NUM_PROCESSES = 2
+AGAINST_DDP, AGAINST_CAPTURED = Target(1.05), Target(1.1)
+_LARGEST_WEIGHT_DIFFERENCE = 1e-4
+_STEPS_BEFORE = 4
+"""After these, everything is recorded and compiled."""
+
+
+def candidates(world: World, num_blocks: int, width: int, rows: int, length: int) -> dict[str, tuple[nn.Module, Step]]:
+    """The four ways to make one step."""
+    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1))
+    parts = world.world_size
+    own = batch.chunk(parts)[world.rank]
+    ways: dict[str, tuple[nn.Module, Step]] = {}
+    for name, is_compiled in (("DDP", False), ("DDP, compiled", True)):
+        plain = make_model(num_blocks, width)
+        module: nn.Module = DistributedDataParallel(plain)
+        if is_compiled:
+            module.compile()
+        ways[name] = plain, partial(step_of(module), own)
+    for name, backend in (("captured", None), ("captured, compiled", "inductor")):
+        model = wb.parallelize(make_model(num_blocks, width), f"*: data | 1x{parts}x1")
+        ours = wb.capture(step_of(model), backend=backend)
+        ways[name] = model, partial(ours, batch)
+    return ways
+
+
+def work(rounds: int, calls: int) -> None:
+    """What each of the processes runs; the first one prints."""
+    wb.init()
+    world = current()
+    rows, judged = [], []
+    for name in MODELS:
+        ways = candidates(world, *MODELS[name])
+        steps = {way: step for way, (_, step) in ways.items()}
+        seconds = {}
+        for way, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(_STEPS_BEFORE):
+                step()
+            seconds[way] = time.perf_counter() - start
+        time_s = medians(interleave(steps, rounds, calls, around=together))
+        difference = largest_difference(ways)
+        if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
+            raise AssertionError(f"the four did not train alike: weights differ by {difference:.1e}")
+        ours = time_s["captured, compiled"]
+        judged += [
+            side_by_side(f"{name}", ours, "DDP, compiled", time_s["DDP, compiled"], AGAINST_DDP),
+            side_by_side(f"{name}", ours, "captured", time_s["captured"], AGAINST_CAPTURED),
+        ]
+        rows += [[f"{name}: {way}", f"{time_s[way] * 1e3:.1f}", f"{seconds[way]:.1f}"] for way in ways]
+    if world.rank == 0:
+        how = f"{world.world_size} processes, one thread each; medians of {rounds} rounds of {calls} steps."
+        header = ["blocks x width", "step, ms", f"first {_STEPS_BEFORE} steps, s"]
+        publish("compiled", "Compiled steps, 2 processes", f"{how}\n\n{table(header, rows)}", judged)
+    torch.distributed.barrier()
+
+
+def main() -> int:
+    """Launch on two processes, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=2, help="steps per round")
+    args = parser.parse_args()
+    if not is_launched():
+        return launch("benchmarks.compiled", NUM_PROCESSES, sys.argv[1:])
+    torch.set_num_threads(1)
+    work(args.rounds, args.calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
