@@ -18,8 +18,8 @@ from benchmarks.reporting import RESULTS, machine
 
 BENCHMARKS = (
     "overhead", "boxing", "data_parallel", "tensor_parallel", "context_parallel", "experts", "pipeline", "optimizer",
-    "capture", "memory", "saving", "session", "live", "panel", "choose_parallelism", "planner", "planner_truth",
-    "equality",
+    "capture", "compiled", "memory", "saving", "session", "live", "panel", "choose_parallelism", "planner",
+    "planner_truth", "equality",
 )  # fmt: skip
 
 
