@@ -167,7 +167,9 @@ def experts(colours: Palette) -> str:
         for number, rank in owner.items():
             place = Box(332, level(number) - 18, 100, 36)
             yield rect(place, colours.stages[0].shades[rank], colours.strong_line, {"rx": "6"})
-            yield text(382, level(number) + 4, f"expert {number}", fill=colours.background)
+            dark_on_light = rank and colours.name != "dark"  # later shades are light in both themes
+            fill = colours.ink if dark_on_light else colours.background
+            yield text(382, level(number) + 4, f"expert {number}", fill=fill)
         for rank in TWO.grid:
             yield text(16, middle(4 * rank) + 43, f"rank {rank}", anchor="start", bold=True)
 
@@ -191,7 +193,7 @@ def causal_ring(colours: Palette) -> str:
                 start, stop = (side * row / 4 for row in block.rows)
                 place = Box(left + side * block.keys, top + side * block.queries + start, side, stop - start)
                 yield rect(place, colours.stages[block.worker].shades[0], colours.background)
-                yield text(place.middle[0], place.middle[1] + 4, f"step {number}", size=11)
+                yield text(place.middle[0], place.middle[1] + 4, f"step {number}", fill=colours.background, size=11)
         yield text(
             380, top + 168, "Each rank: half a block, one, half of one", anchor="start", fill=colours.muted, size=11
         )
