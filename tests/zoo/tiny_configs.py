@@ -159,7 +159,7 @@ def special_id(start: str) -> int:
 
 
 def _is_token_id(name: str) -> bool:
-    return bool(re.fullmatch(r".*(_token_id|_token_index|_token|_start_id|_end_id)", name))
+    return bool(re.fullmatch(r"(?!.*per_token).*(_token_id|_token_index|_token|_start_id|_end_id)", name))
 
 
 def all_parts(config: Any) -> Iterator[Any]:

@@ -33,6 +33,14 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 8,
 }
+INDEXED = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 4, "head_dim": 8,
+}  # fmt: skip
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_rope_head_dim": 8,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
 OF_32 = {"hidden_size_global": 32}
@@ -56,6 +64,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "rt_detr_v2": RT_DETR,
     "donut-swin": SWIN,
     "swin": SWIN,
+    "qwen4_exp": {"text_config": INDEXED},
+    "qwen4_exp_text": INDEXED,
+    "dots3_note_text": {f"swa_{name}": value for name, value in LATENT.items()},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
