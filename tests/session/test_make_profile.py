@@ -109,7 +109,8 @@ def test_hosts_that_cannot_be(text, mistake):
 
 def test_a_profile_for_slurm_asks_for_what_a_set_of_engines_needs(elsewhere):
     """All engines at first; later one more, which must not get two nodes."""
-    made = make_profile.slurm_profile("partition=gpu nodes=2 gpus-per-node=a100:8 time=01:00:00 --exclusive")
+    options = "partition=gpu nodes=2 gpus-per-node=a100:8 time=01:00:00\n --exclusive comment='{cluster_id}; id'"
+    made = make_profile.slurm_profile(options)
     config = read(made)
     assert config.Cluster.n == made.num_engines == 16 and made.name == "workbench-slurm-gpu"
     template = config.SlurmEngineSetLauncher.batch_template
@@ -121,6 +122,7 @@ def test_a_profile_for_slurm_asks_for_what_a_set_of_engines_needs(elsewhere):
     whole, one = asks(16), asks(1)
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=16", "#SBATCH --ntasks-per-node=8"} <= set(whole)
     assert {"#SBATCH --gpus-per-node=a100:8", "#SBATCH --partition=gpu", "#SBATCH --exclusive"} <= set(whole)
+    assert "#SBATCH --comment='{cluster_id}; id'" in whole
     assert {"#SBATCH --nodes=1", "#SBATCH --ntasks=1", "#SBATCH --gpus-per-node=a100:1"} <= set(one)
     assert whole[-1] == "srun --no-kill --kill-on-bad-exit=0 python -m ipyparallel.engine"
     assert make_profile.slurm_profile("nodes=2 gpus-per-node=8", 4).num_engines == 4
@@ -137,6 +139,9 @@ def test_a_profile_for_slurm_asks_for_what_a_set_of_engines_needs(elsewhere):
         ("partition nodes=2 gpus-per-node=all", 4, ["partition has no value", "gpus-per-node=all"]),
         ("partition=gpu nodes=2", None, ["how many engines?"]),
         ("nodes=2 gpus-per-node=2", 8, ["8 engines, but 2 nodes of 2 are 4"]),
+        ("nodes=2 cpus-per-task='4; id'", 2, ["cpus-per-task=4; id: it is a number from 1"]),
+        ("nodes=1 'comment=a\nid'", 2, [r"comment='a\nid': a value is one line"]),
+        ("nodes=1 comment='a", 2, ["No closing quotation"]),
     ],
 )
 def test_mistakes_in_options_of_slurm_are_named_together(elsewhere, monkeypatch, text, engines, mistakes):

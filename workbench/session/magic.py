@@ -17,6 +17,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from workbench.session import cluster, completion
 from workbench.session.magic_commands import COMMANDS, describe_times
@@ -134,7 +135,7 @@ class SessionMagics(Magics):
         options = _parse(self.line_workbench, line)
         if options.number is not None and options.action != "resize":
             raise UsageError(f"%workbench {line.strip()}: a number stands behind resize only: %workbench resize 6")
-        given = [word.partition("=")[0] for word in shlex.split(line) if word.startswith("--")]
+        given = [word.partition("=")[0] for word in arg_split(line) if word.startswith("--")]
         if twice := sorted({option for option in given if given.count(option) > 1}):
             raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
         COMMANDS[options.action](options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from workbench.session.run import CellResult
 from workbench.units import counted, format_seconds
 
 _DEBUGGER_START_S = 15.0
+_QUOTED = re.compile(r"""^(['"])(.*)\1$""")
+"""IPython leaves the quotes around an option's text."""
 
 
 def start(options: Namespace) -> None:
@@ -58,7 +61,7 @@ def _profile(options: Namespace) -> str | None:
     made = (
         make_profile.ssh_profile(options.hosts, options.engines, options.python or "")
         if options.hosts is not None
-        else make_profile.slurm_profile(options.slurm.strip("\"'"), options.engines)  # IPython leaves quotes
+        else make_profile.slurm_profile(_QUOTED.sub(r"\2", options.slurm), options.engines)
     )
     print(made)
     return made.name

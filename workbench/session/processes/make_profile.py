@@ -31,14 +31,15 @@ c.Cluster.controller_args = [
 ]
 c.EngineLauncher.engine_args = ["--IPEngine.max_heartbeat_misses=8", "--IPEngine.timeout=60"]
 """
-_SSH_OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5"]
 _SBATCH = {
     "account", "begin", "comment", "constraint", "cpus-per-gpu", "cpus-per-task", "deadline", "exclude", "exclusive",
     "gpus-per-node", "gres", "licenses", "mem", "mem-per-cpu", "mem-per-gpu", "nice", "nodelist", "nodes",
     "ntasks-per-node", "partition", "priority", "qos", "reservation", "switches", "time", "tmp",
 }  # fmt: skip
 _FLAGS = {"exclusive"}
-_NUMBERS = ("nodes", "ntasks-per-node")
+_OF_EACH_JOB = ("nodes", "ntasks-per-node", "gpus-per-node")
+"""What a job asks for by its number of engines."""
+_NUMBERS = ("nodes", "ntasks-per-node", "cpus-per-task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,7 @@ def ssh_profile(
         "Cluster.n": sum(spread.values()),
         "SSHEngineSetLauncher.engines": spread,
         "SSHLauncher.remote_python": python or sys.executable,
-        "SSHLauncher.ssh_args": [*command[1:], *_SSH_OPTIONS],
-        "SSHLauncher.scp_args": [*command[1:], *_SSH_OPTIONS],
-        "SSHEngineLauncher.to_send": [],  # the environment has the controller's address and key
+        "SSHLauncher.ssh_args": list(command[1:]),
         "Cluster.controller_ip": address,
     }
     where = ", ".join(f"{number} on {host}" for host, number in spread.items())
@@ -210,13 +209,19 @@ def _slurm_options(text: str) -> tuple[dict[str, str], list[str]]:
     """The options of a text, and its mistakes."""
     options: dict[str, str] = {}
     mistakes = []
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        return {}, [str(error)]
+    for word in words:
         name, _, value = word.removeprefix("--").partition("=")
         if name not in _SBATCH:
             meant = suggest(name, sorted(_SBATCH))
             mistakes.append(f"{name!r} is no option here" + (f", did you mean {meant[0]!r}?" if meant else ""))
         elif name in options:
             mistakes.append(f"{name} is there twice")
+        elif not value.isprintable():
+            mistakes.append(f"{name}={value!r}: a value is one line")
         elif name not in _FLAGS and not value:
             mistakes.append(f"{name} has no value: {name}=...")
         elif name in _NUMBERS and not (value.isdecimal() and int(value)):
@@ -247,15 +252,23 @@ def _batch_file(options: Mapping[str, str], per_node: int, gpus: int) -> str:
         f"#SBATCH --nodes={{-(-n // {per_node})}}",
         f"#SBATCH --ntasks-per-node={{min(n, {per_node})}}",
     ]
-    for name, value in options.items():
-        if name == "gpus-per-node":
-            kind = value.rpartition(":")[0]
-            number = f"{{-(-min(n, {per_node}) * {gpus} // {per_node})}}"
-            lines.append(f"#SBATCH --gpus-per-node={kind + ':' if kind else ''}{number}")
-        elif name not in _NUMBERS:
-            lines.append(f"#SBATCH --{name}" + (f"={value}" if value else ""))
+    if gpus:
+        kind = options["gpus-per-node"].rpartition(":")[0]
+        number = f"{{-(-min(n, {per_node}) * {gpus} // {per_node})}}"
+        lines.append(f"#SBATCH --gpus-per-node={_literal(kind) + ':' if kind else ''}{number}")
+    others = {name: value for name, value in options.items() if name not in _OF_EACH_JOB}
+    lines += [f"#SBATCH --{name}" + (f"={_literal(value)}" if value else "") for name, value in others.items()]
     cpus = f"--cpus-per-task={options['cpus-per-task']} " if "cpus-per-task" in options else ""  # not the job's
     return "\n".join([*lines, f"srun {cpus}--no-kill --kill-on-bad-exit=0 {{program_and_args}}", ""])
+
+
+def _literal(value: str) -> str:
+    """A value for a template, as ``sbatch`` reads it.
+
+    >>> _literal("two words {n}")
+    "'two words {{n}}'"
+    """
+    return shlex.quote(value).replace("{", "{{").replace("}", "}}")
 
 
 def _address_for_nodes(options: Mapping[str, str]) -> str:
@@ -279,7 +292,7 @@ def _write(name: str, asked: str, settings: Mapping[str, object], engines: int, 
     folder = _profile_folder(name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / "ipcluster_config.py"
-    head = f"# Written by {asked}. The next such start writes it anew: change a copy."
+    head = f"# Written by {' '.join(asked.split())}. The next such start writes it anew: change a copy."
     rows = [f"c.{key} = {value!r}" for key, value in settings.items()]
     path.write_text("\n".join([head, "c = get_config()", *rows, _COMMON]))
     return MadeProfile(name, path, engines, lines)
