@@ -129,6 +129,8 @@ def test_hosts_are_checked_with_a_fix_for_each_finding(tmp_path: Any, monkeypatc
     twins = [facts, dataclasses.replace(facts, host="b", gpus=("GPU 0: H100 (UUID: x)",))]
     assert "a, b all call themselves a" in next(host_checks._same_machines(twins)).text
     assert "only some hosts have GPUs" in list(host_checks._gpus(twins))[-1].text
+    (broken,) = host_checks._gpus([dataclasses.replace(facts, gpu_problem="Driver/library version mismatch")])
+    assert broken.state == WARNING and "nvidia-smi: Driver/library" in broken.text and "ssh a nvidia-smi" in broken.fix
 
 
 def test_an_exchange_between_hosts_that_fails_names_the_host(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

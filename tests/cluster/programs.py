@@ -47,10 +47,21 @@ def environment_of_scripts():
     return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def section(heading):
+    """A section of the page of many hosts."""
+    page = (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8")
+    return re.search(rf"\n## {heading}\n(.*?)(?=\n## |$)", page, re.DOTALL)[1]
+
+
+def blocks(heading, language):
+    """The blocks of a language in a section."""
+    return re.findall(rf"```{language}\n(.*?)```", section(heading), re.DOTALL)
+
+
 def lines_of_ssh():
     """The lines of the documented profile that all launchers need."""
-    page = (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8")
-    return re.search(r"^c.Cluster.controller_ip.*?(?=^```)", page, re.DOTALL | re.MULTILINE)[0]
+    (profile,) = blocks("SSH", "python")
+    return profile[profile.index("c.Cluster.controller_ip") :]
 
 
 def run_cell(code):

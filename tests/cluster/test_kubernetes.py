@@ -1,18 +1,16 @@
 """The manifest of docs/many-hosts.md: it fits the schemas of the API, and its command trains on two hosts."""
 
-import re
 import subprocess
 
 import jsonschema
 import pytest
 import yaml
 
-from tests.cluster.programs import ROOT, TRAIN, assert_trained, environment_of_scripts, printed_by_ranks
+from tests.cluster.programs import TRAIN, assert_trained, blocks, environment_of_scripts, printed_by_ranks
 from tests.session import hosts
 from tests.timeouts import PROGRAM_TIMEOUT_S
 
-PAGE = (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8")
-SERVICE, JOB = yaml.safe_load_all(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
+SERVICE, JOB = yaml.safe_load_all(blocks("Kubernetes", "yaml")[0])
 WHY_NOT = hosts.missing()
 
 

@@ -10,24 +10,14 @@ import time
 
 import pytest
 
-from tests.cluster.programs import (
-    LOOP,
-    ROOT,
-    TRAIN,
-    assert_trained,
-    environment_of_scripts,
-    lines_of_ssh,
-    printed_by_ranks,
-    run_cell,
-)
+from tests.cluster import programs
 from tests.session import hosts
 from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import CellError
 from workbench.session import Session
 
-(MPI,) = re.findall(r"\n## MPI\n(.*?)\n## ", (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8"), re.DOTALL)
-LAUNCHER, ENGINES = re.findall(r"```python\n(.*?)```", MPI, re.DOTALL)
-ON_ONE_HOST, ON_HOSTS = re.findall(r"^    mpirun (.*)$", MPI, re.MULTILINE)
+LAUNCHER, ENGINES = programs.blocks("MPI", "python")
+ON_ONE_HOST, ON_HOSTS = re.findall(r"^    mpirun (.*)$", programs.section("MPI"), re.MULTILINE)
 WHY_NOT = hosts.missing() or ("" if shutil.which("mpirun") else "needs mpirun (Debian: openmpi-bin)")
 
 pytestmark = [
@@ -43,7 +33,7 @@ def folder(network, tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("".join(f"{host.address} slots=2\n" for host in network.hosts))
     reach = {"OMPI_MCA_plm_rsh_agent": f"ssh -F {network.folder}/ssh_config"}
     reach |= dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    for name, value in {**environment_of_scripts(), **reach, "IPYTHONDIR": str(tmp_path)}.items():
+    for name, value in {**programs.environment_of_scripts(), **reach, "IPYTHONDIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -53,13 +43,13 @@ def test_a_notebook_trains_on_two_hosts_and_keeps_control_when_an_engine_is_lost
     profile = folder / "profile_cluster"
     profile.mkdir(mode=0o700)
     (profile / "ipcluster_config.py").write_text(
-        LAUNCHER.replace('"hosts"', repr(str(folder / "hosts"))) + lines_of_ssh()
+        LAUNCHER.replace('"hosts"', repr(str(folder / "hosts"))) + programs.lines_of_ssh()
     )
     (profile / "ipengine_config.py").write_text(ENGINES)
     with Session(engines=4, profile="cluster", device="cpu") as session:
-        by_rank = session.run(f"{TRAIN}\n(socket.gethostname(), losses)").values
-        assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
-        call = session.submit(run_cell, LOOP)
+        by_rank = session.run(f"{programs.TRAIN}\n(socket.gethostname(), losses)").values
+        programs.assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
+        call = session.submit(programs.run_cell, programs.LOOP)
         time.sleep(1.0)
         assert not call.done(), call.exception()
         began_s = time.monotonic()
@@ -71,7 +61,7 @@ def test_a_notebook_trains_on_two_hosts_and_keeps_control_when_an_engine_is_lost
 
 @pytest.mark.parametrize("options", [ON_ONE_HOST, ON_HOSTS], ids=["one host", "two hosts"])
 def test_a_script_trains(folder, options):
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(programs.TRAIN)
     is_alone = options == ON_ONE_HOST
     command = ["mpirun", *options.replace("-n 16", "-n 4").replace("python", sys.executable).split()]
     done = subprocess.run(
@@ -79,5 +69,5 @@ def test_a_script_trains(folder, options):
         capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    by_rank = printed_by_ranks(done.stdout)
-    assert_trained(by_rank, [os.uname().nodename] * 4 if is_alone else ["wbh1", "wbh1", "wbh2", "wbh2"])
+    by_rank = programs.printed_by_ranks(done.stdout)
+    programs.assert_trained(by_rank, [os.uname().nodename] * 4 if is_alone else ["wbh1", "wbh1", "wbh2", "wbh2"])

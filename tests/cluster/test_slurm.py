@@ -11,9 +11,9 @@ import pytest
 from tests.cluster import slurm as slurms
 from tests.cluster.programs import (
     LOOP,
-    ROOT,
     TRAIN,
     assert_trained,
+    blocks,
     environment_of_scripts,
     lines_of_ssh,
     printed_by_ranks,
@@ -25,9 +25,8 @@ from workbench.session import Session
 from workbench.session.processes import launch_profile
 from workbench.session.processes.make_profile import slurm_profile
 
-(SLURM,) = re.findall(r"\n## Slurm\n(.*?)\n## ", (ROOT / "docs" / "many-hosts.md").read_text("utf-8"), re.DOTALL)
-(LAUNCHER,) = re.findall(r"```python\n(.*?)```", SLURM, re.DOTALL)
-(BATCH_FILE,) = re.findall(r"```bash\n(.*?)```", SLURM, re.DOTALL)
+(LAUNCHER,) = blocks("Slurm", "python")
+(BATCH_FILE,) = blocks("Slurm", "bash")
 WHY_NOT = hosts.missing() or slurms.missing()
 
 pytestmark = [
@@ -78,9 +77,10 @@ def start(session, endless):
 
 def test_a_notebook_trains_on_two_nodes_and_keeps_control_when_an_engine_or_its_job_ends(slurm, ipython, monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {host.name: host.address for host in slurm.hosts}.__getitem__)
-    made = slurm_profile("nodes=2 ntasks-per-node=2 cpus-per-task=3 gpus-per-node=2 time=01:00:00")
+    made = slurm_profile("nodes=2 ntasks-per-node=2 cpus-per-task=3 gpus-per-node=2 time=01:00:00 comment='of {n}'")
     with Session(profile=made.name, device="cpu") as session:
         assert "CPUs=12 Tasks=4" in slurm.run("scontrol", "show", "step", f"{jobs_of(session)[0]}.0")
+        assert "Comment=of {n}\n" in slurm.run("scontrol", "show", "job", jobs_of(session)[0])
         by_rank = session.run(f"{TRAIN}\n(socket.gethostname(), losses)").values
         assert_trained(by_rank, ["wbh1", "wbh1", "wbh2", "wbh2"])
 
@@ -105,7 +105,7 @@ def test_a_notebook_trains_on_two_nodes_and_keeps_control_when_an_engine_or_its_
         call, began_s = start(session, "import time\nwhile True: time.sleep(0.05)"), time.monotonic()
         job, other = jobs_of(session)
         slurm.run("scancel", job, other)
-        with pytest.raises(CellError, match=f"Slurm job {job} is CANCELLED"):
+        with pytest.raises(CellError, match=f"(?s)Slurm job {job} is CANCELLED.*Slurm job {other} is CANCELLED"):
             call.result(timeout=60)
         assert time.monotonic() - began_s < 10
     assert slurm.job_state(job) == "CANCELLED"

@@ -20,7 +20,7 @@ def missing():
     """Why such hosts cannot be made here; empty where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    programs = [name for name in ("ip", "ssh", "ssh-keygen", "scp", "sftp", "unshare") if shutil.which(name) is None]
+    programs = [name for name in ("ip", "ssh", "ssh-keygen", "unshare") if shutil.which(name) is None]
     programs += [] if Path("/usr/sbin/sshd").exists() else ["sshd"]
     if programs:
         return f"needs {', '.join(programs)} (Debian: iproute2, openssh-server, openssh-client)"
@@ -69,7 +69,7 @@ class Host:
         config.write_text(
             f"Port 22\nListenAddress {self.address}\nHostKey {self.folder}/host_key\nPidFile none\nStrictModes no\n"
             f"AuthorizedKeysFile {self.folder}/key.pub\nUsePAM no\nPasswordAuthentication no\n"
-            f"PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\nMaxStartups 50\n"
+            f"PermitRootLogin prohibit-password\n"
             f"SetEnv PYTHONPATH={Path(__file__).parents[2]}\n"  # this checkout, wherever workbench is installed from
         )
         self.sshd = self.spawn("/usr/sbin/sshd", "-D", "-E", f"{self.folder}/sshd{self.number}.log", "-f", str(config))
@@ -157,26 +157,20 @@ class Network:
         """An ``ssh`` that takes our key, for programs that call it by its name: a folder for PATH."""
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
-        for name in ("ssh", "scp"):
-            (folder / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} -F {self.folder}/ssh_config "$@"\n')
-            (folder / name).chmod(0o755)
+        (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder}/ssh_config "$@"\n')
+        (folder / "ssh").chmod(0o755)
         return folder
 
     def profile(self, documented: str, ipython_dir: Path, engines: dict[int, int]) -> None:
         """The documented profile, with these hosts, this Python, and our keys."""
         own = {f"root@{self.hosts[number - 1].address}": count for number, count in engines.items()}
-        options = ["-F", str(self.folder / "ssh_config")]
         settings = {
             "SSHEngineSetLauncher.engines": own,
             "SSHLauncher.remote_python": sys.executable,
-            "SSHLauncher.ssh_args": options,
-            "SSHLauncher.scp_args": options,
-            # The hosts share this machine's files, and scp must not copy a file onto itself.
-            "SSHLauncher.remote_profile_dir": str(self.folder / "remote" / "profile_cluster"),
+            "SSHLauncher.ssh_args": ["-F", str(self.folder / "ssh_config")],
         }
         folder = ipython_dir / "profile_cluster"
         folder.mkdir(mode=0o700, parents=True)
-        (self.folder / "remote").mkdir(exist_ok=True)
         lines = [documented, *(f"c.{name} = {value!r}" for name, value in settings.items())]
         (folder / "ipcluster_config.py").write_text("\n".join(lines))
 

@@ -5,10 +5,10 @@ import re
 import signal
 import time
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
+from tests.cluster.programs import blocks, run_cell
 from tests.session import hosts
 from tests.timeouts import wait_until
 from workbench import cli
@@ -16,8 +16,15 @@ from workbench.core.cores import num_cores
 from workbench.errors import CellError, SessionError
 from workbench.session import Session, cluster, magic_commands
 
-PAGE = (Path(__file__).parents[2] / "docs" / "many-hosts.md").read_text()
 WHY_NOT = hosts.missing()
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timed,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
+]
 
 WAIT_FOR_ALL = """
 p = wb.placement("cpu", ranks=[0, 1, 2])
@@ -26,10 +33,6 @@ kept = 41 + wb.rank()
 while True:
     x.to_global(sbp=wb.sbp.broadcast)
 """
-
-
-def block(language):
-    return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL).group(1)
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +45,13 @@ def network(tmp_path_factory):
 def session(network, tmp_path, monkeypatch):
     """Two ranks on the first host and one on the second."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    network.profile(block("python"), tmp_path, {1: 2, 2: 1})
+    network.profile(blocks("SSH", "python")[0], tmp_path, {1: 2, 2: 1})
     with Session(engines=3, profile="cluster", device="cpu") as session:
         yield session
     for host in network.hosts:
         host.mend_cable()
 
 
-on_hosts = [
-    pytest.mark.engines,
-    pytest.mark.timed,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
-    # ipyparallel's threads that wait for an engine by ssh end with an exception when its host goes
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-]
-
-
-def each(*marks):
-    def apply(function):
-        for mark in marks:
-            function = mark(function)
-        return function
-
-    return apply
-
-
-@each(*on_hosts)
 def test_ranks_exchange_by_memory_inside_a_host_and_by_its_interface_between(session):
     names = session.run("import socket, os; (socket.gethostname(), os.environ['GLOO_SOCKET_IFNAME'])").values
     assert sorted(names) == [("wbh1", "eth0"), ("wbh1", "eth0"), ("wbh2", "eth0")]
@@ -93,7 +75,6 @@ TWO_HOSTS = [("wbh1", "0", "2"), ("wbh1", "1", "2"), ("wbh2", "0", "1")]
 ONE_HOST = [("wbh1", "0", "3"), ("wbh1", "1", "3"), ("wbh1", "2", "3")]
 
 
-@each(*on_hosts)
 def test_lost_engines_are_replaced_and_hosts_too(session, network, capfd):
     """An engine dies; a link is cut, and mended; a host disappears. The other ranks keep their variables."""
     second = network.hosts[1]
@@ -108,7 +89,7 @@ def test_lost_engines_are_replaced_and_hosts_too(session, network, capfd):
 
     for fault in (second.cut_cable, second.kill):
         session.run("kept = 41 + wb.rank()")
-        call = session.submit(_run_cell, WAIT_FOR_ALL)
+        call = session.submit(run_cell, WAIT_FOR_ALL)
         time.sleep(2.0)
         assert not call.done(), call.exception()
         began_s = time.monotonic()
@@ -130,7 +111,6 @@ def test_lost_engines_are_replaced_and_hosts_too(session, network, capfd):
         assert session.run(HOSTS).values == TWO_HOSTS, "the added engine is where the profile has place"
 
 
-@each(*on_hosts)
 def test_one_line_starts_engines_on_hosts(network, tmp_path, monkeypatch, no_session, capsys):
     """The profile is written, and the hosts are asked first. All that is wrong is in one message."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
@@ -175,10 +155,3 @@ def options(**given):
     """Those of ``%workbench start``."""
     defaults = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
     return Namespace(**defaults | {"device": "cpu", "keep": False, "new": True} | given)
-
-
-def _run_cell(code):
-    """As a cell does, in the engine's names."""
-    from workbench.session import engine
-
-    exec(code, engine.shell().user_ns)

@@ -80,6 +80,15 @@ def test_a_rank_that_died_by_itself():
     assert "rank 2 died while running this cell (killed by SIGKILL)" in text
 
 
+def test_ranks_of_one_cancelled_job_are_told_together():
+    first, second = "Slurm job 7 is CANCELLED", "Slurm job 8 is TIMEOUT"
+    lines = str(cell_error(outcome({}, dead={0: first, 1: first, 2: second}))).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"ranks 0-1 died while running this cell ({first})",
+        f"rank 2 died while running this cell ({second})",
+    ]
+
+
 def test_who_gave_up_waiting_for_a_rank_that_died_is_a_consequence():
     """The wait may end by itself before the session ends it."""
     waited = failure("CollectiveAborted", "rank 2 has ended", line=7, was_stopped=True)

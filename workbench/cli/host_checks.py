@@ -97,7 +97,11 @@ def _gpus(facts: Sequence[HostFacts]) -> Iterator[Finding]:
         text = (
             f"{counted(len(each.gpus), 'GPU')}: {', '.join(kinds)}" if each.gpus else "no GPU; engines run on the CPU"
         )
-        yield Finding(each.host, GOOD, text)
+        if each.gpu_problem:
+            fix = f"Repair the driver there, until this lists the GPUs: ssh {each.host} nvidia-smi -L"
+            yield Finding(each.host, WARNING, f"nvidia-smi: {each.gpu_problem}", fix)
+        else:
+            yield Finding(each.host, GOOD, text)
     if len({bool(each.gpus) for each in facts}) > 1:
         yield Finding("gpus", BAD, "only some hosts have GPUs", "Name hosts of one kind, or start with --device cpu.")
 
@@ -114,13 +118,13 @@ def _exchange(backend: str, facts: Sequence[HostFacts], python: str, command: Se
     found = ssh.ask_all(
         list(lines), lambda host: ssh.run_on(command, host, lines[host], _EXCHANGE, timeout_s=_EXCHANGE_TIMEOUT_S)
     )
-    said = [row for each in found.values() for row in each.stdout.splitlines() if row.startswith("said:")]
-    if len(said) == len(facts):
-        answer = json.loads(said[0].removeprefix("said:"))
+    said = {host: [row for row in each.stdout.splitlines() if row.startswith("said:")] for host, each in found.items()}
+    failed = next((host for host, rows in said.items() if not rows), None)
+    if failed is None:
+        answer = json.loads(said[facts[0].host][0].removeprefix("said:"))
         nccl = f" {answer['nccl']}" if answer["nccl"] else ""
         text = f"{backend}{nccl} adds 1 MB over {counted(len(facts), 'host')} in {format_seconds(answer['took_s'])}"
         return Finding("exchange", GOOD, text)
-    failed = next(host for host, each in found.items() if "said:" not in each.stdout)
     last = (found[failed].stderr.strip().splitlines() or [f"exit status {found[failed].returncode}"])[-1]
     fix = (
         "Open TCP between the hosts for all ports above 1023. If they have several networks, name the interface of the "

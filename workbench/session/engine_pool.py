@@ -152,11 +152,11 @@ class EnginePool:
         missing = sorted(set(self.ranks) - set(self.live.registered()))
         if missing and not self._processes.replaces_at_once and not set(missing) & set(targets):
             return
+        if self._world_is_stale and not missing:
+            missing = sorted(self._join_or_find_lost(OutputListener(self.ranks, self.num_engines)))
         if missing:
             print(self._describe_loss(missing), file=sys.stderr)
             self.replace(missing)
-        elif self._world_is_stale:
-            self._join(OutputListener(self.ranks, self.num_engines))
         self._processes.record_oom_kills()
 
     def send(self, targets: Sequence[int], request: Callable[[Engines], Request]) -> Request:
@@ -190,11 +190,11 @@ class EnginePool:
             replaced |= lost
         progress.finish(f"{describe_ranks(replaced)} ready")
 
-    def _join_or_find_lost(self, progress: StartProgress) -> set[int]:
+    def _join_or_find_lost(self, listener: Listener) -> set[int]:
         """Join a new world; if that fails, the ranks that have ended: ``mpiexec`` ends all when one is lost."""
         if not (lost := set(self.ranks) - set(self.live.registered())):
             try:
-                self._join(progress)
+                self._join(listener)
             except EngineStartError:
                 if not (lost := set(self.ranks) - set(self.live.registered())):
                     raise
@@ -215,8 +215,6 @@ class EnginePool:
         rows = [] if has_lost else self._withdraw(num_engines)
         self._processes.kill(leaving)
         self.live.wait_until_gone(leaving)
-        if isinstance(self._processes, ProfileProcesses) and not has_lost:
-            self._processes.count_ended(leaving)
         self._processes.forget(leaving)
         self.live.drop(num_engines)
         self.num_engines = num_engines
@@ -224,7 +222,7 @@ class EnginePool:
         self.losses.number += has_lost
         self.losses.has_parts |= has_lost
         self._world_is_stale = True
-        self._join(OutputListener(self.ranks, num_engines))
+        self.prepare(self.ranks)
         return rows
 
     def _withdraw(self, num_ranks: int) -> list[tuple[str, str]]:
@@ -252,7 +250,8 @@ class EnginePool:
         self.losses.number += 1
         self._world_is_stale = True
         progress.joining()
-        self._join(progress)
+        if lost := self._join_or_find_lost(progress):
+            self.replace(sorted(lost))
         progress.finish(f"{describe_ranks(ranks)} ready")
 
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
@@ -278,8 +277,9 @@ class EnginePool:
         """End the engines and everything that was started with them."""
         if not isinstance(self._processes, LocalProcesses):
             self._try_to_leave_world()
-            if self._processes.is_over_ssh:
-                self._end_engines(self._processes)
+            if self._processes.is_over_ssh and self._engines is not None:
+                self._processes.kill(self.ranks)  # through their nannies, without further connections
+                self._engines.wait_until_gone(self.ranks, _END_TIMEOUT_S)
         self.leave()
         self._processes.stop()
 
@@ -323,7 +323,7 @@ class EnginePool:
 
     def _describe_loss(self, ranks: Sequence[int]) -> str:
         """A line about replaced engines: their ranks, the reason, and the lost variables, by a living rank's names."""
-        how = self._processes.how_ended(ranks[0])
+        how = "; ".join(dict.fromkeys(map(self._processes.how_ended, ranks)))
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
         left = next((rank for rank in self.live.registered() if rank not in ranks), None)
         names = self.ask(left, "names") if left is not None else None
@@ -331,14 +331,6 @@ class EnginePool:
             return f"{what} without variables"
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
-
-    def _end_engines(self, processes: ProfileProcesses) -> None:
-        """End engines through their nannies. Over SSH their launchers take seconds for each."""
-        if self._engines is not None:
-            there = self._engines.registered()
-            processes.kill(there)
-            self._engines.wait_until_gone(there, _END_TIMEOUT_S)
-            processes.count_ended(set(there) - set(self._engines.registered()))
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""
@@ -356,6 +348,9 @@ class _IgnoredProcesses:
         pass
 
     def pids(self) -> list[int]:
+        return []
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
         return []
 
     def how_ended(self, rank: int) -> str:

@@ -96,6 +96,9 @@ class Processes(Protocol):
     def pids(self) -> list[int]:
         """The engines' processes on this host."""
 
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose process has surely ended."""
+
     def how_ended(self, rank: int) -> str:
         """How a dead engine ended, in words."""
 
@@ -322,7 +325,7 @@ class Run:
         self._has_reported_import = True
 
     def _kill(self, ranks: Sequence[int]) -> None:
-        self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks}))
+        self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks} - set(self._processes.dead(ranks))))
         self._processes.kill(ranks)
 
 

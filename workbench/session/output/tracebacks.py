@@ -69,9 +69,10 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
     if outcome.stop_reason in ("divergence", "deadlock"):
         lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
-    for rank in _died(outcome):
-        died = f"rank {rank} died while running this {what} ({outcome.dead[rank]}): its variables are lost. "
-        lines.append(paint(died, _RED, _BOLD) + restart_hint([rank]))
+    for how, dead in _died_together(outcome).items():
+        its = "its" if len(dead) == 1 else "their"
+        died = f"{describe_ranks(dead)} died while running this {what} ({how}): {its} variables are lost. "
+        lines.append(paint(died, _RED, _BOLD) + restart_hint(dead))
     groups = group(outcome)
     for ranks, failure in groups[:_MAX_SHOWN]:
         lines += _render_failure(ranks, failure, outcome, paint)
@@ -185,6 +186,14 @@ def _only_stopped(outcome: Outcome) -> list[int]:
 def _died(outcome: Outcome) -> list[int]:
     """Ranks whose process ended and was not killed by the session."""
     return sorted(set(outcome.dead) - set(outcome.killed))
+
+
+def _died_together(outcome: Outcome) -> dict[str, list[int]]:
+    """The same ranks by how they ended, such as those of a cancelled job."""
+    found: dict[str, list[int]] = {}
+    for rank in _died(outcome):
+        found.setdefault(outcome.dead[rank], []).append(rank)
+    return found
 
 
 def _by_place(outcome: Outcome, ranks: Iterable[int]) -> dict[str, list[int]]:

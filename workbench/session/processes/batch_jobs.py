@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ipyparallel.cluster.launcher import BaseLauncher, SlurmLauncher
@@ -32,15 +31,14 @@ class BatchJob:
         return f"Slurm job {self.number} is {self.state}" + (f" ({self.reason})" if known else "")
 
 
-def find_jobs(launchers: Iterable[BaseLauncher]) -> list[BatchJob]:
-    """The jobs that launchers have submitted; none for launchers of other kinds, and while Slurm does not answer."""
-    submitted = (each.job_id for each in launchers if isinstance(each, SlurmLauncher) and each.job_id)
-    return [job for job in map(_find_job, submitted) if job is not None]
+def find_job(launcher: BaseLauncher | None) -> BatchJob | None:
+    """The job that a launcher has submitted; None for launchers of other kinds, and while Slurm does not answer.
 
-
-def _find_job(number: str) -> BatchJob | None:
-    """A job that is being ended is asked for again until it has, for at most 2 s."""
-    command = ["squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={number}"]
+    A job that is being ended is asked for again until it has, for at most 2 s.
+    """
+    if not isinstance(launcher, SlurmLauncher) or not launcher.job_id:
+        return None
+    command = ["squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={launcher.job_id}"]
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
         try:
@@ -51,5 +49,5 @@ def _find_job(number: str) -> BatchJob | None:
         if asked.returncode or not state:
             return None
         if state != "COMPLETING" or time.monotonic() > deadline_s:
-            return BatchJob(number, state, reason)
+            return BatchJob(launcher.job_id, state, reason)
         time.sleep(_POLL_S)

@@ -22,7 +22,8 @@ _TIMEOUT_S = 20
 _GPU = re.compile(r"GPU (\d+):")
 _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 _CUDA_OF_DRIVER = re.compile(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)")
-_NO_GPU = ("No devices", "No GPU")
+NO_GPU = ("No devices", "No GPU")
+"""What nvidia-smi says first where there is none."""
 
 
 class FoundGpus(NamedTuple):
@@ -47,7 +48,7 @@ def find_gpus() -> FoundGpus:
     if listing.returncode or not named:
         lines = (line for line in (listing.stdout + listing.stderr).strip().splitlines() if not _is_listed(line))
         said = next(lines, f"exit status {listing.returncode}")
-        return FoundGpus((), "" if said.startswith(_NO_GPU) else f"nvidia-smi: {said}")
+        return FoundGpus((), "" if said.startswith(NO_GPU) else f"nvidia-smi: {said}")
     why_not = _unusable(_cuda_of_torch(), _nvidia_smi().stdout)
     return FoundGpus((), why_not) if why_not else FoundGpus(named if chosen is None else _visible(chosen))
 

@@ -6,7 +6,6 @@ import json
 import shlex
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from workbench.errors import SessionError
 from workbench.session.processes import ssh
+from workbench.session.processes.gpus import NO_GPU
 
 PACKAGES = ("workbench", "torch", "ipyparallel", "ipykernel")
 _TIMEOUT_S = 30.0
@@ -27,7 +27,7 @@ try:
     from importlib.metadata import version
 except ImportError:
     version = None
-facts["packages"] = {}
+facts.update(packages={}, gpus=[], gpu_problem="")
 for name in sys.argv[2:]:
     try:
         facts["packages"][name] = version(name)
@@ -36,8 +36,10 @@ for name in sys.argv[2:]:
 try:
     listing = subprocess.check_output(["nvidia-smi", "-L"], stderr=subprocess.STDOUT)
     facts["gpus"] = [line for line in listing.decode("utf8", "replace").splitlines() if line.startswith("GPU ")]
-except Exception:
-    facts["gpus"] = []
+except OSError:  # there is no such program
+    pass
+except subprocess.CalledProcessError as error:
+    facts["gpu_problem"] = (error.output.decode("utf8", "replace").strip() or str(error)).splitlines()[0]
 try:
     import psutil
     own = facts["connection"].split()[2]
@@ -73,6 +75,7 @@ class HostFacts:
     """What a host has said; ``problem`` and ``fix`` if it cannot run engines.
 
     Attributes:
+        gpu_problem: what nvidia-smi said in place of a list; empty if it made one, or does not exist.
         back: why it could not connect to this machine; empty if it could.
         clock_s: how far its clock is ahead of the one here, and ``clock_error_s`` the error of this number.
         here: this machine's address as the host sees it.
@@ -87,6 +90,7 @@ class HostFacts:
     python: str = ""
     packages: tuple[tuple[str, str], ...] = ()
     gpus: tuple[str, ...] = ()
+    gpu_problem: str = ""
     back: str = ""
     clock_s: float = 0.0
     clock_error_s: float = 0.0
@@ -121,8 +125,7 @@ def ask_hosts(hosts: Sequence[str], python: str = "", command: Sequence[str] = (
         python: the interpreter there; default: the path of the one here.
         command: ssh with its options.
     """
-    with socket.create_server(("", 0)) as server:
-        threading.Thread(target=_accept, args=(server,), daemon=True).start()
+    with socket.create_server(("", 0), backlog=len(hosts)) as server:  # the kernel answers, so nothing accepts
         port = str(server.getsockname()[1])
         found = ssh.ask_all(hosts, lambda host: _ask(command, host, python or sys.executable, port))
     return list(found.values())
@@ -161,6 +164,7 @@ def _read(host: str, facts: dict[str, Any], sent_s: float, took_s: float) -> Hos
         python=facts["python"],
         packages=tuple(sorted(facts["packages"].items())),
         gpus=tuple(facts["gpus"]),
+        gpu_problem="" if facts["gpu_problem"].startswith(NO_GPU) else facts["gpu_problem"],
         back=facts["back"],
         clock_s=facts["time_s"] - (sent_s + took_s / 2),
         clock_error_s=took_s / 2,
@@ -169,15 +173,6 @@ def _read(host: str, facts: dict[str, Any], sent_s: float, took_s: float) -> Hos
         interface=facts["interface"],
         port=facts["port"],
     )
-
-
-def _accept(server: socket.socket) -> None:
-    """Take connections until the server is closed."""
-    while True:
-        try:
-            server.accept()[0].close()
-        except OSError:
-            return
 
 
 def _has_port(host: str) -> bool:

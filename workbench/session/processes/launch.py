@@ -292,7 +292,7 @@ class LocalProcesses:
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
-        return [rank for rank in ranks if not _is_running(self.engines[rank])]
+        return [rank for rank in ranks if rank not in self.engines or not _is_running(self.engines[rank])]
 
     def record_oom_kills(self) -> None:
         """Remember the kernel's count of OOM kills. `how_ended` explains a SIGKILL by lack of memory if it grows."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import ipyparallel as ipp
@@ -25,10 +24,11 @@ from traitlets.config import Config
 from workbench.errors import EngineStartError, SessionError
 from workbench.session.adapter import Engines
 from workbench.session.processes import ssh, watchdog
-from workbench.session.processes.batch_jobs import BatchJob, find_jobs
+from workbench.session.processes.batch_jobs import BatchJob, find_job
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import WATCHDOG
 from workbench.session.processes.rendezvous_address import ENGINE_SET, RendezvousAddress
+from workbench.session.processes.ssh_engines import SshEngineSet
 from workbench.units import counted
 
 START_TIMEOUT_S = 600  # batch systems queue
@@ -65,6 +65,8 @@ class ProfileProcesses:
             log_level=logging.CRITICAL,
             config=self._watched(),
         )
+        if self._cluster.engine_launcher_class is SSHEngineSetLauncher:
+            self._cluster.engine_launcher_class = SshEngineSet
         self._launcher: Any = self._cluster.engine_launcher_class(
             work_dir=".", parent=self._cluster, profile_dir=self._cluster.profile_dir
         )
@@ -77,8 +79,7 @@ class ProfileProcesses:
         self.num_ranks = num_ranks or sum(self._capacity.values()) or self._cluster.n or 2
         self._set_numbers = itertools.count(1)
         self._set_hosts: dict[str, str] = {}
-        self._set_sizes: dict[str, int] = {}
-        self._ended = Counter[str]()  # by engine set, engines that have ended for sure
+        self._ended_jobs: dict[str, BatchJob] = {}
         self._addresses: dict[int, RendezvousAddress] = {}
 
     def _watched(self) -> Config:
@@ -137,8 +138,7 @@ class ProfileProcesses:
 
     def stop(self) -> None:
         """Stop the controller, and engines that may run still, where their hosts can be reached."""
-        self._stop_sets([name for name in self._cluster.engines if not self._has_ended_over_ssh(name)])
-        self._remove_logs()
+        self._stop_sets(list(self._cluster.engines))
         try:
             self._cluster.stop_controller_sync()
         except Exception as error:  # noqa: BLE001 - a profile may start it by any launcher
@@ -148,10 +148,6 @@ class ProfileProcesses:
         """End engines at once, through their nannies."""
         if self._engines is not None:
             self._engines.signal(ranks, "SIGKILL")
-
-    def count_ended(self, ranks: Iterable[int]) -> None:
-        """Take ranks whose engines the session has ended."""
-        self._ended.update(self._addresses[rank].engine_set for rank in ranks if rank in self._addresses)
 
     def forget(self, ranks: Sequence[int]) -> None:
         """Give back ranks whose engines have ended, and their engine sets if these have no others."""
@@ -169,20 +165,32 @@ class ProfileProcesses:
         """The notebook does not see the processes of a profile."""
         return False
 
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose batch job has ended."""
+        return [rank for rank in ranks if self._ended_job(rank)]
+
     def how_ended(self, rank: int) -> str:
         """Where an engine ran, and how its batch job has ended; the notebook does not see how the engine has ended."""
         where = self._addresses.get(rank)
         if where is None:
             return "its process has ended"
-        jobs = [str(job) for job in self._jobs([where.engine_set]) if job.has_ended]
-        return "; ".join([f"its process on {where.host.split()[0]} has ended, or the host", *jobs])
+        ended = f"its process on {where.host.split()[0]} has ended, or the host"
+        return f"{ended}; {job}" if (job := self._ended_job(rank)) else ended
 
     def record_oom_kills(self) -> None:
         """The notebook does not see the memory of other hosts."""
 
+    def _ended_job(self, rank: int) -> BatchJob | None:
+        """The batch job of a rank, if it has ended."""
+        found = self._jobs([self._addresses[rank].engine_set]) if rank in self._addresses else []
+        return next((job for job in found if job.has_ended), None)
+
     def _jobs(self, names: Collection[str]) -> list[BatchJob]:
-        """The batch jobs of engine sets; none for launchers of other kinds."""
-        return find_jobs([self._cluster.engines[name] for name in names if name in self._cluster.engines])
+        """The batch jobs of engine sets; none for launchers of other kinds. Those that have ended stay as they are."""
+        launchers = {name: self._cluster.engines.get(name) for name in names}
+        found = {name: self._ended_jobs.get(name) or find_job(launcher) for name, launcher in launchers.items()}
+        self._ended_jobs |= {name: job for name, job in found.items() if job is not None and job.has_ended}
+        return [job for job in found.values() if job is not None]
 
     def _hosts_of_start(self) -> dict[str, int]:
         """How many engines start on which host."""
@@ -230,7 +238,6 @@ class ProfileProcesses:
         deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
         sets = {str(next(self._set_numbers)): each for each in _engine_sets(hosts)}
         self._set_hosts |= {name: host for name, (host, _) in sets.items()}
-        self._set_sizes |= {name: count for name, (_, count) in sets.items()}
         pool = ThreadPoolExecutor(len(sets), "workbench-launch")
         launches = {name: pool.submit(self._start_set, name, host, count) for name, (host, count) in sets.items()}
         pool.shutdown(wait=False)
@@ -245,6 +252,7 @@ class ProfileProcesses:
                 on_progress(len(found), ", ".join(map(str, jobs)))
                 time.sleep(_POLL_S)
         except BaseException:
+            wait(launches.values(), _STOP_TIMEOUT_S)  # what starts only now would not be stopped
             self._stop_sets(sets)
             raise
         return found
@@ -263,7 +271,7 @@ class ProfileProcesses:
         failed = {self._set_hosts[name]: error for name, error in done.items() if error is not None}
         problems = [f"{host or 'its launcher'}: {_describe(error)}" for host, error in failed.items()]
         sets = [self._cluster.engines[name] for name in done if name in self._cluster.engines]
-        has_ended = len(done) == len(launches) and all(map(_has_ended, sets))
+        has_ended = any(map(_has_ended, sets))
         if not (problems or has_ended or is_over):
             return
         came = [f"{num_up} of {counted(wanted, 'engine')} came", *map(str, self._jobs(launches))]
@@ -291,21 +299,6 @@ class ProfileProcesses:
                 each.result(max(0.0, deadline_s - time.monotonic()))
             except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
                 self._report_left(f"engines on {self._set_hosts[name] or 'their hosts'}", error)
-
-    def _has_ended_over_ssh(self, name: str) -> bool:
-        """Whether all engines of a set have ended. A batch job is to be ended nevertheless."""
-        return self.is_over_ssh and self._ended[name] == self._set_sizes[name]
-
-    def _remove_logs(self) -> None:
-        """Remove what engines have written on their hosts, with one command for each; those of others are removed."""
-        logs: dict[str, list[str]] = {}
-        for name in self._set_hosts:
-            engines = self._cluster.engines.get(name)
-            for each in getattr(engines, "launchers", {}).values() if self._has_ended_over_ssh(name) else ():
-                logs.setdefault(self._set_hosts[name], []).append(each.remote_output_file)
-        ssh.ask_all(
-            list(logs), lambda host: ssh.run_on(self._ssh_command(), host, shlex.join(["rm", "-f", *logs[host]]))
-        )
 
     def _report_left(self, what: str, error: BaseException) -> None:
         hint = "Engines end by themselves when they miss the controller."
@@ -337,7 +330,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _has_ended(engine_set: Any) -> bool:
-    """Whether nothing of an engine set runs any more, as far as its launcher sees it."""
-    if isinstance(engine_set, MPILauncher) and engine_set.state == "running":
+    """Whether an engine of a set has ended, as far as its launcher sees it."""
+    if isinstance(engine_set, MPILauncher | SshEngineSet) and engine_set.state == "running":
         engine_set.poll()
     return bool(engine_set.state == "after")

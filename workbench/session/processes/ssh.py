@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _CONNECT_TIMEOUT_S = 4
-_OPTIONS = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}"]
+_OPTIONS = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=5"]
+"""Those of the user come first, and win."""
 _Result = TypeVar("_Result")
 
 
