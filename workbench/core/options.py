@@ -79,32 +79,38 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
     >>> str(parse_options("mb=8", [], Options((2, 1, 1), num_micro_batches=4, schedule="1f1b")))
     '2x1x1 mb=8 1f1b'
     """
-    found: dict[str, Any] = {}
+    found, words = dict[str, Any](), dict[str, str]()
     for word in text.split():
-        degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
-        number = re.fullmatch(r"(mb|zero|context)=(\d+)", word)
-        if degrees:
-            found["degrees"] = tuple(int(n) for n in degrees.groups())
-        elif re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
-            found["widths"] = tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
-        elif number:
-            found["num_micro_batches" if number[1] == "mb" else number[1]] = int(number[2])
-        elif word in SCHEDULES:
-            found["schedule"] = word
-        elif word in PRECISIONS:
-            found["precision"] = word
-        elif word in ("recompute", "sequence"):
-            found[word] = True
-        else:
+        option = _option(word)
+        if option is None:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, context=N, recompute, sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             mistakes.append(f"option {word!r} is none of {known}{hint}")
+            continue
+        name, value = option
+        what = "degrees" if name == "widths" else name  # both say where the ranks are
+        if what in words:
+            mistakes.append(f"both {words[what]} and {word}: give one")
+        found[name], words[what] = value, word
     mistakes += _out_of_range(found)
     base = base or Options()
-    if "degrees" in found or "widths" in found:  # one of them says where the ranks are
+    if "degrees" in words:
         base = replace(base, degrees=None, widths=None)
     return replace(base, **found)
+
+
+def _option(word: str) -> tuple[str, Any] | None:
+    """The name of an option in ``Options`` and its value; None for a word that is no option."""
+    if re.fullmatch(r"\d+x\d+x\d+", word):
+        return "degrees", tuple(map(int, word.split("x")))
+    if re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
+        return "widths", tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
+    if number := re.fullmatch(r"(mb|zero|context)=(\d+)", word):
+        return "num_micro_batches" if number[1] == "mb" else number[1], int(number[2])
+    if word in SCHEDULES or word in PRECISIONS:
+        return "schedule" if word in SCHEDULES else "precision", word
+    return (word, True) if word in ("recompute", "sequence") else None
 
 
 def _out_of_range(found: dict[str, Any]) -> list[str]:
@@ -119,6 +125,4 @@ def _out_of_range(found: dict[str, Any]) -> list[str]:
         mistakes.append(f"degrees {'x'.join(map(str, found['degrees']))}: each is at least 1")
     if any(0 in width for width in found.get("widths") or ()):
         mistakes.append(f"stages {format_widths(found['widths'])}: each degree is at least 1")
-    if found.get("degrees") and found.get("widths"):
-        mistakes.append(f"both {'x'.join(map(str, found['degrees']))} and {format_widths(found['widths'])}: give one")
     return mistakes
