@@ -42,6 +42,13 @@ def test_a_constraint_on_another_degree_is_infeasible() -> None:
         wb.planner.plan(ODD, "a100-80g-selene", 12, 12, precision="fp16", model=4)
 
 
+def test_a_context_has_no_more_ranks_than_a_sequence_has_positions() -> None:
+    short = replace(ODD, seq=3, has_flash=True)
+    assert wb.planner.plan(short, "a100-80g-selene", 12, 12, precision="fp16", context=3).strategy.options.context == 3
+    with pytest.raises(StrategyError, match=r"context=4 cannot be.*context is at most 3, the positions of a sequence"):
+        wb.planner.plan(short, "a100-80g-selene", 12, 12, precision="fp16", context=4)
+
+
 def test_why_not_tells_of_parts_of_heads() -> None:
     plan = wb.planner.plan(ODD, "a100-80g-selene", 12, 12, precision="fp16", pipeline=1, micro_batches=1)
     assert plan.why_not("*: data | 1x3x4 fp16").reason != "parts of heads"

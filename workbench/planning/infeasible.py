@@ -47,12 +47,13 @@ def check_constraints(problem: Problem) -> None:
 
 def _conflict(problem: Problem, names: dict[str, object]) -> str:
     asked = " and ".join(f"{name}={value}" for name, value in names.items()) or "nothing but the sizes"
-    heads = " and ".join(map(str, problem.heads))
+    heads, length = " and ".join(map(str, problem.heads)), problem.num_positions
     rules = [
         *([f"model divides the heads of attention, {heads} (heads= says otherwise)"] if heads else []),
         f"pipeline x data x model = {problem.num_ranks} ranks",
         f"data / context x micro_batches divides batch_size={problem.batch_size}",
         "context divides data",
+        *([f"context is at most {length}, the positions of a sequence"] if length else []),
         f"pipeline is at most {len(problem.rows)}, the layers",
         "zero above 0 needs data or model above 1",
         "sequence needs model above 1",

@@ -187,8 +187,15 @@ class Problem:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """The values of the option ``context`` to search."""
-        return self.constraints.values("context") or (1,)  # type: ignore[return-value]
+        """The values of the option ``context`` to search: with more of them than positions, some rank has none."""
+        wanted: tuple[int, ...] = self.constraints.values("context") or (1,)  # type: ignore[assignment]
+        return tuple(number for number in wanted if number <= (self.num_positions or number))
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Those of the shortest sequence of queries in attention; 0 if unknown."""
+        sizes = (work.attention for row in self.rows for work in row.after if work.attention is not None)
+        return min((size.rows for size in sizes), default=0)
 
     def fits_heads(self, model: int) -> bool:
         """Whether each rank of a model axis of this size has whole heads."""
