@@ -124,7 +124,7 @@ def place(
     converted: dict[nn.Parameter, nn.Parameter] = {}
     owners = parameter_owners(module, resolved)
     move_parameters(owners, layouts, converted)
-    state.handles += hook_listed_experts(module, described, state.in_use, resolved.layers)
+    state.handles += hook_listed_experts(module, state.in_use, resolved.layers)
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))

@@ -9,7 +9,7 @@ import torch
 import workbench as wb
 from tests.training.strategies.mixtures import Mixture, Pool, batch_of
 from workbench.core.strategy import Strategy
-from workbench.errors import StrategyError
+from workbench.errors import ExplicitBoxingError, StrategyError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
@@ -133,6 +133,31 @@ def test_text_of_rows():
         Strategy("*: expert:row")
 
 
+def test_explicit_boxing_names_the_exchange_of_tokens():
+    models, x, chosen = [made() for _ in range(2)], torch.randn(6, 8).double(), torch.arange(12).view(6, 2) % 8
+
+    def program(rank):
+        model, everywhere = wb.parallelize(models[rank], "*: expert"), wb.placement.all("cpu")
+        given = [wb.to_global(t, everywhere, "B").to_global(sbp="S(0)") for t in (x, chosen, x[:, :2])]
+        with wb.debug.explicit_boxing(), pytest.raises(ExplicitBoxingError, match="pool: tokens go to experts"):
+            model.pool(*given)
+
+    run_ranks(program, 2)
+
+
+def test_a_module_with_a_forward_of_its_own_is_no_module_of_experts():
+    """The tripled results of all experts, not of some of them without the factor."""
+    models = [made() for _ in range(2)]
+    for model in models:
+        model.pool.forward = functools.partial(lambda forward, *args: 3 * forward(*args), model.pool.forward)
+    one, batch = made(), batch_of(0)
+    with torch.no_grad():
+        one.pool.down.mul_(3)
+    expected = run_ranks(lambda: wb.parallelize(one.eval(), "*: data")(*batch).item(), 1)
+    found = run_ranks(lambda rank: wb.parallelize(models[rank].eval(), "*: model")(*batch).item(), 2)
+    assert found == pytest.approx(2 * expected)
+
+
 def test_only_what_sums_experts_counts_as_experts():
     class Dense(torch.nn.Module):
         """Three arguments, but each token gets the sum of all experts."""
@@ -149,26 +174,38 @@ def test_only_what_sums_experts_counts_as_experts():
     assert {name: count for name, count in found.items() if count} == {"0.pool": 8}
 
 
-def test_a_checkpoint_of_split_experts_loads_under_any_other_strategy(tmp_path):
-    models = [made() for _ in range(4)]
+LOADED = {
+    "*: expert": ("*: data | 1x4x1 context=2 zero=1", "*: model; *: expert:4 | 1x2x2", "*: expert:2 | zero=1"),
+    "*: data | 1x4x1 context=2 zero=1": ("*: expert | context=4", "*: model | 1x2x2"),
+}
+"""Strategies that save a checkpoint, and others that load it."""
 
-    def program(rank):
-        model = wb.parallelize(models[rank], "*: expert")
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(*batch_of(0)).backward()
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_training_goes_on_from_a_checkpoint_under_any_other_strategy(tmp_path, listed):
+    untrained = made(listed=listed).eval()
+
+    def step(model, optimizer, number):
+        model(*batch_of(number)).backward()
         optimizer.step()
-        wb.checkpoint.save(tmp_path / "experts", model=model, optimizer=optimizer)
-        expected = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-        for strategy in ("*: data", "*: model; *: expert:4 | 1x2x2", "*: expert:2"):
-            other = wb.parallelize(copy.deepcopy(made_once), strategy)
-            wb.checkpoint.load(tmp_path / "experts", model=other)
-            found = {name: p.full_tensor().detach() for name, p in other.named_parameters()}
-            for name, weight in expected.items():
-                assert torch.equal(found[name], weight), (strategy, name)
+        optimizer.zero_grad()
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
-    made_once = made()
-    with torch.no_grad():
-        made_once.pool.up.zero_()
+    def spread(strategy):
+        model = wb.parallelize(copy.deepcopy(untrained), strategy)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def program():
+        for number, (saved, others) in enumerate(LOADED.items()):
+            model, optimizer = spread(saved)
+            step(model, optimizer, 0)
+            wb.checkpoint.save(tmp_path / str(number), model=model, optimizer=optimizer)
+            expected = step(model, optimizer, 1)
+            for strategy in others:
+                model, optimizer = spread(strategy)
+                wb.checkpoint.load(tmp_path / str(number), model=model, optimizer=optimizer)
+                assert_equal([step(model, optimizer, 1)], [expected])
+
     run_ranks(program, 4)
 
 

@@ -31,7 +31,7 @@ class RowExchange:
         rows_sent, rows_received: by rank, the rows that it sends to others and gets from them; where sizes depend on
             values, of this rank only.
         layout, shape: of the tensor that the rows are of, for traces.
-        tag: of its messages.
+        tag: of its messages; several exchanges one after the other may have one.
         name: the layer that needs it.
         site: its line in traces.
     """
@@ -48,7 +48,7 @@ class RowExchange:
     name: str
     site: Any = None
 
-    def reversed(self, tag: int) -> RowExchange:
+    def reversed(self) -> RowExchange:
         """The same rows back."""
         return replace(
             self,
@@ -56,7 +56,6 @@ class RowExchange:
             received=self.sent,
             rows_sent=self.rows_received,
             rows_received=self.rows_sent,
-            tag=tag,
         )
 
     @property
@@ -96,7 +95,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         exchange: RowExchange = ctx.exchange
-        return exchange_rows(grads[0], exchange.reversed(exchange.tag | 1), "backward"), None
+        back = replace(exchange.reversed(), tag=exchange.tag | 1)
+        return exchange_rows(grads[0], back, "backward"), None
 
 
 def exchange_rows(rows: torch.Tensor, exchange: RowExchange, direction: str = "forward") -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from workbench.core.expert_group import ExpertGroup, expert_groups
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.core.strategy import ResolvedLayer
+from workbench.errors import ExplicitBoxingError
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.boxing.uneven import RowExchange, exchange_rows
 from workbench.tensors.dispatch.local_map import plain_alias
@@ -27,9 +28,6 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spe
 from workbench.training.strategies.fused_experts import argument_names, run_some
 from workbench.training.strategies.layouts import LayoutsInUse
 
-_NUM_TAGS = 3
-"""Exchanges of a call with tokens that travel: how many there are, the tokens, and the results."""
-
 
 class ExpertForward:
     """The forward of a layer of split experts, in the place of the module's own until ``remove``.
@@ -37,6 +35,8 @@ class ExpertForward:
     A call whose arguments are not tokens, numbers of experts and weights runs the module's own forward, by the rules of
     its functions.
     """
+
+    runs_some_experts = True
 
     def __init__(self, module: nn.Module, in_use: LayoutsInUse, choice: ResolvedLayer, experts: int) -> None:
         self._module, self._in_use, self._choice, self._experts = module, in_use, choice, experts
@@ -58,16 +58,21 @@ class ExpertForward:
         plan.chosen[choice.name] = numbers._spec.shape[-1]
         parameters: dict[str, Any] = {name: p for name, p in self._module._parameters.items() if p is not None}
         world = tokens._spec.world
+        if choice.over_data > 1 and not world.context.implicit_boxing_allowed:
+            raise ExplicitBoxingError(
+                f"{choice.name}: tokens go to experts on other ranks and come back, exchanges that the code does not "
+                "write. Under wb.debug.explicit_boxing() these experts need a row 'data' or 'model'."
+            )
         terms = plan.layout(choice.stage, Split(0), partial_sum, context=Split(0))
         spec = spec_of(world, terms, tokens._spec.shape)
-        tags = [world.context.next_tag() for _ in range(_NUM_TAGS if choice.over_data > 1 else 0)]
+        tag = world.context.next_tag() if choice.over_data > 1 else 0
         if spec.is_placeholder:
             return _placeholder(spec, [tokens, weights, *parameters.values()])
         placement, (data, model) = plan.placements[choice.stage], plan.resolved.stage_width(choice.stage)
         groups = expert_groups(placement, data, model, choice.over_data, self._experts)
         with local_torch():
             here = {name: plain_alias(parameter) for name, parameter in parameters.items()}
-            call = _Call(choice.name, groups, numbers._spec, tags, partial(self._terms, here))
+            call = _Call(choice.name, groups, numbers._spec, tag, partial(self._terms, here))
             local = call.run(plain_alias(tokens), plain_alias(numbers), plain_alias(weights))
         return wrap(local, spec)
 
@@ -106,19 +111,14 @@ class _Call:
         name: the layer's path.
         groups: the group of every rank of the stage.
         spec: of the numbers of the chosen experts.
-        tags: of the exchanges; empty where tokens stay.
+        tag: of the exchanges, where the group has several ranks.
         terms: (rows, numbers of this rank's experts, ones) -> results.
     """
 
     def __init__(
-        self,
-        name: str,
-        groups: Mapping[int, ExpertGroup],
-        spec: Spec,
-        tags: list[int],
-        terms: Callable[..., torch.Tensor],
+        self, name: str, groups: Mapping[int, ExpertGroup], spec: Spec, tag: int, terms: Callable[..., torch.Tensor]
     ) -> None:
-        self.name, self.groups, self.spec, self.tags, self.terms = name, groups, spec, tags, terms
+        self.name, self.groups, self.spec, self.tag, self.terms = name, groups, spec, tag, terms
         self.group = groups[spec.world.rank]
         self.place = self.group.ranks.index(spec.world.rank)
 
@@ -133,7 +133,7 @@ class _Call:
         chosen, counts = self._choices(numbers.flatten())
         of_token = chosen // numbers.shape[-1]
         taken = rows.index_select(0, of_token)  # whose backward adds rows, faster than that of rows[of_token]
-        if self.tags:
+        if len(self.group.ranks) > 1:
             results = self._travel(taken, counts, flat)
         else:
             results = self.terms(taken, _numbers(counts), flat.new_ones(len(chosen)))
@@ -160,18 +160,18 @@ class _Call:
     def _travel(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The results for rows that go to their experts and come back."""
         sizes, own = self.group.sizes, self.group.sizes[self.place]
-        asked = self._exchange(sizes, (own,) * len(sizes), 0, lambda rank, place: self.groups[rank].sizes[place])
+        asked = self._exchange(sizes, (own,) * len(sizes), lambda rank, place: self.groups[rank].sizes[place])
         asking = exchange_rows(counts, asked).view(len(sizes), own)
         if has_data(counts):
             sent = [sum(part) for part in _cut(counts.tolist(), sizes)]
-            exchange = self._exchange(sent, asking.sum(1).tolist(), 1)
+            exchange = self._exchange(sent, asking.sum(1).tolist())
         else:
             sent = [self._even(self.spec.world.rank, place) for place in range(len(sizes))]
             received = [self._even(rank, self.place) for rank in self.group.ranks]
-            exchange = self._exchange(sent, received, 1, self._even)
+            exchange = self._exchange(sent, received, self._even)
         arrived = exchange_rows(rows, exchange)
         results = self.terms(arrived, _numbers(asking), weights.new_ones(len(arrived)))
-        return exchange_rows(results, exchange.reversed(self.tags[2]))
+        return exchange_rows(results, exchange.reversed())
 
     def _even(self, rank: int, place: int) -> int:
         """Rows from ``rank`` to the rank at ``place`` of its group, without data."""
@@ -179,11 +179,7 @@ class _Call:
         return self.groups[rank].even_choices(choices, place)
 
     def _exchange(
-        self,
-        sent: Sequence[int],
-        received: Sequence[int],
-        number: int,
-        known: Callable[[int, int], int] | None = None,
+        self, sent: Sequence[int], received: Sequence[int], known: Callable[[int, int], int] | None = None
     ) -> RowExchange:
         """An exchange of rows. ``known``: the rows that any rank sends to a place of its group, known to all ranks."""
         rank, spec = self.spec.world.rank, self.spec
@@ -196,7 +192,7 @@ class _Call:
                 rows_received[other] = sum(known(each, at) for each in group.ranks if each != other)
         return RowExchange(
             spec.world, self.group.ranks, tuple(sent), tuple(received), rows_sent, rows_received, spec.layout,
-            spec.shape, self.tags[number], self.name,
+            spec.shape, self.tag, self.name,
         )  # fmt: skip
 
 

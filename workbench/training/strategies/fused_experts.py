@@ -30,8 +30,11 @@ _tried: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
 def count_experts(module: nn.Module) -> int:
     """The number of experts of a module of fused experts; 0 for any other module.
 
-    All its parameters have one row per expert, as dim 0, and a slice of the rows is a module of fewer experts.
+    All its parameters have one row per expert, as dim 0, and a slice of the rows is a module of fewer experts. Its
+    forward is that of its class: one of its own, as hooks of other libraries are, knows all experts only.
     """
+    if not getattr(vars(module).get("forward"), "runs_some_experts", "forward" not in vars(module)):
+        return 0
     shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
     rows = {shape[0] if shape else 0 for shape in shapes}
     if len(rows) != 1 or max(map(len, shapes)) < _ARGUMENTS or len(argument_names(module)) < _ARGUMENTS:
@@ -44,21 +47,6 @@ def count_experts(module: nn.Module) -> int:
     if kind not in _tried:
         _tried[kind] = _is_sum_of_experts(module, experts, shapes)
     return experts if _tried[kind] else 0
-
-
-def listed_experts(model: nn.Module) -> dict[str, tuple[int | None, int]]:
-    """By path of a module that is one of a list of experts, its number and how many there are.
-
-    A list of experts has a name with "expert" in it, and modules with parameters of equal shapes.
-    """
-    found: dict[str, tuple[int | None, int]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in path.rpartition(".")[2].lower():
-            parts = dict(module.named_children())
-            shapes = {tuple(parameter.shape for parameter in part.parameters()) for part in parts.values()}
-            if len(parts) > 1 and len(shapes) == 1 and () not in shapes:
-                found |= {f"{path}.{name}": (number, len(parts)) for number, name in enumerate(parts)}
-    return found
 
 
 def count_chosen(around: nn.Module, experts: int) -> int:

@@ -6,37 +6,52 @@ experts at the same time until something needs the sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from workbench.core.rows import Layer
 from workbench.core.sbp import partial_sum
 from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.training.strategies.fused_experts import listed_experts
 from workbench.training.strategies.layouts import LayoutsInUse
 
 
-def hook_listed_experts(
-    model: nn.Module, layers: Sequence[Layer], in_use: LayoutsInUse, choices: Sequence[ResolvedLayer]
-) -> list[Any]:
+def listed_experts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """By path of a module that is one of a list of experts, its number and how many there are.
+
+    A list of experts has a name with "expert" in it, and modules with parameters of equal shapes.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in path.rpartition(".")[2].lower():
+            parts = dict(module.named_children())
+            shapes = {tuple(parameter.shape for parameter in part.parameters()) for part in parts.values()}
+            if len(parts) > 1 and len(shapes) == 1 and () not in shapes:
+                found |= {f"{path}.{name}": (number, len(parts)) for number, name in enumerate(parts)}
+    return found
+
+
+def expert_around(path: str, listed: Container[str]) -> str:
+    """The path of the listed expert that a module is, or is a part of; empty for any other module."""
+    while path and path not in listed:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def hook_listed_experts(model: nn.Module, in_use: LayoutsInUse, choices: Sequence[ResolvedLayer]) -> list[Any]:
     """Hooks of the experts of lists that a row ``expert`` spreads over ranks."""
+    listed, first_layers = listed_experts(model), dict[str, ResolvedLayer]()
+    for choice in choices:
+        if choice.expert is not None:
+            first_layers.setdefault(expert_around(choice.name, listed), choice)
     handles: list[Any] = []
-    for path in listed_experts(model):
-        inside = (
-            choice
-            for layer, choice in zip(layers, choices, strict=True)
-            if choice.expert is not None and f"{layer.name}.".startswith(f"{path}.")
-        )
-        choice = next(inside, None)
-        if choice is not None:
-            expert, ends = model.get_submodule(path), _Ends(in_use, choice, path)
-            handles.append(expert.register_forward_pre_hook(ends.begin, with_kwargs=True))
-            handles.append(expert.register_forward_hook(ends.end))
+    for path, choice in first_layers.items():
+        expert, ends = model.get_submodule(path), _Ends(in_use, choice, path)
+        handles.append(expert.register_forward_pre_hook(ends.begin, with_kwargs=True))
+        handles.append(expert.register_forward_hook(ends.end))
     return handles
 
 
@@ -69,6 +84,3 @@ class _Ends:
             return box(leaf, terms if leaf.is_floating_point() else terms.broadcast(), self._path)
 
         return tree_map(give_back, output)
-
-
-__all__ = ["hook_listed_experts"]

@@ -21,8 +21,9 @@ from workbench.training.batches import LossFunction, named_tensors
 from workbench.training.mean_losses import check_mean
 from workbench.training.recorded_actions import RecordedAction
 from workbench.training.strategies.call_order import Calls
-from workbench.training.strategies.fused_experts import count_chosen, count_experts, listed_experts
+from workbench.training.strategies.fused_experts import count_chosen, count_experts
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
+from workbench.training.strategies.listed_experts import expert_around, listed_experts
 
 STATE, PLAN = "_workbench_parallel", "plan"
 ROOT = "(root)"
@@ -123,7 +124,7 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
     owners: dict[int, str] = {}
     found: list[Layer] = []
     where: tuple[int, int] | None = None
-    lists = listed_experts(model)
+    listed = listed_experts(model)
     for path, module in layers_of(model):
         if calls is not None:
             where = calls.get(path, (where[0], where[0]) if where else (0, 0))
@@ -134,18 +135,11 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         kind = known_kind([base.__name__ for base in type(module).__mro__])
         groups = getattr(module, "groups", 1) if kind in IMAGE_KINDS else 1
         tied_to, itemsize = owner if owner != name else None, next(iter(own.values())).dtype.itemsize
-        number, experts = lists.get(next((p for p in _above(path) if p in lists), ""), (None, count_experts(module)))
+        number, experts = listed.get(expert_around(path, listed)) or (None, count_experts(module))
         chosen = count_chosen(model.get_submodule(path.rpartition(".")[0]), experts) if experts else 0
         of_experts = experts, number, chosen
         found.append(Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts))
     return found
-
-
-def _above(path: str) -> Iterator[str]:
-    """A path, and those of the modules around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
