@@ -93,6 +93,16 @@ class Layout:
         """The axes of the placement that split tensor dim ``dim``."""
         return tuple(axis for axis, entry in enumerate(self.sbp) if entry == Split(dim))
 
+    def ranks_along(self, dim: int, rank: int) -> tuple[int, ...]:
+        """The ranks that together hold all of ``dim``, at the coordinates of ``rank`` on the axes that do not split it.
+
+        >>> Layout.of(Placement.of("cpu", [[0, 1], [2, 3]]), "S(0), S(1)").ranks_along(1, 3)
+        (2, 3)
+        """
+        fixed = [axis for axis, entry in enumerate(self.sbp) if entry != Split(dim)]
+        here, place = self.placement.coordinates(rank), self.placement.coordinates
+        return tuple(other for other in self.placement if all(place(other)[axis] == here[axis] for axis in fixed))
+
     @property
     def has_partial(self) -> bool:
         """Whether some axis holds terms of a reduction."""

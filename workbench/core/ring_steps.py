@@ -15,6 +15,7 @@ attention takes the steps of the first line, without the blocks that no query se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 Interval = tuple[int, int]
 """First row and the row after the last."""
@@ -33,7 +34,10 @@ class Block:
     rows: Interval
 
 
-def ring_steps(queries: tuple[Interval, ...], keys: tuple[Interval, ...], is_causal: bool) -> list[list[Block]]:
+@lru_cache(maxsize=256)
+def ring_steps(
+    queries: tuple[Interval, ...], keys: tuple[Interval, ...], is_causal: bool
+) -> tuple[tuple[Block, ...], ...]:
     """The blocks of every step, at most one for each worker.
 
     Args:
@@ -50,8 +54,8 @@ def ring_steps(queries: tuple[Interval, ...], keys: tuple[Interval, ...], is_cau
     steps = []
     for step in range(num_ranks // 2 + 1 if shares else num_ranks):
         found = [_block(rank, (rank - step) % num_ranks, step, queries, shares) for rank in range(num_ranks)]
-        steps.append([block for block in found if _is_seen(block, queries, keys, is_causal)])
-    return [step for step in steps if step]
+        steps.append(tuple(block for block in found if _is_seen(block, queries, keys, is_causal)))
+    return tuple(filter(None, steps))
 
 
 def _block(rank: int, other: int, step: int, queries: tuple[Interval, ...], shares: bool) -> Block:

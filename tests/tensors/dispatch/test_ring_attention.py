@@ -33,7 +33,7 @@ def attend(given, *operands):
     return F.scaled_dot_product_attention(*operands, **given)
 
 
-def expect(expected, found, name):
+def assert_all_close(found, expected, name):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, msg=lambda text: f"{name}: {text}")
 
@@ -58,7 +58,7 @@ def test_a_ring_gives_the_numbers_of_one_device(num_ranks):
             split, before = distributed(operands, ["S(2)"] * 3), current().traffic.by_kind.get("ring", 0)
             with wb.debug.trace() as trace:
                 found = with_gradients(lambda *x, given=given: attend(given, *x), *split)
-            expect(truth, found, name)
+            assert_all_close(found, truth, name)
             sent = sum(record.sent_bytes for record in trace.records if record.kind == "ring")
             assert sent == current().traffic.by_kind.get("ring", 0) - before, name
             assert any(record.kind == "ring" for record in trace.records), name
@@ -81,8 +81,9 @@ def test_dropout_in_a_ring_drops_what_one_device_drops(monkeypatch):
     for num_ranks in (1, 2, 4):
         run_ranks(program, num_ranks)
     for name in calls:
+        assert not torch.equal(found[1][name][0], attend(CALLS[name], q, k, v)), "nothing was dropped"
         for num_ranks in (2, 4):
-            expect(found[1][name], found[num_ranks][name], f"{name} on {num_ranks} ranks")
+            assert_all_close(found[num_ranks][name], found[1][name], f"{name} on {num_ranks} ranks")
 
 
 def test_fewer_bytes_decide_between_a_ring_and_heads():
@@ -119,9 +120,11 @@ def test_a_ring_beside_other_axes_and_in_16_bits():
     def program():
         p = wb.placement("cpu", ranks=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
         given = [wb.to_global(x, placement=p, sbp="B, B, B").to_global(sbp="S(0), S(2), S(1)") for x in (q, k, v)]
-        expect(expected, with_gradients(lambda *x: attend({"is_causal": True}, *x), *given), "three axes")
+        found = with_gradients(lambda *x: attend({"is_causal": True}, *x), *given)
+        assert_all_close(found, expected, "three axes")
         with torch.autocast("cpu", torch.bfloat16):
             out = F.scaled_dot_product_attention(*given, is_causal=True)
+            assert F.scaled_dot_product_attention(*(x.double() for x in given)).dtype == torch.float64
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.full_tensor().float(), expected[0], atol=0.03, rtol=0.03)
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from workbench.core.layout import Layout
 from workbench.core.ring_steps import Block, Interval, ring_steps
 from workbench.core.sbp import broadcast
 from workbench.errors import ExplicitBoxingError
 from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward
 from workbench.tensors import random
+from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.account import Account
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.global_tensor import Spec, local_torch
@@ -57,9 +57,9 @@ class Ring:
     num_tags: int = 1
 
     @cached_property
-    def ranks(self) -> list[int]:
+    def ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's ring, in the order of their keys."""
-        return _ring_of(self.key.layout, self.key.world.rank)
+        return self.key.layout.ranks_along(SEQUENCE, self.key.world.rank)
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
@@ -67,15 +67,14 @@ class Ring:
         enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """This rank's rows of the result."""
-        context, kind = self.key.world.context, self.key.world.autocast_type
+        context = self.key.world.context
         if not context.implicit_boxing_allowed:
             raise ExplicitBoxingError(
                 f"attention on keys of {self.key.shape} in {self.key.layout}: keys and values pass the ranks, an "
                 "exchange that the code does not write. Under wb.debug.explicit_boxing() box both first: write "
                 f"x.to_global(sbp={self.key.layout.broadcast().sbp})."
             )
-        if torch.is_autocast_enabled(kind):
-            query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+        query, key, value = cast_for_product((query, key, value), self.key.world.autocast_type)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         settings = BlockSettings(scale, None, dropout_p, 0 if seed is None else seed.key)
         site = None if context.tracer is None else context.tracer.site()
@@ -88,17 +87,9 @@ class Ring:
         """The rows of the sequence that ranks hold."""
         return tuple(spec.layout.region(spec.shape, rank)[SEQUENCE] for rank in ranks)
 
-    def steps(self, is_causal: bool, ranks: Sequence[int]) -> list[list[Block]]:
+    def steps(self, is_causal: bool, ranks: Sequence[int]) -> tuple[tuple[Block, ...], ...]:
         """The steps of a ring."""
         return ring_steps(self.rows(self.query, ranks), self.rows(self.key, ranks), is_causal)
-
-
-def _ring_of(layout: Layout, rank: int) -> list[int]:
-    """The ranks at the coordinates of ``rank`` on all axes but those that split the sequence."""
-    placement, ring = layout.placement, layout.axes_splitting(SEQUENCE)
-    fixed = [axis for axis in range(placement.num_axes) if axis not in ring]
-    here = placement.coordinates(rank)
-    return [other for other in placement if all(placement.coordinates(other)[axis] == here[axis] for axis in fixed)]
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ class _Call:
         if tracer is None:
             return
         sent: dict[int, int] = {}
-        for ranks in {tuple(_ring_of(ring.key.layout, rank)) for rank in ring.key.layout.placement}:
+        for ranks in {ring.key.layout.ranks_along(SEQUENCE, rank) for rank in ring.key.layout.placement}:
             for block in (block for step in ring.steps(self.is_causal, ranks) for block in step):
                 for side, place in enumerate((block.queries, block.keys)):
                     if place == block.worker:

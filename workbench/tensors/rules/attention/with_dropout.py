@@ -20,6 +20,7 @@ from workbench.kernels.attention_dropout import DTYPES, MAX_WIDTH, attention_dro
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import dropout_slice, fill_random
 from workbench.tensors import random
+from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.global_tensor import local_torch
 
 
@@ -107,11 +108,9 @@ def _by_kernel(
     batch: Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *settings: Any
 ) -> torch.Tensor:
     """The flash kernel takes a batch of two dims, and casts nothing."""
-    *first, strides = settings
-    kind, missing = query.device.type, (None,) * (2 - len(batch))
-    if torch.is_autocast_enabled(kind):
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    operands = [x.expand(*batch, *x.shape[-2:])[missing] for x in (query, key, value)]
+    (*first, strides), missing = settings, (None,) * (2 - len(batch))
+    cast = cast_for_product((query, key, value), query.device.type)
+    operands = [x.expand(*batch, *x.shape[-2:])[missing] for x in cast]
     mask = None if mask is None else mask.expand(*batch, query.shape[-2], key.shape[-2])[missing]
     out: torch.Tensor = attention_dropout(*operands, mask, *first, [0] * len(missing) + strides)[0]
     return out.view(*batch, *out.shape[-2:])

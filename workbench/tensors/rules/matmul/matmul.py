@@ -11,6 +11,7 @@ import torch
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.equation_text import term
@@ -162,10 +163,7 @@ def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
     """
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # dry runs use the autocast of CPUs
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
-    return torch.einsum(equation, *tensors)
+    return torch.einsum(equation, *cast_for_product(tensors, kind))
 
 
 def _einsum_names(text: str, ndim: int) -> list[Hashable]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from workbench.core.layout import Layout, Shape
-from workbench.core.sbp import Split
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.boxing.account import Account
 from workbench.tensors.global_tensor import Spec, local_torch
@@ -116,7 +115,7 @@ def plan_rows(dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...]
             if wanted[0] >= wanted[1]:
                 continue
             source = sources[segment.source]
-            for holder in _holders(source.layout, dim, rank):
+            for holder in source.layout.ranks_along(dim, rank):
                 start, stop = source.layout.region(source.shape, holder)[dim]
                 held = _steps_within(segment.start, segment.step, start, stop)
                 i, end = max(wanted[0], held[0]), min(wanted[1], held[1])
@@ -125,15 +124,6 @@ def plan_rows(dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...]
                     put = (segment.first + i - low, 1, end - i)
                     moves.append(RowMove(holder, rank, segment.source, taken, segment.result, put))
     return RowPlan(dim, sources, results, tuple(moves))
-
-
-def _holders(layout: Layout, dim: int, rank: int) -> list[int]:
-    """The ranks that together hold all rows of ``dim``, at the coordinates of ``rank`` on all other axes."""
-    fixed = [axis for axis, entry in enumerate(layout.sbp) if entry != Split(dim)]
-    here = layout.placement.coordinates(rank)
-    return [
-        other for other in layout.placement if all(layout.placement.coordinates(other)[a] == here[a] for a in fixed)
-    ]
 
 
 def _steps_within(first: int, step: int, start: int, stop: int) -> tuple[int, int]:
