@@ -9,7 +9,6 @@ plain torch on the rank's part of the batch; on two ranks it sums its gradients 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,13 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import workbench as wb
-from benchmarks.harness import (
-    interleave,
-    is_launched,
-    launch,
-    medians,
-    together,
-)
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Target, publish, side_by_side, table
 from workbench.tensors.world import World, current
 
@@ -120,6 +113,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
+    torch.set_num_threads(1)
     wb.init()
     world = current()
     rows, judged = [], []
@@ -154,18 +148,5 @@ def work(rounds: int, calls: int) -> None:
         dist.barrier()
 
 
-def main() -> int:
-    """Launch on one process and on two, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=3, help="steps per round")
-    args = parser.parse_args()
-    if not is_launched():
-        return max(launch("benchmarks.capture", processes, sys.argv[1:]) for processes in (1, 2))
-    torch.set_num_threads(1)
-    work(args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.capture", __doc__, (1, 2), work, rounds=30, calls=3))

@@ -12,7 +12,6 @@ parallelism wins where there are more rows in a batch than columns in a weight. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 import workbench as wb
-from benchmarks.harness import Action, interleave, is_launched, launch, medians, together
+from benchmarks.harness import Action, interleave, launch_or_work, medians, together
 from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.tensors.world import current
 from workbench.units import format_bytes
@@ -173,17 +172,5 @@ def work(rounds: int, calls: int) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=2)
-    args = parser.parse_args()
-    if not is_launched():
-        return launch("benchmarks.choose_parallelism", NUM_PROCESSES, sys.argv[1:])
-    work(args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.choose_parallelism", __doc__, [NUM_PROCESSES], work, rounds=15, calls=2))

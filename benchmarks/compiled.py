@@ -10,7 +10,6 @@ are those of the steps until the first compiled one has run, with whatever Induc
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from benchmarks.capture import MODELS, Step, largest_difference, make_model, step_of
-from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Target, publish, side_by_side, table
 from workbench.tensors.world import World, current
 
@@ -53,6 +52,7 @@ def candidates(world: World, num_blocks: int, width: int, rows: int, length: int
 
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
+    torch.set_num_threads(1)
     wb.init()
     world = current()
     rows, judged = [], []
@@ -82,18 +82,5 @@ def work(rounds: int, calls: int) -> None:
     torch.distributed.barrier()
 
 
-def main() -> int:
-    """Launch on two processes, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=2, help="steps per round")
-    args = parser.parse_args()
-    if not is_launched():
-        return launch("benchmarks.compiled", NUM_PROCESSES, sys.argv[1:])
-    torch.set_num_threads(1)
-    work(args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.compiled", __doc__, [NUM_PROCESSES], work, rounds=20, calls=2))

@@ -9,7 +9,6 @@ slices of the heads. Both call the same kernel on blocks of scores. Results and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 import workbench as wb
-from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 
 NUM_PROCESSES = (2, 4)
@@ -137,16 +136,5 @@ def work(rounds: int) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    if not is_launched():
-        return max(launch("benchmarks.context_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
-    work(args.rounds)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.context_parallel", __doc__, NUM_PROCESSES, work, rounds=15))

@@ -10,7 +10,6 @@ few experts and many tokens they are compared with a dense model, data parallel,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Target, publish, side_by_side, table
 
 NUM_PROCESSES = 2
@@ -134,17 +133,5 @@ def work(rounds: int, calls: int) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=2, help="steps per round")
-    args = parser.parse_args()
-    if not is_launched():
-        return launch("benchmarks.experts", NUM_PROCESSES, sys.argv[1:])
-    work(args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.experts", __doc__, [NUM_PROCESSES], work, rounds=20, calls=2))

@@ -12,6 +12,7 @@ launch, and what is reported is the median over the launches.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -27,6 +28,7 @@ from statistics import median
 from typing import Any
 
 _HANDED_IN = "BENCHMARK_HANDED_IN"
+_OPTIONS = {"rounds": "turns of each candidate", "calls": "calls of a candidate in its turn"}
 
 Action = Callable[[], object]
 
@@ -119,6 +121,23 @@ def launch_often(module: str, num_processes: int, arguments: Sequence[str], num_
 def hand_in(found: Any) -> None:
     """What one of the processes of a launch has measured (plain numbers, words, lists, dictionaries)."""
     Path(os.environ[_HANDED_IN]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def launch_or_work(
+    module: str, description: str | None, processes: Sequence[int], work: Callable[..., object], **options: int
+) -> int:
+    """``main`` of a benchmark: launch it on each of these numbers of processes, or work if it has been launched.
+
+    ``options`` are those of the command line, with defaults, and the arguments of ``work``.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=_OPTIONS.get(name))
+    arguments = vars(parser.parse_args())
+    if not is_launched():
+        return max(launch(module, number, sys.argv[1:]) for number in processes)
+    work(**arguments)
+    return 0
 
 
 def is_launched() -> bool:

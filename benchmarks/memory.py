@@ -8,7 +8,6 @@ nothing that grows: after the first steps the resident size stays, and so do the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import workbench as wb
-from benchmarks.harness import is_launched, launch
+from benchmarks.harness import launch_or_work
 from benchmarks.reporting import Comparison, Target, publish, table
 from benchmarks.tensor_parallel import SIZES, Training
 from workbench.tensors.world import current
@@ -79,16 +78,5 @@ def work(steps: int) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    args = parser.parse_args()
-    if not is_launched():
-        return launch("benchmarks.memory", NUM_PROCESSES, sys.argv[1:])
-    work(args.steps)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.memory", __doc__, [NUM_PROCESSES], work, steps=1000))

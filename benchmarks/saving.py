@@ -13,7 +13,6 @@ for loading (torch compares no checksums), and the time for which an asynchronou
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.tensors.world import current
 from workbench.training.saving.flat import name_of
@@ -102,13 +101,13 @@ class Training:
             self.pending.pop()()
 
 
-def work(rounds: int, num_blocks: int) -> None:
+def work(rounds: int, blocks: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
     place = [tempfile.mkdtemp(prefix="workbench-saving-") if wb.rank() == 0 else ""]
     torch.distributed.broadcast_object_list(place)
     folder = Path(place[0])
-    training = Training(folder, num_blocks)
+    training = Training(folder, blocks)
     groups: list[dict[str, Callable[[], object]]] = [
         {_SAVE: training.save, _TORCH_SAVE: training.torch_save},
         {_LOAD: training.load, _TORCH_LOAD: training.torch_load},
@@ -141,17 +140,5 @@ def work(rounds: int, num_blocks: int) -> None:
     torch.distributed.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--blocks", type=int, default=9)
-    args = parser.parse_args()
-    if is_launched():
-        work(args.rounds, args.blocks)
-        return 0
-    return launch("benchmarks.saving", NUM_PROCESSES, sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.saving", __doc__, [NUM_PROCESSES], work, rounds=11, blocks=9))

@@ -10,7 +10,6 @@ weights must agree.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import workbench as wb
-from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 
 NUM_PROCESSES = (2, 4)
@@ -149,17 +148,5 @@ def work(rounds: int, calls: int) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=2, help="steps per round")
-    args = parser.parse_args()
-    if not is_launched():
-        return max(launch("benchmarks.tensor_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
-    work(args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_or_work("benchmarks.tensor_parallel", __doc__, NUM_PROCESSES, work, rounds=30, calls=2))
