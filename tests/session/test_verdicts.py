@@ -13,6 +13,7 @@ from torch import nn
 
 import workbench as wb
 from tests.session.simulated_session import SimulatedSession
+from tests.training.strategies.mixtures import Mixture, batch_of
 from workbench.core.metrics import RunRecord
 from workbench.errors import RunError
 from workbench.session.comparison.comparison import Comparison
@@ -151,6 +152,13 @@ def test_a_language_model_with_a_buffer_that_is_not_kept_is_equal(strategy: str,
     run = judged(lambda: Words(rate=rate), sentences(), word_loss, strategy, optimizer_fn)
     assert run.equal, run.verdict
     assert run.weight_difference is not None and run.weight_difference < 1
+
+
+def test_slices_of_the_sequence_and_spread_experts_are_equal():
+    x, classes = batch_of(0, 32)
+    slices = judged(lambda: Words(rate=0.2), sentences(), word_loss, "*: data | context=2")
+    experts = judged(Mixture, (x.float(), classes), None, "*: expert")
+    assert slices.equal and experts.equal, (slices.verdict, experts.verdict)
 
 
 def test_dropout_without_a_module_is_noticed():

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ import torch
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from tests.models.training import whole
-from tests.training.training_runs import Setup, assert_runs_agree, on_one_device, on_ranks, strategy_text
+from tests.training.training_runs import Setup, assert_trains_like_one_device
 from workbench.core.strategy import Strategy
-from workbench.tensors.dispatch.fallback import FallbackWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.parallel import describe
@@ -70,19 +68,10 @@ CASES = [
 ]
 
 
-def assert_trains(setup, parallel, options, num_ranks):
-    text = strategy_text(setup.kind, parallel, options)
-    truth = on_one_device(setup, Strategy(text).options.num_micro_batches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        for found in on_ranks(setup, text, num_ranks):
-            assert_runs_agree(found, truth, setup)
-
-
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout, shifted labels, an odd number of samples, and models without a sequence."""
-    assert_trains(Setup(kind, num_steps=2), parallel, options, num_ranks)
+    assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
 
 
 def test_activations_take_a_quarter_on_four_ranks():

@@ -1,6 +1,5 @@
 """Every model under every strategy trains like one device: losses, gradients, final weights, with dropout on."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,10 @@ from tests.training.training_runs import (
     KINDS,
     Setup,
     assert_runs_agree,
+    assert_trains_like_one_device,
     on_one_device,
-    on_ranks,
     plainly,
-    strategy_text,
 )
-from workbench.core.strategy import Strategy
-from workbench.tensors.dispatch.dispatcher import FallbackWarning
 
 SHAPES = [
     ("data", "1x2x1", 2),
@@ -49,15 +45,6 @@ SHAPES = [
     ("data", "2x1x1 mb=3 1f1b recompute", 2),
 ]
 """Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, schedules, ZeRO, the other options."""
-
-
-def assert_trains_like_one_device(setup, parallel, options, num_ranks):
-    text = strategy_text(setup.kind, parallel, options)
-    truth = on_one_device(setup, Strategy(text).options.num_micro_batches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        for found in on_ranks(setup, text, num_ranks):
-            assert_runs_agree(found, truth, setup)
 
 
 @pytest.mark.parametrize(

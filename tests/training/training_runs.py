@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from tests.models.zoo import make as make_transformer
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
+from workbench.tensors.dispatch.fallback import FallbackWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.parallel import describe
@@ -164,6 +166,16 @@ def on_this_rank(setup: Setup, model: nn.Module, strategy: str) -> Run:
 def on_one_device(setup: Setup, num_micro_batches: int) -> Run:
     """The truth."""
     return on_ranks(setup, f"*: data | mb={num_micro_batches}", 1)[0]
+
+
+def assert_trains_like_one_device(setup: Setup, parallel: str, options: str, num_ranks: int) -> None:
+    """Rows ``parallel`` for all layers, with options."""
+    text = strategy_text(setup.kind, parallel, options)
+    truth = on_one_device(setup, Strategy(text).options.num_micro_batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for found in on_ranks(setup, text, num_ranks):
+            assert_runs_agree(found, truth, setup)
 
 
 def plainly(setup: Setup, num_micro_batches: int) -> Run:

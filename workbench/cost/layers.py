@@ -49,7 +49,7 @@ class LayerPrice:
         cast: number of ``weights`` of which ``kept_bytes`` has a copy in 16 bits.
         input_bytes: bytes of its input as it arrives, which a recomputed block keeps for its first layer.
         boxed_input_bytes: bytes of its input in the layout that it needs.
-        apart: number of ``weights`` whose gradients no other rank of the data axis has a term of: experts over data.
+        apart: of ``weights``, those of experts over the data axis that count as on one rank only, and not summed.
         scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
             last one: the scores of attention, which selective recomputation computes again.
     """
@@ -146,6 +146,8 @@ def layer_price(
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
     weights, shared = _weights(row, choice, setting)
+    # Each expert is on data / over_data ranks. Their sums and ZeRO's shards are those of so many weights on one rank
+    # and the others on all ranks of the data axis.
     apart = weights * (choice.over_data - 1) / (setting.data - 1) if choice.over_data > 1 else 0.0
     cast = row.num_cast / (setting.model * choice.over_data if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
