@@ -10,8 +10,10 @@ plain torch on the rank's part of the batch; on two ranks it sums its gradients 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from workbench.tensors.world import World, current
 MODELS = {"12 x 64": (12, 64, 8, 32), "8 x 256": (8, 256, 8, 64)}
 """Blocks, width, batch and length."""
 TARGET = Target(1.05)
+STEPS_BEFORE = 4
+"""After these, steps are recorded and compiled."""
 _LARGEST_WEIGHT_DIFFERENCE = 1e-4
 Step = Callable[[], object]
 
@@ -101,6 +105,27 @@ def candidates(world: World, num_blocks: int, width: int, rows: int, length: int
     }
 
 
+def train_in_turns(
+    ways: dict[str, tuple[nn.Module, Step]], rounds: int, calls: int, around: Callable[[], AbstractContextManager[Any]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of seconds per step, and the seconds of what comes before: steps that run, record and compile.
+
+    Raises:
+        AssertionError: the ways do not train alike.
+    """
+    first_s = {}
+    for way, (_, step) in ways.items():
+        start = time.perf_counter()
+        for _ in range(STEPS_BEFORE):
+            step()
+        first_s[way] = time.perf_counter() - start
+    times = interleave({way: step for way, (_, step) in ways.items()}, rounds, calls, around=around)
+    difference = largest_difference(ways)
+    if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
+        raise AssertionError(f"{', '.join(ways)} did not train alike: weights differ by {difference:.1e}")
+    return medians(times), first_s
+
+
 def largest_difference(ways: dict[str, tuple[nn.Module, Step]]) -> float:
     """Between the weights of the first and the others."""
     first, *others = ([_whole(p) for p in model.parameters()] for model, _ in ways.values())
@@ -120,15 +145,7 @@ def work(rounds: int, calls: int) -> None:
     for name in MODELS:
         ways = candidates(world, *MODELS[name])
         around = together if world.world_size > 1 else nullcontext
-        steps = {way: step for way, (_, step) in ways.items()}
-        for step in steps.values():
-            for _ in range(3):
-                step()
-        times = interleave(steps, rounds, calls, around=around)
-        difference = largest_difference(ways)
-        if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
-            raise AssertionError(f"the three did not train alike: weights differ by {difference:.1e}")
-        time_s = medians(times)
+        time_s, _ = train_in_turns(ways, rounds, calls, around)
         judged.append(side_by_side(name, time_s["captured"], "local torch", time_s["local torch"], TARGET))
         rows.append([name, *(f"{time * 1e3:.2f}" for time in time_s.values()), f"{judged[-1].value:.3f}"])
     if world.rank == 0:

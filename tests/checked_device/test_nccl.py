@@ -220,10 +220,12 @@ def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is
         pids = [os.getpid()] * num_ranks
         pids[1] = process.pid if is_lost else pids[0]
         found = run_over_nccl(interrupted, num_ranks, device=device_of(num_ranks), pids=pids, finds_stalls=False)
-    reason = f"process {process.pid} of rank 1 has ended" if is_lost else "rank 1 gave up: KeyboardInterrupt"
+    reasons = ["rank 1 gave up: KeyboardInterrupt"]
+    if is_lost:  # the thread that plays the lost process leaves the world besides; either may be seen first
+        reasons = [f"process {process.pid} of rank 1 has ended", "rank 1 has left the world"]
     assert isinstance(found.pop(1), SystemExit if is_lost else KeyboardInterrupt)
     for error in found:
-        assert isinstance(error, CollectiveAborted) and reason in str(error), found
+        assert isinstance(error, CollectiveAborted) and any(reason in str(error) for reason in reasons), found
     if is_lost:
         worlds[1] = None  # another process takes its place
 

@@ -82,7 +82,7 @@ def trained(model, strategy, batches, before_step=lambda model, step: None):
     return losses, weights, model
 
 
-def compare(one, strategy, num_ranks, batches, before_step=lambda model, step: None):
+def assert_like_one_device(one, strategy, num_ranks, batches, before_step=lambda model, step: None):
     """Train on one device and on ranks; the ranks' models."""
     models = [copy.deepcopy(one) for _ in range(num_ranks)]
     mb = "mb=4" if "mb=4" in strategy else "mb=2"
@@ -104,7 +104,7 @@ def test_hooks_of_users_get_boxed_inputs_on_every_rank():
             model.words.register_forward_pre_hook(lambda m, args: seen.append((wb.rank(), "before", type(args[0]))))
             model.norm.register_forward_hook(lambda m, args, out: seen.append((wb.rank(), "behind", type(args[0]))))
 
-    compare(Model(), STAGES, 3, [words_of(6, 5)] * 3, before_step)
+    assert_like_one_device(Model(), STAGES, 3, [words_of(6, 5)] * 3, before_step)
     on_ranks = [entry for entry in seen if entry[0]]  # rank 0 is also the one device
     for rank in (1, 2):
         for kind in ("before", "behind"):
@@ -116,7 +116,7 @@ def test_positions_as_many_as_rows_are_another_call(rows):
     """With as many positions as samples in a micro-batch, an input hook takes positions for samples."""
     torch.manual_seed(0)
     hybrid = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@1; head: data@1 | 2x2x1 mb=2"
-    compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
+    assert_like_one_device(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
 
 
 @pytest.mark.parametrize("strategy", [
@@ -134,14 +134,14 @@ def test_under_every_schedule_weights_may_be_frozen_and_learn_again(strategy):
         model.words.weight.requires_grad_(step != 1)
         model.norm.bias.requires_grad_(step % 2 == 0)
 
-    compare(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
+    assert_like_one_device(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
 
 
 def test_a_block_or_layer_may_have_two_places():
     torch.manual_seed(0)
     batch = torch.randn(6, WIDTH), torch.arange(6) % WORDS
     rows = "first: data; one.0: data@1; last: data@2 | 3x1x1 mb=2 gpipe"
-    for model in compare(TwoLists(), rows, 3, [batch] * 3):
+    for model in assert_like_one_device(TwoLists(), rows, 3, [batch] * 3):
         assert not any("forward" in part.__dict__ for part in model.modules())
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.training.capture.test_capture import assert_same, called, filled, step_of
+from tests.training.capture.captured_runs import assert_same, called, filled, step_of
 from workbench.testing import run_ranks
 
 

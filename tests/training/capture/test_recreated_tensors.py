@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.training.capture.test_capture import assert_same, filled
+from tests.training.capture.captured_runs import assert_same, filled
 from workbench.testing import run_ranks
 
 

@@ -60,7 +60,7 @@ def cut_into_buckets(
             yield bucket
 
 
-def limit_in_flight(starts: Iterable[Callable[[], Callable[[], T]]], at_most: int) -> Callable[[], list[T]]:
+def limit_unfinished(starts: Iterable[Callable[[], Callable[[], T]]], at_most: int) -> Callable[[], list[T]]:
     """Start exchanges, in their order and ``at_most`` at a time: more would only need memory. The returned function
     finishes all, and returns their results.
     """

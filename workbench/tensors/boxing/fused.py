@@ -20,7 +20,7 @@ from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.assembly import without_view_relations
 from workbench.tensors.boxing.box import box_to, check_differentiable
-from workbench.tensors.boxing.bucketed import AT_A_TIME, BoxingWork, cut_into_buckets, limit_in_flight
+from workbench.tensors.boxing.bucketed import AT_A_TIME, BoxingWork, cut_into_buckets, limit_unfinished
 from workbench.tensors.boxing.exchange import direct_exchange
 from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.global_tensor import (
@@ -109,7 +109,7 @@ def box_many(
     moving = [i for i, target in enumerate(targets) if target is not tensors[i]._spec]
     buckets = list(cut_into_buckets(moving, lambda i: tensors[i].dtype, lambda i: _num_bytes(tensors[i])))
     starts = [partial(_start_bucket, [tensors[i] for i in b], [targets[i] for i in b], is_later) for b in buckets]
-    wait = limit_in_flight(starts, len(starts) if is_later else AT_A_TIME)
+    wait = limit_unfinished(starts, len(starts) if is_later else AT_A_TIME)
 
     def finish() -> list[GlobalTensor]:
         found = dict(zip(itertools.chain(*buckets), itertools.chain(*wait()), strict=True))

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from workbench.tensors.global_tensor import plain
 from workbench.training.capture.trace import DRAW, Call, Slot, Trace, slots_in
 
 _FEWEST_CALLS = 3
@@ -90,7 +89,7 @@ class Program:
     def __call__(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Results of the part for these inputs."""
         if self._run is None:
-            self._run = self._compiled([plain(value) for value in values])
+            self._run = self._compiled(list(values))
         return self._run(*values)
 
     def _compiled(self, values: list[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:

@@ -328,10 +328,10 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
 
 def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
     with torch.no_grad(), local_torch(), torch._C._DisableAutocast():
-        grads = [held_grad(leaf) for leaf in recording.used_grads]
+        grads = [grad for leaf in recording.used_grads if (grad := held_grad(leaf)) is not None]
         for leaf in recording.cleared:
             leaf.grad = None
-        made = recording.run(*inputs, *grads)
+        made = recording.run(*map(plain, (*inputs, *grads)))
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)
         for placeholder, has_grad in recording.placeholders:

@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 
 from workbench.kernels.blocks import slice_region
-from workbench.tensors.boxing.bucketed import AT_A_TIME, BUCKET_BYTES, BoxingWork, cut_into_buckets, limit_in_flight
+from workbench.tensors.boxing.bucketed import AT_A_TIME, BUCKET_BYTES, BoxingWork, cut_into_buckets, limit_unfinished
 from workbench.tensors.boxing.exchange import Exchange, direct_exchange
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import forget_sum, gradient_state
@@ -165,7 +165,7 @@ def start_sums(terms: Sequence[Term]) -> Finish:
     result: Sums = {term.owner: term.local for term in terms if len(term.group) == 1}
     # All ranks follow the order of the parameters. Otherwise two ranks could wait for each other's later buckets.
     buckets = cut_terms([term for term in terms if len(term.group) > 1])
-    wait = limit_in_flight((partial(start_bucket, bucket) for bucket in buckets), AT_A_TIME)
+    wait = limit_unfinished((partial(start_bucket, bucket) for bucket in buckets), AT_A_TIME)
 
     def finish() -> Sums:
         for sums in wait():
