@@ -97,7 +97,7 @@ def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> I
             start_new_session=True,
         )
         try:
-            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", process, log)
+            wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", process, log)
             yield LabServer(f"http://127.0.0.1:{port}", folder, process)
         finally:
             stop(process)
@@ -151,7 +151,8 @@ def _free_port() -> int:
             return port
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers: JupyterLab prints its address before it listens."""
     deadline = time.monotonic() + PAGE_TIMEOUT_S
     while time.monotonic() < deadline:
         assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()[-3000:]}"

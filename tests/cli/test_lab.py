@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser.server import LOG, isolated_environment, stop, write_notebook
+from tests.browser.server import LOG, isolated_environment, stop, wait_for, write_notebook
 from tests.timeouts import PAGE_TIMEOUT_S
 
 pytestmark = [pytest.mark.procs]
@@ -29,6 +29,7 @@ def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:
     try:
         address = _printed_address(server, tmp_path / LOG)
         assert urlsplit(address).path == "/lab/tree/my%20own.ipynb"
+        wait_for(address, server, tmp_path / LOG)
         with urllib.request.urlopen(address, timeout=PAGE_TIMEOUT_S) as page:
             assert page.status == 200 and "login" not in page.url
         with urllib.request.urlopen(
@@ -40,7 +41,7 @@ def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:
 
 
 def _printed_address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """The last address in the log, once there is one and the server answers."""
+    """The last address in the log, once there is one."""
     while server.poll() is None:
         found = re.findall(r"http://127\.0\.0\.1:\d+/\S+\?token=\w+$", log.read_text(errors="replace"), re.MULTILINE)
         if found:
