@@ -35,6 +35,8 @@ STRATEGIES = {
     "zero 1": "*: data | zero=1",
     "zero 2": "*: data | zero=2",
     "zero 3": "*: data | zero=3",
+    "shards": {4: "*: data | zero=3 shards=2", 8: "*: data | zero=2 shards=4"},
+    "shards in stages": {8: "pipeline | 2x4x1 mb=4 interleaved zero=3 shards=2"},
     "unlike layers": "[0-7]: data; [8-15]: model:row",
     "recompute": "*: data | zero=3 recompute",
     "gpipe": _pipeline("gpipe"),

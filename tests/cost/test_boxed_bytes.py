@@ -112,6 +112,8 @@ STRATEGIES = [
     ("gpt", 2, "*: data | context=2"),
     ("gpt", 4, "*: data | 1x4x1 context=4 mb=16"),
     ("gpt", 4, "*: data | 1x4x1 context=2 zero=1 mb=2 recompute"),
+    ("gpt", 4, "*: data | 1x4x1 zero=3 shards=2 mb=2 recompute"),
+    ("gpt", 8, "*: model | 1x4x2 zero=2 shards=2 mb=2"),
     ("gpt", 4, "*: model | 1x2x2 context=2 sequence"),
     ("cnn", 2, "*: data"),
     ("cnn", 4, "*: data | 1x4x1 mb=2"),

@@ -66,7 +66,10 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
             ] or [("", 1)]:
                 if schedule and not _wanted(constraints.schedule, schedule):
                     continue
-                for zero, again, sequence in product(range(4), (False, True), (False, True)):
+                hosts = {link.span // m for link in problem.hardware.links}
+                sharded = [(zero, 0) for zero in range(4)]
+                sharded += [(3, n) for n in hosts if n in range(2, d) and d % n == 0]
+                for (zero, shards), again, sequence in product(sharded, (False, True), (False, True)):
                     if (zero and d * m == 1) or (sequence and m == 1):
                         continue
                     if not _wanted(constraints.zero, zero) or not _wanted(constraints.recompute, again):
@@ -78,7 +81,7 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
                     words = [
                         f"{p}x{d}x{m} mb={mb}",
                         schedule,
-                        f"zero={zero} context={context}",
+                        f"zero={zero} context={context}" + (f" shards={shards}" if shards else ""),
                         "recompute" * again,
                         "sequence" * sequence,
                     ]

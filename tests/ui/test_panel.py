@@ -125,6 +125,11 @@ def test_options_of_the_whole_model(panel: Panel):
     assert controls.text.value == "*: data | zero=2 context=2 recompute sequence bf16"
     controls.undo.click()
     assert controls.precision.value == "fp32" and controls.zero.value == 2
+    controls.shards.value = 3
+    assert "zero=2 shards=3 context=2" in controls.text.value
+    assert "shards=3, but a data degree of 2" in controls.mistakes.value
+    controls.undo.click()
+    assert controls.shards.value == 0 and "shards" not in controls.text.value
 
 
 def test_text_is_taken_when_it_parses_and_underlined_where_it_does_not(panel: Panel):

@@ -294,6 +294,7 @@ def test_what_arrives_is_what_was_sent(strategy: str):
         ("blocks: model; *_emb: data; ln_f: data; lm_head: data | 1x2x2", 4),
         ("*: data; blocks.[4-7]: data@1; ln_f: data@1; lm_head: data@1 | 2x2x1 mb=2", 4),
         ("*: model | sequence", 2),
+        ("*: model | 1x4x2 zero=2 shards=2 mb=2", 8),
     ],
 )
 def test_the_panel_and_the_cost_model_count_the_same_bytes(strategy: str, num_ranks: int):

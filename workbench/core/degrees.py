@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workbench.core.options import Options, format_widths
 
 Found = tuple[str, tuple[str, ...]]
@@ -32,7 +34,8 @@ def mistakes_of_degrees(
             f"model must be the ranks"
         )
         mistakes.append((message, (_fitting_degrees(num_stages, 1, num_ranks),)))
-    mistakes += _mistakes_of_context(options, degrees, num_ranks)
+    datas = list(dict.fromkeys(data for data, _ in widths or ((data, model),)))
+    mistakes += _mistakes_of_context(options, degrees, datas, num_ranks) + _mistakes_of_shards(options, datas)
     goes_round = options.schedule == "interleaved" and num_stages % pipeline == 0
     if pipeline > num_ranks:
         message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
@@ -44,10 +47,11 @@ def mistakes_of_degrees(
     return mistakes
 
 
-def _mistakes_of_context(options: Options, degrees: tuple[int, int, int], num_ranks: int) -> list[Found]:
+def _mistakes_of_context(
+    options: Options, degrees: tuple[int, int, int], datas: Sequence[int], num_ranks: int
+) -> list[Found]:
     """A context that does not divide the data degree of every stage, from which its ranks are taken."""
-    context, (pipeline, data, model) = options.context, degrees
-    datas = dict.fromkeys(data for data, _ in options.widths or ((data, model),))
+    context, (pipeline, _, model) = options.context, degrees
     uneven = [each for each in datas if each % context]
     if not uneven:
         return []
@@ -59,6 +63,28 @@ def _mistakes_of_context(options: Options, degrees: tuple[int, int, int], num_ra
         kept = model if ranks % (context * model) == 0 else 1
         fixes.append(f"use {pipeline}x{ranks // kept}x{kept}")
     return [(message, tuple(fixes) or ("use context=1",))]
+
+
+def _mistakes_of_shards(options: Options, datas: Sequence[int]) -> list[Found]:
+    """Groups of ZeRO's shards that do not divide the data degree of every stage, and groups without ZeRO."""
+    shards = options.shards
+    if not shards:
+        return []
+    found = list[Found]()
+    uneven = [each for each in datas if each % shards]
+    if uneven or shards == 1:
+        fitting = [n for n in range(2, min(datas) + 1) if all(each % n == 0 for each in datas)]
+        nearest = [n for n in fitting if n <= shards][-1:] or fitting[:1]
+        why = "a group has at least 2 ranks" if shards == 1 else "groups are as large as one another"
+        listed = " and ".join(map(str, uneven or datas))
+        message = f"shards={shards}, but a data degree of {listed}: {why}, so it divides their number"
+        found.append((message, (*(f"use shards={n}" for n in nearest), "leave shards out")))
+    if not options.zero:
+        message = (
+            f"shards={shards} with zero=0: it says over how many data ranks ZeRO splits, and zero=0 splits nothing"
+        )
+        found.append((message, ("use zero=3", "leave shards out")))
+    return found
 
 
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:

@@ -12,6 +12,7 @@ from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout, Shape
 from workbench.core.rows import Layer
 from workbench.core.sbp import Split, dual
+from workbench.core.shard_groups import exchanged_copies
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,23 @@ class LayerPlan:
     output_shape: Shape | None
     itemsize: int
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes on the wire of a scatter, or of a gather, of the gradients: p - 1 times what p ranks have copies of.
+    def gradient_bytes(self, groups: int, num_halves: int, num_sums: int) -> int:
+        """Bytes on the wire of the gradients in a step: p - 1 times what p ranks have copies of, for each scatter or
+        gather.
 
         The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed
         over both axes.
+
+        Args:
+            groups: of ranks that each hold all shards.
+            num_halves: scatters and gathers inside a group.
+            num_sums: sums between the groups.
         """
-        shapes = self.layer.shapes
-        copies = sum((layout.num_replicas - 1) * prod(shapes[name]) for name, layout in self.parameters.items())
-        return copies * self.layer.itemsize
+        total = 0
+        for name, layout in self.parameters.items():
+            inside, between = exchanged_copies(layout.num_replicas, groups)
+            total += (num_halves * inside + num_sums * between) * prod(self.layer.shapes[name])
+        return total * self.layer.itemsize
 
 
 def _least_dims(*layouts: Layout) -> int:

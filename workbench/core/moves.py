@@ -6,7 +6,7 @@ Between thousands of ranks there are millions of moves; a rank only ever needs i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -94,16 +94,22 @@ def moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> 
 @lru_cache(maxsize=4096)
 def gathered_regions(source: Layout, destination: Layout, shape: Shape, rank: int) -> dict[int, Region]:
     """By rank, the places of the parts in the shard that this rank gathers, where the same ranks gather all of it, and
-    nothing else: an all-gather. Empty otherwise.
+    nothing else: an all-gather. Empty otherwise. Where groups of ranks have copies, each group gathers its own.
 
     >>> from workbench.core.placement import Placement
     >>> p = Placement.of("cpu", [1, 0])
     >>> gathered_regions(Layout.of(p, "S(0)"), Layout.of(p, "B"), (5,), 0)
     {1: ((0, 3),), 0: ((3, 5),)}
     """
-    ranks = destination.placement
-    if rank not in ranks or source.has_partial or destination.has_partial or len(tiling_of(source, shape).copies) > 1:
+    ranks: Iterable[int] = destination.placement
+    if rank not in ranks or source.has_partial or destination.has_partial:
         return {}
+    tiling = tiling_of(source, shape)
+    if len(tiling.copies) > 1:
+        if source.placement != ranks:
+            return {}
+        copy = tiling.place(rank).copy
+        ranks = [other for other in ranks if tiling.place(other).copy == copy]
     whole = destination.region(shape, rank)
     group = [other for other in ranks if destination.region(shape, other) == whole]
     parts = {other: source.region(shape, other) for other in group if other in source.placement}

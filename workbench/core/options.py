@@ -14,7 +14,7 @@ PRESETS = ("data", "model", "pipeline", "hybrid")
 """Names of strategies that are made for a model."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OTHER_OPTIONS = ("recompute", "sequence", "context=2", "zero=1", "zero=2", "zero=3", "mb=4")
+_OTHER_OPTIONS = ("recompute", "sequence", "context=2", "zero=1", "zero=2", "zero=3", "shards=8", "mb=4")
 """For suggestions."""
 
 
@@ -23,7 +23,8 @@ class Options:
     """The options of the whole model. ``degrees`` are pipeline x data x model; None if they follow from the rows.
 
     Instead of degrees there may be ``widths``: data x model for every stage. ``context`` data ranks each take the same
-    samples, and a slice of their sequence.
+    samples, and a slice of their sequence. ZeRO's shards are over groups of ``shards`` consecutive data ranks; 0: over
+    all of them.
     """
 
     degrees: tuple[int, int, int] | None = None
@@ -35,6 +36,7 @@ class Options:
     precision: str = "fp32"
     widths: tuple[tuple[int, int], ...] | None = None
     context: int = 1
+    shards: int = 0
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.degrees))] if self.degrees else []
@@ -42,6 +44,7 @@ class Options:
         words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
         words += [self.schedule] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
+        words += [f"shards={self.shards}"] if self.shards else []
         words += [f"context={self.context}"] if self.context != 1 else []
         words += ["recompute"] * bool(self.recompute) + ["sequence"] * bool(self.sequence)
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
@@ -83,7 +86,8 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
     for word in text.split():
         option = _option(word)
         if option is None:
-            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, context=N, recompute, sequence, bf16, fp16"
+            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
+            known += "sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             mistakes.append(f"option {word!r} is none of {known}{hint}")
@@ -106,7 +110,7 @@ def _option(word: str) -> tuple[str, Any] | None:
         return "degrees", tuple(map(int, word.split("x")))
     if re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
         return "widths", tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
-    if number := re.fullmatch(r"(mb|zero|context)=(\d+)", word):
+    if number := re.fullmatch(r"(mb|zero|shards|context)=(\d+)", word):
         return "num_micro_batches" if number[1] == "mb" else number[1], int(number[2])
     if word in SCHEDULES or word in PRECISIONS:
         return "schedule" if word in SCHEDULES else "precision", word
@@ -119,6 +123,8 @@ def _out_of_range(found: dict[str, Any]) -> list[str]:
         mistakes.append("mb=0: a step has at least 1 micro-batch")
     if found.get("context") == 0:
         mistakes.append("context=0: a sequence has at least 1 slice")
+    if found.get("shards") == 0:
+        mistakes.append("shards=0: a group has at least 2 ranks; leave it out to split over all data ranks")
     if found.get("zero", 0) > 3:
         mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
     if 0 in (found.get("degrees") or ()):

@@ -15,26 +15,26 @@ from workbench.units import format_bytes, format_ranks
 _HEAD = ("layer", "ranks", "weight", "input", "result", "a rank sends", "gradients")
 
 
-def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, half_sums: int) -> str:
+def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, gradients: Sequence[int]) -> str:
     """The table of ``print(model.plan)``.
 
     Columns: the layer and its ranks; layout and shape of its largest parameter; layouts of its input and of its result,
     with the boxings to them; bytes that the busiest rank sends for these boxings in a micro-batch, forward + backward;
-    bytes that the layer's ranks send in a step, all together, to sum its gradients (``half_sums`` scatters and
-    gathers).
+    bytes that the layer's ranks send in a step, all together, to sum its gradients (``gradients``).
     """
-    rows = [_row(layer, half_sums) for layer in layers]
+    rows = list(map(_row, layers, gradients))
     widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
     shown = [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in _folded(rows)]
-    return "\n".join(["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, half_sums)])
+    return "\n".join(
+        ["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, sum(gradients))]
+    )
 
 
-def _row(planned: LayerPlan, half_sums: int) -> tuple[str, ...]:
+def _row(planned: LayerPlan, gradients: int) -> tuple[str, ...]:
     layer = planned.layer
     name, shape = max(layer.shapes.items(), key=lambda item: prod(item[1]), default=("", ()))
     weight = f"{_sbp(planned.parameters[name])} of {' x '.join(map(str, shape))}" if name else ""
     edge = planned.boxes_input + planned.boxes_output
-    gradients = half_sums * planned.gradient_bytes
     return (
         layer.name,
         format_ranks(planned.input_layout.placement.grid),
@@ -84,9 +84,9 @@ def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...] | str]:
     return found
 
 
-def _total(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, half_sums: int) -> str:
+def _total(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, num_bytes: int) -> str:
     edges = [edge for layer in layers for edge in (layer.boxes_input, layer.boxes_output)]
-    gradients = format_bytes(half_sums * sum(layer.gradient_bytes for layer in layers))
+    gradients = format_bytes(num_bytes)
     what = "gradients and weights" if resolved.options.zero else "gradients"
     if not all(edge.is_known for edge in edges if edge.plans):
         return f"{gradients} of {what} in a step; the first batch shows the shapes of activations"

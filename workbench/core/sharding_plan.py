@@ -168,15 +168,16 @@ class ShardingPlan:
         taken = sbp_of(input_entry(first, 1, False), first.kind, 1)
         return self.layout(first.stage, Split(0), taken), self.layout(last.stage, Split(0), model)
 
-    @property
-    def half_sums_per_step(self) -> int:
-        """Number of scatters of gradients and gathers of weights in a step. One of each makes a whole sum.
+    def gradient_bytes(self, planned: LayerPlan) -> int:
+        """Bytes on the wire in a step, all ranks together, of a layer's gradients, and under ZeRO of its weights.
 
-        ZeRO 2 scatters after every micro-batch and gathers after the step. ZeRO 3 gathers in every forward and
-        backward.
+        A scatter of gradients and a gather of weights are a whole sum. ZeRO 2 scatters after every micro-batch and
+        gathers after the step. ZeRO 3 gathers in every forward and backward. Groups of shards are summed with each
+        scatter, under ZeRO 3 once in a step.
         """
-        m = self.resolved.num_micro_batches
-        return {2: m + 1, 3: 3 * m}.get(self.resolved.options.zero, 2)
+        m, zero = self.resolved.num_micro_batches, self.resolved.options.zero
+        groups = self.resolved.shard_groups(self.resolved.layers[self.layers.index(planned.layer)].stage)
+        return planned.gradient_bytes(groups, {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1)
 
     def settle(self) -> bool:
         """Between two calls of the model, or two steps: from now on, output hooks go by the order of calls.
@@ -235,7 +236,8 @@ class ShardingPlan:
         return sorted(range(len(places)), key=places.__getitem__)
 
     def __str__(self) -> str:
-        return plan_text(self.layers_of(), self.resolved, self.half_sums_per_step)
+        planned = self.layers_of()
+        return plan_text(planned, self.resolved, [self.gradient_bytes(layer) for layer in planned])
 
     def _equal(self, choice: ResolvedLayer, shape: Shape) -> _Activation:
         is_sequence = shape[:1] == (1,) and context_entry(choice, len(shape)) == "sequence"

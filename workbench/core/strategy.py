@@ -7,7 +7,8 @@ A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:c
 last matching row wins, and ``expert`` is for experts only. A layer without a stage lives on the stage of its
 predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
-by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
+by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``shards=`` (ZeRO splits over
+groups of so many data ranks, and groups hold copies), ``recompute``,
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``context=`` (so many of the data ranks take the same samples, and each a slice of their sequence),
 ``bf16`` or ``fp16``.
@@ -89,6 +90,10 @@ class ResolvedStrategy:
         """Data and model degree of a stage."""
         widths = self.options.widths
         return widths[stage % len(widths)] if widths else self.degrees[1:]
+
+    def shard_groups(self, stage: int) -> int:
+        """Into how many groups a stage's data ranks are cut, each of which holds all of ZeRO's shards."""
+        return self.stage_width(stage)[0] // (self.options.shards or self.stage_width(stage)[0])
 
     def stage_axes(self, stage: int) -> dict[str, int]:
         """The sizes of a stage's axes by name. Those of data and context are the data degree; one of 1 is left out."""

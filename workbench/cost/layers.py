@@ -249,7 +249,7 @@ def state_bytes(
         software.gradient_bytes(precision),
         software.optimizer_bytes(precision, setting.optimizer),
     )
-    sharded = (weights - shared - apart) / setting.data + apart + shared / (setting.data * setting.model)
+    sharded = (weights - shared - apart) / setting.shards + apart + shared / (setting.shards * setting.model)
     held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
     parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
     return parameters, gradients, optimizer

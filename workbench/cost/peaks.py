@@ -129,9 +129,11 @@ class _Gradients:
         self._behind = [self._total - done for done in accumulate(weights)]
         self._is_sharded = setting.zero >= 2 and (setting.data > 1 or shared > 0)
         share = shared / self._total if self._total else 0.0
-        self._part = (1 - share) / setting.data + share / (setting.data * setting.model)
+        self._part = (1 - share) / setting.shards + share / (setting.shards * setting.model)
         self._bucket = max(bucket_bytes(self._total * self._size), max(weights, default=0.0) * self._size)
         summed = (1.0 if setting.data > 1 else share) if setting.zero < 2 and not software.keeps_gradients else 0.0
+        if setting.zero == 3 and setting.shards < setting.data:  # the groups' sums of shards
+            summed = 1.0
         self._sum = summed * (self._part if setting.zero else 1.0) * self._size  # bytes of each weight's
         self._gathered = [0.0] * len(weights)
         self._of_unit = [0.0] * len(weights)  # of the row and those behind it in its unit
@@ -160,7 +162,8 @@ class _Gradients:
         whole = self._of_unit[row] - (0.0 if is_own else self._weights[row])
         others = self._total if is_later else self._behind[row] + self._weights[row] - self._of_unit[row]
         parts = others + (whole if is_own and self._begins[row] else 0.0)  # scattered there
-        return (whole + parts * self._part) * self._size, gathered
+        sums = self._behind[row] * self._sum if has_sums else 0.0
+        return (whole + parts * self._part) * self._size, gathered + sums
 
     def update_bytes(self) -> float:
         """Bytes of the sums of gradients, and of Adam's results for all weights at once on GPUs."""

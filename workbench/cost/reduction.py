@@ -9,6 +9,11 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
                                     them between recomputation and backward); tables for forward only; weights that
                                     autocast casts, in 16 bits for backward
 
+With groups of n ranks instead, each rank receives (n - 1) / n times that, and for the sum between the groups
+
+    ZeRO 1, 3   2 g W / n (d/n - 1) / (d/n)
+    ZeRO 2      m times that
+
 where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
 over d t ranks. Weights of experts that the data axis splits are not summed over it.
 """
@@ -41,9 +46,9 @@ weights back to 16 bits.
 """
 
 
-def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, float]:
-    """The bytes that a rank receives in a step: (from the ranks of its data axis, in addition from those of its model
-    axis).
+def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, float, float]:
+    """The bytes that a rank receives in a step: (from the data ranks of its group, in addition from those of its model
+    axis, from ranks of other groups).
     """
     d, t, software, m = setting.data, setting.model, setting.software, setting.num_micro_batches
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
@@ -52,15 +57,21 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
     across = per_weight * (stage.weights - stage.apart)
     if setting.zero == 3:
         across -= m * (p * stage.tables + (p - ITEMSIZE_16_BIT) * stage.cast_weights)
-    return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
+    n = setting.shards if setting.zero else d
+    own = ((stage.weights - stage.apart - stage.shared) + stage.shared / t) / n
+    between = 2 * g * (m if setting.zero == 2 else 1) * own * (1 - n / d)
+    return across * (1 - 1 / n), per_weight * stage.shared * (1 / n - 1 / (n * t)), between
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     """Seconds of a step in which a rank waits for sums of gradients, over all its stages."""
-    across, inside = (sum(parts) for parts in zip(*(reduced_bytes(stage, setting) for stage in stages), strict=True))
-    software, hardware, received = setting.software, setting.hardware, across + inside
-    seconds = exchange_s(hardware, across, setting.data, setting.model, "gradients", software.uses_all_adapters)
-    seconds += exchange_s(hardware, inside, setting.model, 1, "gradients")
+    found = (reduced_bytes(stage, setting) for stage in stages)
+    across, inside, between = (sum(parts) for parts in zip(*found, strict=True))
+    software, hardware, received = setting.software, setting.hardware, across + inside + between
+    n, t = setting.shards if setting.zero else setting.data, setting.model
+    seconds = exchange_s(hardware, across, n, t, "gradients", software.uses_all_adapters)
+    seconds += exchange_s(hardware, inside, t, 1, "gradients")
+    seconds += exchange_s(hardware, between, setting.data // n, n * t, "gradients", software.uses_all_adapters)
     if hardware.exchanges_on_cores:
         starts = _num_exchanges(stages, setting) - 1 if across else 0
         return seconds + starts * exchange_s(hardware, _NEXT_TO_NOTHING, setting.data, setting.model, "gradients")
@@ -78,12 +89,14 @@ def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
 
 def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     """Number of exchanges in a step: buckets of gradients, and of parameters after the update; under ZeRO 3, two
-    gathers and one scatter per unit.
+    gathers and one scatter per unit. Groups of shards sum each bucket once more.
     """
-    if setting.zero == 3:
-        return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages)
     gradients, parameters = (sum(stage.num_buckets[which] for stage in stages) for which in (0, 1))
-    return gradients * (setting.num_micro_batches if setting.zero == 2 else 1) + (parameters if setting.zero else 0)
+    gradients *= setting.num_micro_batches if setting.zero == 2 else 1
+    between = gradients if setting.zero and setting.shards < setting.data else 0
+    if setting.zero == 3:
+        return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages) + between
+    return gradients + between + (parameters if setting.zero else 0)
 
 
 def statistics_of(
@@ -118,5 +131,5 @@ def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> f
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
-    mine = (weights - apart) / (setting.data if setting.zero else 1) + apart
+    mine = (weights - apart) / (setting.shards if setting.zero else 1) + apart
     return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s

@@ -25,6 +25,7 @@ class StageSettings:
             as a part of a sample.
         num_micro_batches: per step.
         precision, zero, recompute, sequence: options of the strategy.
+        shards: number of consecutive data ranks over which ZeRO splits.
         rates: the machine at this precision.
         itemsize: bytes of an activation's element at this precision; rows are scaled to it.
         scale: ``itemsize`` over the bytes with which the model was counted.
@@ -45,6 +46,7 @@ class StageSettings:
     sequence: bool
     scale: float
     context: int = 1
+    shards: int = 1
 
     @property
     def batch_parts(self) -> float:
@@ -89,6 +91,7 @@ def settings_of(
                 hardware, rates, software, optimizer, data, width, num_stages,
                 ceil(batch_size / parts) / options.context, strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale, options.context,
+                options.shards or data,
             )
         )  # fmt: skip
     return tuple(settings)

@@ -61,8 +61,8 @@ class Bounds:
         """
         (pipeline, _, model), options = candidate.degrees, candidate.options
         key = (
-            candidate.degrees, options.num_micro_batches, options.zero, options.recompute, options.context,
-            candidate.num_stages > 1,
+            candidate.degrees, options.num_micro_batches, options.zero, options.shards, options.recompute,
+            options.context, candidate.num_stages > 1,
         )  # fmt: skip
         if key not in self._updates:
             weights = self._parameters / model / pipeline

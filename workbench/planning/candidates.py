@@ -1,5 +1,5 @@
-"""All combinations of degrees, micro-batches, schedule, ZeRO, recomputation and sequence that a problem leaves open,
-and those values of context that it names.
+"""All combinations of degrees, micro-batches, schedule, ZeRO with its shards, recomputation and sequence that a problem
+leaves open, and those values of context that it names.
 """
 
 from __future__ import annotations
@@ -77,18 +77,30 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     """Every candidate of a group."""
     constraints, (pipeline, data, model) = problem.constraints, group.degrees
     zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if constraints.allows("zero", zero)]
+    sharded = [(zero, shards) for zero in zeros for shards in _shards(problem, zero, data, model)]
     recomputes = [value for value in (False, True) if constraints.allows("recompute", value)]
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):
             continue
-        for zero, recompute, sequence in product(zeros, recomputes, sequences):
+        for (zero, shards), recompute, sequence in product(sharded, recomputes, sequences):
             m = group.num_micro_batches
             options = Options(
-                group.degrees, m, schedule, zero, recompute, sequence, problem.precision, context=group.context
+                group.degrees, m, schedule, zero, recompute, sequence, problem.precision, None, group.context, shards
             )
             if not (schedule == "zero_bubble" and recompute):  # a split backward would recompute a block twice
                 yield Candidate(options, num_stages)
+
+
+def _shards(problem: Problem, zero: int, data: int, model: int) -> list[int]:
+    """Sizes of the groups of ZeRO's shards: all data ranks, and for ZeRO 3, which gathers in every micro-batch, those
+    of a host.
+    """
+    if problem.constraints.shards is not None:
+        wanted = [number for number in problem.constraints.values("shards") if isinstance(number, int)]
+        return [number for number in wanted if number == 0 or (zero and number > 1 and data % number == 0)]
+    spans = [link.span // model for link in problem.hardware.links] if zero == 3 else []
+    return [0, *(number for number in spans if 1 < number < data and data % number == 0)]
 
 
 def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int]]:

@@ -56,6 +56,7 @@ def _conflict(problem: Problem, names: dict[str, object]) -> str:
         *([f"context is at most {length}, the positions of a sequence"] if length else []),
         f"pipeline is at most {len(problem.rows)}, the layers",
         "zero above 0 needs data or model above 1",
+        "shards divides data, is above 1 (0 for all data ranks), and needs zero above 0",
         "sequence needs model above 1",
         "schedule zero_bubble excludes recompute",
         "schedule interleaved needs 2 layers on each rank of the pipeline",

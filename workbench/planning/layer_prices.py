@@ -209,5 +209,6 @@ def with_options(setting: StageSettings, candidate: Candidate) -> StageSettings:
         stages=candidate.num_stages,
         num_micro_batches=options.num_micro_batches,
         zero=options.zero,
+        shards=options.shards or data,
         recompute=options.recompute,
     )

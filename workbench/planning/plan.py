@@ -209,6 +209,7 @@ def _row(found: PricedStrategy, has_memory: bool, is_best: bool) -> dict[str, An
         "schedule": options.schedule or "",
         "stages": found.strategy.num_stages,
         "zero": options.zero,
+        "shards": options.shards,
         "context": options.context,
         "recompute": options.recompute,
         "sequence": options.sequence,

@@ -53,6 +53,7 @@ class Constraints:
         micro_batches: per step.
         schedule: of strategies with more than one stage.
         zero, recompute, sequence: as in strategies.
+        shards: as in strategies, 0 for all data ranks; None: those, and under ZeRO 3 the ranks of a host.
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
@@ -69,6 +70,7 @@ class Constraints:
     layers: str | None = None
     heads: int | Collection[int] | None = None
     context: int | Collection[int] | None = None
+    shards: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
         """Whether the constraint ``name`` allows a value."""

@@ -30,6 +30,7 @@ _OPTION_TIPS = {
     "micro-batches": "parts that a batch is cut into; the stages of a pipeline work on different ones",
     "schedule": "in which order a stage works on its micro-batches",
     "ZeRO": "what is cut over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too",
+    "shards": "over so many data ranks ZeRO cuts, such as those of a host, with copies between the groups; 0: over all",
     "context": "so many data ranks take the same samples, each a slice of their sequence; attention runs as a ring",
     "recompute": "blocks run forward again in backward: less memory for activations, more computing",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
@@ -116,7 +117,7 @@ class Controls:
         self.micro_batches = self._number(1, 4096)
         self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "92px"})
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
-        self.context = self._number(1, 4096)
+        self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
         self.recompute = widgets.Checkbox(description="recompute", indent=False)
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
@@ -135,7 +136,7 @@ class Controls:
 
     @staticmethod
     def _number(smallest: int, largest: int) -> widgets.BoundedIntText:
-        return widgets.BoundedIntText(value=1, min=smallest, max=largest, layout={"width": "46px"})
+        return widgets.BoundedIntText(value=smallest, min=smallest, max=largest, layout={"width": "46px"})
 
     def _observe(self) -> None:
         self.text.add_class("wb-text")
@@ -145,6 +146,7 @@ class Controls:
             "num_micro_batches": self.micro_batches,
             "schedule": self.schedule,
             "zero": self.zero,
+            "shards": self.shards,
             "context": self.context,
             "recompute": self.recompute,
             "sequence": self.sequence,
@@ -164,8 +166,8 @@ class Controls:
             css=("wb-field",),
         )
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
-        memory = (field("ZeRO", self.zero), field("context", self.context), self.recompute, self.sequence)
-        memory = bar(*memory, field("precision", self.precision), css=("wb-field",))
+        memory = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
+        memory = bar(*memory, self.recompute, self.sequence, field("precision", self.precision), css=("wb-field",))
         groups = (degrees, parts, memory)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
@@ -231,7 +233,8 @@ class Controls:
         self.micro_batches.value = options.num_micro_batches
         self.schedule.value = options.schedule or "1f1b"
         self.schedule.disabled = state.written_degrees.pipeline == 1
-        self.zero.value, self.context.value, self.precision.value = options.zero, options.context, options.precision
+        self.zero.value, self.shards.value, self.shards.disabled = options.zero, options.shards, not options.zero
+        self.context.value, self.precision.value = options.context, options.precision
         self.recompute.value, self.sequence.value = options.recompute, options.sequence
 
     def _show_text(self, state: PanelState) -> None:

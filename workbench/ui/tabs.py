@@ -28,6 +28,8 @@ TERMS = {
     "boxing": "The exchange that brings a tensor from one layout into another, where the next layer needs it. The "
     "violet badges show where, by which collective, and how many bytes.",
     "ZeRO": "What is cut over data-parallel ranks to save memory: 1 optimizer state, 2 gradients too, 3 weights too.",
+    "shards": "Over how many data ranks ZeRO cuts. Groups of so many ranks, such as those of a host, hold copies of "
+    "one another.",
     "context": "How many data ranks take the same samples, each a slice of their sequence, through whole blocks. In "
     "attention, keys and values of the others pass by.",
     "recompute": "Blocks run forward a second time during backward instead of keeping their activations.",

@@ -24,6 +24,8 @@ def training(strategies):
 QUICK = [("mlp", "mb=2 zero=1"), ("cnn", "mb=2 zero=2 recompute"), ("dropping", "zero=3")]
 MORE = [*QUICK, ("mlp", ""), ("attention", "zero=3"), ("dropping", "zero=3 recompute"), ("encoder", "zero=2")]
 
+GROUPS = [("mlp", f"mb=2 zero={zero} shards=2") for zero in (1, 2, 3)]
+
 
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "options"),
@@ -31,6 +33,7 @@ MORE = [*QUICK, ("mlp", ""), ("attention", "zero=3"), ("dropping", "zero=3 recom
         ("shared", 2, QUICK),
         pytest.param("shared", 3, MORE, marks=pytest.mark.slow),
         pytest.param("gloo", 3, MORE, marks=pytest.mark.slow),
+        *(pytest.param(how, 4, GROUPS, marks=pytest.mark.slow) for how in ("shared", "gloo")),
     ],
 )
 def test_options_give_the_numbers_of_one_device(transport, num_ranks, options):

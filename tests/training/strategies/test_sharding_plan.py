@@ -191,7 +191,7 @@ def test_sums_of_gradients_in_16_bits_have_the_bytes_of_the_plan() -> None:
         optimizer = torch.optim.SGD(model.parameters())
         with wb.debug.trace() as trace:
             optimizer.step()
-        return model.plan.half_sums_per_step * model.plan.layers_of()[0].gradient_bytes, trace.sent_bytes
+        return model.plan.gradient_bytes(model.plan.layers_of()[0]), trace.sent_bytes
 
     (planned, sent), (_, other) = run_ranks(program, 2)
     assert planned == sent + other == 2 * 36 * 2

@@ -15,6 +15,7 @@ from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Region
 from workbench.core.moves import gathered_regions
 from workbench.core.placement import Placement
+from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.assembly import assemble, packed, region_shape
@@ -105,8 +106,13 @@ class Exchange:
     @cached_property
     def scattered(self) -> dict[int, Region]:
         """The same for a sum, the reverse of a gathering: by rank, the places of the shards in this rank's term."""
-        plan, is_sum = self.plan, self.plan.reduction == "sum" and not self.dtype.is_complex  # which NCCL lacks
-        return gathered_regions(plan.destination, plan.source.dual(), plan.shape, self.world.rank) if is_sum else {}
+        plan = self.plan
+        reductions = {
+            entry.reduction for entry in (*plan.source.sbp, *plan.destination.sbp) if isinstance(entry, Partial)
+        }
+        if reductions != {"sum"} or self.dtype.is_complex:  # which NCCL lacks
+            return {}
+        return gathered_regions(plan.destination.dual(), plan.source.dual(), plan.shape, self.world.rank)
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """This rank's new shard, in memory of its own; a placeholder outside the destination."""

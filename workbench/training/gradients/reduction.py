@@ -23,7 +23,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import forget_sum, gradient_state
 from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.world import World
-from workbench.training.gradients.shard import Shard, shard_of, state_spec
+from workbench.training.gradients.shard import Shard, shard_of
 
 Sums = dict[GlobalTensor, torch.Tensor]
 Finish = Callable[[], Sums]
@@ -31,24 +31,30 @@ Finish = Callable[[], Sums]
 
 class Term(NamedTuple):
     """A local tensor that is one term of a sum: the owner of the sum, the ranks with terms, and the boxing to the sum,
-    or to this rank's shard of it.
+    or to this rank's shard of it. With groups of shards it is the sum inside a group, and ``between`` adds the groups'.
     """
 
     owner: GlobalTensor
     local: torch.Tensor
     group: tuple[int, ...]
     exchange: Exchange
+    between: Exchange | None = None
 
     @property
     def kind(self) -> Hashable:
         """Terms of one kind may share a bucket."""
-        return self.group, self.local.dtype, not self.exchange.group
+        return self.group, self.local.dtype, not self.exchange.group, self.between is None
 
 
 def term_of(parameter: GlobalTensor, local: torch.Tensor) -> Term:
     """The term of a parameter's gradient. Under ``local_torch``."""
-    spec = parameter._spec
-    return Term(parameter, local, spec.term_ranks, direct_exchange(spec.dual, state_spec(parameter), local.dtype))
+    spec, shard = parameter._spec, shard_of(parameter)
+    if shard is None:
+        return Term(parameter, local, spec.term_ranks, direct_exchange(spec.dual, spec, local.dtype))
+    terms = shard.spec.dual
+    exchange = direct_exchange(shard.whole.dual, terms, local.dtype)
+    between = None if terms is shard.spec else direct_exchange(terms, shard.spec, local.dtype)
+    return Term(parameter, local, spec.term_ranks, exchange, between)
 
 
 class _Stamped(NamedTuple):
@@ -188,11 +194,30 @@ def start_bucket(bucket: list[Term]) -> Finish:
     num_bytes = sum(local.nbytes for local in locals_)
     is_whole, of_batch = bool(exchanges[0].group), _of_batch(world)
     header = f"reduction of {len(bucket)} gradients{'' if is_whole else ' to shards'}, {num_bytes} bytes{of_batch}"
-    work = BoxingWork(exchanges, locals_, _tag(world, group), header, counts_as="gradients", shares_memory=True)
+    tag = _tag(world, group)
+    work = BoxingWork(exchanges, locals_, tag, header, counts_as="gradients", shares_memory=True)
     if world.context.tracer is not None:
         what = ("P -> B", "all-reduce") if is_whole else ("P -> S", "reduce-scatter")
         world.context.tracer.add_reduction(group, locals_, *what, work.sent_bytes)
-    return lambda: dict(zip([term.owner for term in bucket], work.finish(), strict=True))
+
+    def finish() -> Sums:
+        sums = work.finish()
+        between = [term.between for term in bucket if term.between is not None]
+        if between:
+            sums = _start_between(between, sums, tag, of_batch).finish()
+        return dict(zip([term.owner for term in bucket], sums, strict=True))
+
+    return finish
+
+
+def _start_between(exchanges: list[Exchange], sums: list[torch.Tensor], tag: int, of_batch: str) -> BoxingWork:
+    """Start to add the sums of all groups of shards."""
+    world, group = exchanges[0].world, exchanges[0].group
+    header = f"sum of {len(sums)} shards of gradients between groups{of_batch}"
+    work = BoxingWork(exchanges, sums, tag, header, counts_as="gradients", shares_memory=True)
+    if world.context.tracer is not None:
+        world.context.tracer.add_reduction(group, sums, "P -> B", "all-reduce", work.sent_bytes)
+    return work
 
 
 def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
@@ -220,7 +245,7 @@ def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
     world, group, wholes = spec.world, spec.term_ranks, [plain(parameter) for parameter, _ in bucket]
     parts = [slice_region(whole, shard.region) for whole, (_, shard) in zip(wholes, bucket, strict=True)]
     exchanges = [
-        direct_exchange(shard.spec, shard.of, part.dtype) for part, (_, shard) in zip(parts, bucket, strict=True)
+        direct_exchange(shard.spec, shard.whole, part.dtype) for part, (_, shard) in zip(parts, bucket, strict=True)
     ]
     header = f"gathering of {len(bucket)} parameters"
     work = BoxingWork(exchanges, parts, _tag(world, group), header, counts_as="parameters", into=wholes)

@@ -1,19 +1,21 @@
 """Shards of parameters that several ranks hold: the part that each of them keeps under ZeRO.
 
 A shard is a layout: the axes on which a parameter is whole become one axis, the last, that splits one of its dims. A
-shard is thus a part of the rank's part of the parameter, and boxings, checkpoints and norms can handle it.
+shard is thus a part of the rank's part of the parameter, and boxings, checkpoints and norms can handle it. With groups
+of shards they become two axes, B over the groups and S inside a group.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from workbench.core.layout import Layout, Region, Shape, balanced_bounds
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, Partial, Split, split
+from workbench.core.sbp import Broadcast, Partial, Split, broadcast, split
+from workbench.core.shard_groups import num_groups
 from workbench.tensors.global_tensor import GlobalTensor, Spec, spec_of
 
 _EVEN_ENOUGH = 1.05
@@ -28,11 +30,22 @@ class Shard:
         of: the parameter's spec when the shard was chosen; with another spec the shard is void.
         spec: layout of the shards.
         region: the place of this rank's shard in its local parameter; empty if it holds none.
+        whole: the same as ``of`` on this rank. With several groups it lies on the placement of the shards, so that
+            boxings between the two stay inside a group.
     """
 
     of: Spec
     spec: Spec
     region: Region
+    whole: Spec
+
+    @classmethod
+    def from_specs(cls, of: Spec, spec: Spec, region: Region) -> Shard:
+        """The shard of a parameter with the spec ``of``."""
+        if spec.layout.num_replicas == 1:
+            return cls(of, spec, region, of)
+        whole = spec.layout.with_sbp((*spec.layout.sbp[:-1], broadcast))
+        return cls(of, spec, region, spec_of(spec.world, whole, spec.shape))
 
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:
@@ -47,19 +60,24 @@ def state_spec(parameter: GlobalTensor) -> Spec:
     return parameter._spec if shard is None else shard.spec
 
 
-def sharded(layout: Layout, shape: Shape, turn: int = 0) -> Layout | None:
+def sharded(layout: Layout, shape: Shape, turn: int = 0, groups: int = 1) -> Layout | None:
     """``layout`` with its copies split into shards; None if there are no copies or no dim to split.
 
-    The first shards are larger if a dim does not divide evenly. ``turn`` rotates the ranks by this many places, so that
-    other ranks get the larger shards.
+    The first shards are larger if a dim does not divide evenly. ``turn`` rotates the ranks of a group by this many
+    places, so that other ranks get the larger shards. The copies are cut into ``groups`` of consecutive ranks, or more
+    if their number needs it.
 
     >>> str(sharded(Layout.of(Placement.of("cpu", [[0, 1], [2, 3]]), ["B", "S(0)"]), (8, 5)))
     '(S(0), S(0)) on cpu:[[0, 2], [1, 3]]'
+    >>> str(sharded(Layout.of(Placement.of("cpu", [0, 1, 2, 3]), "B"), (8, 5), groups=2))
+    '(B, S(0)) on cpu:[[0, 1], [2, 3]]'
     """
     sizes = layout.placement.shape
     copies = [axis for axis, entry in enumerate(layout.sbp) if isinstance(entry, Broadcast)]
     parts = [axis for axis in range(len(sizes)) if axis not in copies]
-    count = math.prod(sizes[axis] for axis in copies)
+    copies_of_each = math.prod(sizes[axis] for axis in copies)
+    groups = num_groups(copies_of_each, groups)
+    count = copies_of_each // groups
     if count == 1 or not shape or any(isinstance(entry, Partial) for entry in layout.sbp):
         return None
     grid: list[int] = []
@@ -70,9 +88,12 @@ def sharded(layout: Layout, shape: Shape, turn: int = 0) -> Layout | None:
             )
             for copy in itertools.product(*(range(sizes[axis]) for axis in copies))
         ]
-        grid += ranks[-turn % count :] + ranks[: -turn % count]
-    placement = Placement(layout.placement.device_type, tuple(grid), (*(sizes[axis] for axis in parts), count))
-    return Layout(placement, (*(layout.sbp[axis] for axis in parts), split(_dim_to_split(layout, shape, count))))
+        for group in (ranks[first : first + count] for first in range(0, copies_of_each, count)):
+            grid += group[-turn % count :] + group[: -turn % count]
+    shape_of_grid = (*(sizes[axis] for axis in parts), *([groups] if groups > 1 else []), count)
+    placement = Placement(layout.placement.device_type, tuple(grid), shape_of_grid)
+    kept = (*(layout.sbp[axis] for axis in parts), *([broadcast] if groups > 1 else []))
+    return Layout(placement, (*kept, split(_dim_to_split(layout, shape, count))))
 
 
 def _dim_to_split(layout: Layout, shape: Shape, count: int) -> int:
@@ -85,21 +106,23 @@ def _dim_to_split(layout: Layout, shape: Shape, count: int) -> int:
     return 0 if costs[0] <= _EVEN_ENOUGH else costs.index(min(costs))
 
 
-def choose_shards(parameters: Iterable[GlobalTensor]) -> None:
+def choose_shards(parameters: Iterable[GlobalTensor], groups: Mapping[int, int]) -> None:
     """Choose the shard of each parameter that several ranks hold, so that all ranks hold about the same.
+
+    ``groups``: into how many groups the ranks of a parameter are cut, by its id; each group has all shards.
 
     The choice depends on layouts and shapes only: all ranks of the world make the same one.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
     for parameter in sorted(parameters, key=lambda p: -math.prod(p._spec.shape)):
-        layout = _balanced(parameter._spec, loads)
+        layout = _balanced(parameter._spec, loads, groups[id(parameter)])
         if layout is not None:
             parameter._optimizer_shard = _shard(parameter._spec, layout)
 
 
-def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | None:
+def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]], groups: int) -> Layout | None:
     """The shards whose ranks have the least so far. Loads are counted by the places of the first group of copies."""
-    layout = sharded(spec.layout, spec.shape)
+    layout = sharded(spec.layout, spec.shape, groups=groups)
     if layout is None:
         return None
     count, entry = layout.placement.shape[-1], layout.sbp[-1]
@@ -113,13 +136,13 @@ def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | N
 
     turn = min(range(count), key=lambda turn: (max(after(turn)), turn))
     load[:] = after(turn)
-    return sharded(spec.layout, spec.shape, turn)
+    return sharded(spec.layout, spec.shape, turn, groups)
 
 
 def _shard(spec: Spec, layout: Layout) -> Shard:
     state = spec_of(spec.world, layout, spec.shape)
     if spec.is_placeholder:
-        return Shard(spec, state, ())
+        return Shard.from_specs(spec, state, ())
     corner = [start for start, _ in spec.layout.region(spec.shape, spec.world.rank)]
     own = zip(corner, layout.region(spec.shape, spec.world.rank), strict=True)
-    return Shard(spec, state, tuple((start - at, stop - at) for at, (start, stop) in own))
+    return Shard.from_specs(spec, state, tuple((start - at, stop - at) for at, (start, stop) in own))

@@ -221,7 +221,7 @@ class StageRank:
         # Zero=3: the parameter's values are a shard, and units gather them
         if shard is not None and shard.spec is own._spec:
             of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
-            view._optimizer_shard = Shard(of, view._spec, shard.region)
+            view._optimizer_shard = Shard.from_specs(of, view._spec, shard.region)
         return view
 
     def _renumbered_layout(self, spec: Spec, stage: int) -> Layout:

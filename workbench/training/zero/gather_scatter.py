@@ -25,16 +25,19 @@ def start_gather(shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: in
         parts: this rank's parts, plain tensors.
         tag: of the messages; the same on all ranks of the shards' groups.
     """
-    exchanges = [direct_exchange(shard.spec, shard.of, part.dtype) for shard, part in zip(shards, parts, strict=True)]
+    exchanges = [
+        direct_exchange(shard.spec, shard.whole, part.dtype) for shard, part in zip(shards, parts, strict=True)
+    ]
     work = BoxingWork(exchanges, parts, tag, "gathering of parameters", counts_as="parameters", shares_memory=True)
     _trace(shards, work, "S -> B", "all-gather", "parameters")
     return work
 
 
 def scatter(shards: Sequence[Shard], terms: Sequence[torch.Tensor], tag: int) -> list[torch.Tensor]:
-    """This rank's parts of the sums of whole local tensors."""
+    """This rank's parts of the sums of whole local tensors; with groups of shards, of the sums inside its group."""
     exchanges = [
-        direct_exchange(shard.of.dual, shard.spec, term.dtype) for shard, term in zip(shards, terms, strict=True)
+        direct_exchange(shard.whole.dual, shard.spec.dual, term.dtype)
+        for shard, term in zip(shards, terms, strict=True)
     ]
     work = BoxingWork(exchanges, terms, tag, "scattering of gradients", counts_as="gradients")
     _trace(shards, work, "P -> S", "reduce-scatter", "gradients")

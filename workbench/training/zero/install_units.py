@@ -5,7 +5,9 @@
              per micro-batch, and takes a shard's memory)
     zero=3   parameters too: a block gathers them before its forward and again for its backward
 
-The axes on which a parameter is B give the ranks that share it. ``shard`` has the layouts of shards.
+The axes on which a parameter is B give the ranks that share it. ``shard`` has the layouts of shards. With ``shards=``
+the data axis is two axes: shards are B over groups of ranks, and S inside a group. Their gradients are terms over the
+groups: stages 1 and 2 sum them with each scatter, and stage 3 once in a step, as data parallelism sums whole gradients.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020).
 """
 
@@ -40,7 +42,8 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     for parameter in parameters:
         parameter._optimizer_shard = None  # an earlier strategy may have set it
     if stage:
-        choose_shards(parameters)
+        stages = parameter_stages(module, state.resolved)
+        choose_shards(parameters, {id(p): state.resolved.shard_groups(stages[id(p)]) for p in parameters})
     handles: list[Any] = []
     if stage == 3:
         execution_order = ExecutionOrder()

@@ -57,7 +57,7 @@ class StepBoxings:
     @cached_property
     def gradient_bytes(self) -> list[int]:
         """By layer, bytes on the wire in a step, all ranks together; under ZeRO, with those of its weights."""
-        return [self.plan.half_sums_per_step * layer.gradient_bytes for layer in self.layers]
+        return [self.plan.gradient_bytes(layer) for layer in self.layers]
 
     @property
     def bytes_per_micro_batch(self) -> int:

@@ -229,8 +229,8 @@ class PanelState:
             self.set_degrees(Degrees(*map(int, match.groups())))
         elif match := re.fullmatch(r"use mb=(\d+)", fix):
             self.set_options(num_micro_batches=int(match[1]))
-        elif match := re.fullmatch(r"use context=(\d+)", fix):
-            self.set_options(context=int(match[1]))
+        elif match := re.fullmatch(r"use (context|shards|zero)=(\d+)", fix):
+            self.set_options(**{match[1]: int(match[2])})
         elif match := re.fullmatch(r"write '(.+)'", fix):
             self._write(Strategy(match[1]).rows[0])
         else:
