@@ -25,6 +25,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 GresTypes=gpu
 ReturnToService=2
+KillWait=2
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -125,3 +126,8 @@ class Slurm:
             capture_output=True, text=True, env={**os.environ, **self.environment}, check=False,
         )  # fmt: skip
         return asked.stdout.split() == ["idle"] * len(self.hosts)
+
+
+def jobs_of(session):
+    """The jobs of its engines."""
+    return [engines.job_id for engines in session._pool._processes._cluster.engines.values()]
