@@ -44,9 +44,16 @@ def subject(steps, loss_fn=F.cross_entropy):
 
 
 @pytest.fixture(scope="module")
-def result(shared_session):
+def log_path(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs") / "metrics.jsonl"
+
+
+@pytest.fixture(scope="module")
+def result(shared_session, log_path):
+    log = f"jsonl:{log_path}"
     strategies = {"data": "data", "split": "*: model", "stages": "pipeline", "mixed": "0: data; 2: model; 4: model"}
-    return wb.compare(make_model, data(), F.cross_entropy, strategies, batch_size=16, steps=12, session=shared_session)
+    job = make_model, data(), F.cross_entropy, strategies
+    return wb.compare(*job, batch_size=16, steps=12, session=shared_session, log=log)
 
 
 def test_every_strategy_gives_the_numbers_of_one_device(result):
@@ -55,6 +62,32 @@ def test_every_strategy_gives_the_numbers_of_one_device(result):
     for run in result.runs:
         assert run.error is None and run.loss_difference <= 1e-5 and run.weight_difference <= 1e-5
         assert len(run.losses) == 12 and run.samples_per_s > 0 and run.boxed_bytes_per_step > 0
+
+
+def test_learning_rate_and_gradient_norm_come_without_being_asked_and_are_logged(result, log_path):
+    rows = [json.loads(line) for line in log_path.read_text().splitlines()]
+    assert {row["run"] for row in rows} == {"one device", *(run.name for run in result.runs)}
+    norms = {}
+    for run in result.runs:
+        assert run.values["learning_rate"] == tuple((step, 0.1) for step in range(12))
+        norms[run.name] = [norm for _, norm in run.values["gradient_norm"]]
+        logged = [row for row in rows if row["run"] == run.name and "loss" in row]
+        assert [row["loss"] for row in logged] == list(run.losses)
+        assert [row["gradient_norm"] for row in logged if "gradient_norm" in row] == norms[run.name]
+    first = make_norm()
+    assert all(found[0] == pytest.approx(first, rel=1e-5) for found in norms.values()), norms
+    assert json.loads(result.to_json())["runs"][0]["values"].keys() == result.runs[0].values.keys()
+
+
+def make_norm() -> float:
+    """Of the first step's gradients, in plain torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make_model()
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:16]
+    inputs, targets = (each[order] for each in data())
+    F.cross_entropy(model(inputs), targets).backward()
+    return float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
 
 
 def test_the_table_and_its_units(result):

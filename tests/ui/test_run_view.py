@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -298,6 +299,17 @@ def test_the_throughput_has_a_median_line(view: RunView):
     assert "500 samples/s now" in titles(view.figure)[0]
     view.end("ended", "last report: step 6")
     assert "500 samples/s at the end" in titles(view.figure)[0]
+
+
+def test_other_values_are_curves_below_the_figure(view: RunView):
+    view.tick(1)
+    view.add([replace(block(0, (2.0, 2.0)), values={"gradient_norm": ((0, 3.0), (1, 5.0)), "<own>": ((1, math.inf),)})])
+    shown = view.values.value
+    assert "gradient norm <b>5</b>" in shown and "from 3 to 5" in shown and "&lt;own&gt; <b>inf</b>" in shown
+    assert shown.count("<svg") == 1, "there is no place for infinity"
+    assert "gradient norm" in view.static_html()
+    view.begin("data", "*: data", 10)
+    assert view.values.value == ""
 
 
 def test_the_gpus_of_all_ranks_are_one_line(view: RunView):

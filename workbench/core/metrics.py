@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.core.json_record import JsonRecord
+from workbench.core.step_values import GRADIENT_NORM, TOKENS_PER_S, UNKNOWN_NORM, Pairs, known, rates, whole_norms
 from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -50,6 +51,8 @@ class StepBlock(JsonRecord):
             resident size above its warm baseline. Empty where it was not measured.
         num_steps: number of planned steps; 0 if unknown.
         devices: by rank, at the end of the block: those of ``DEVICE_KINDS`` that are known. Empty without GPUs.
+        values: other values by name, as (step, value), see ``core.step_values``. A step may be an earlier one: an
+            evaluation is reported after its step.
     """
 
     first_step: int
@@ -61,6 +64,7 @@ class StepBlock(JsonRecord):
     memory_bytes: tuple[dict[str, int], ...] = ()
     num_steps: int = 0
     devices: tuple[dict[str, float], ...] = ()
+    values: dict[str, Pairs] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -147,6 +151,7 @@ class LossTerm(JsonRecord):
 class LastSteps(JsonRecord):
     """The last steps of a loop as one rank saw them: what the ranks had not exchanged when the loop ended, each perhaps
     at another point. Attributes are those of ``StepBlock``, of this rank alone; a loss is None where it has nothing.
+    ``tokens`` and ``norms`` are numbers of tokens, and norms of this rank's part of the gradients, by step.
     """
 
     rank: int
@@ -158,11 +163,14 @@ class LastSteps(JsonRecord):
     boxing_s: tuple[float, ...]
     boxed_bytes: tuple[int, ...]
     memory_bytes: dict[str, int] = field(default_factory=dict)
+    tokens: tuple[int, ...] = ()
+    norms: tuple[float, ...] = ()
+    values: dict[str, tuple[tuple[int, LossTerm | None], ...]] = field(default_factory=dict)
 
     def cut(self, first_step: int, count: int) -> LastSteps:
         """Only ``count`` steps from ``first_step`` on."""
         part = slice(first_step - self.first_step, first_step - self.first_step + count)
-        each = ("samples", "losses", "time_s", "boxing_s", "boxed_bytes")
+        each = ("samples", "losses", "time_s", "boxing_s", "boxed_bytes", "tokens", "norms")
         return replace(self, first_step=first_step, **{name: getattr(self, name)[part] for name in each})
 
 
@@ -175,20 +183,42 @@ def joined(parts: Sequence[LastSteps]) -> StepBlock | None:
     """
     first = max(part.first_step for part in parts)
     count = min(part.first_step + len(part.samples) for part in parts) - first
-    if count <= 0:
+    if count < 0 or not (count or any(part.values for part in parts)):
         return None
     by_rank = {part.rank: part.cut(first, count) for part in parts}
     idle = LastSteps(-1, 0, first, (), (None,) * count, (0.0,) * count, (0.0,) * count, (0,) * count)
     there = [by_rank.get(rank, idle) for rank in range(parts[0].num_ranks)]
+    times_s = tuple(part.time_s for part in there)
+    one = next(iter(by_rank.values()))
+    norms = [part.norms or (UNKNOWN_NORM,) * count for part in there]
+    values = {
+        TOKENS_PER_S: rates(first, one.tokens, list(map(max, zip(*times_s, strict=True)))) if one.tokens else (),
+        GRADIENT_NORM: whole_norms(first, norms),
+        **_logical_values(there),
+    }
     return StepBlock(
         first,
-        next(iter(by_rank.values())).samples,
+        one.samples,
         tuple(_logical(terms) for terms in zip(*(part.losses for part in there), strict=True)),
-        tuple(part.time_s for part in there),
+        times_s,
         tuple(part.boxing_s for part in there),
         tuple(part.boxed_bytes for part in there),
         tuple(part.memory_bytes for part in there) if all(part.memory_bytes for part in there) else (),
+        values=known(values),
     )
+
+
+def _logical_values(parts: Sequence[LastSteps]) -> dict[str, Pairs]:
+    """The values that the ranks' parts give, up to the last step that all of them have."""
+    found: dict[str, dict[int, list[LossTerm | None]]] = {}
+    last = min((part.first_step + len(part.samples) for part in parts if part.rank >= 0), default=0)
+    for part in parts:
+        for name, pairs in part.values.items():
+            for step, term in pairs:
+                if step < last:
+                    found.setdefault(name, {}).setdefault(step, []).append(term)
+    logical = {name: [(step, _logical(terms)) for step, terms in steps.items()] for name, steps in found.items()}
+    return {name: tuple((step, value) for step, value in pairs if value is not None) for name, pairs in logical.items()}
 
 
 def _logical(terms: Sequence[LossTerm | None]) -> float | None:
@@ -242,9 +272,10 @@ class RunRecord(JsonRecord):
     ``layer_forward_s`` and ``layer_backward_s`` are the seconds that a layer computes in a step, on the slowest of its
     ranks, under the last strategy. ``changes`` has (step, strategy) for every change during the run, and ``segments``
     the figures of each strategy (``core.segments.by_strategy``). Other figures are of the whole run; ``strategy`` and
-    ``predicted`` are of its first strategy. ``predicted`` holds the prediction: step_s, samples_per_s, peak_bytes,
-    boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and machine. ``started`` is local time (ISO
-    8601); ``run_id`` names the run's file.
+    ``predicted`` are of its first strategy. ``values`` are other values of steps by name, as (step, value): learning
+    rate, gradient norm and others, see ``core.step_values``. ``predicted`` holds the prediction:
+    step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and
+    machine. ``started`` is local time (ISO 8601); ``run_id`` names the run's file.
     """
 
     name: str
@@ -272,6 +303,7 @@ class RunRecord(JsonRecord):
     started: str = ""
     run_id: str = ""
     segments: tuple[Segment, ...] = ()
+    values: dict[str, Pairs] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float | None:

@@ -115,6 +115,7 @@ _left_world: World | None = None
 _joined_by: dict[str, Any] = {}
 thread_world = threading.local()
 _at_rebuild: list[Callable[[], None]] = []
+_at_shutdown: list[Callable[[], None]] = []
 
 
 def current() -> World:
@@ -287,6 +288,11 @@ def at_rebuild(forget: Callable[[], None]) -> None:
     _at_rebuild.append(forget)
 
 
+def at_shutdown(finish: Callable[[], None]) -> None:
+    """Register a function that every rank calls before it leaves its world."""
+    _at_shutdown.append(finish)
+
+
 def _share_random_state(transport: Transport, device: torch.device) -> None:
     """Give all ranks one rank's random states, of the CPU and of the ranks' devices: rank 0's, or in a rebuilt world
     those of the first rank that was in the former one. torch seeds every process differently, but the ranks' models and
@@ -305,6 +311,8 @@ def shutdown() -> None:
     global _process_world, _left_world
     if _process_world is None:
         return
+    for finish in _at_shutdown:
+        finish()
     _process_world.transport.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from workbench.core.suggest import suggest
 from workbench.errors import RunError
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.sample_rows import (
@@ -126,6 +127,12 @@ class Batch:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         rows = count_samples(leaves)
         return next((shape[1:] for shape in shapes if shape and shape[0] == rows), ())
+
+    def on_device(self, device: torch.device) -> Batch:
+        """The batch with all tensors on a device."""
+        both = (self.inputs, self.targets)
+        inputs, targets = tree_map_only(torch.Tensor, lambda tensor: copy_to_device(tensor, device), both)
+        return replace(self, inputs=inputs, targets=targets)
 
     def loss(self, model: nn.Module, loss_fn: LossFunction | None) -> torch.Tensor:
         """The batch's own loss, without its share; see ``loss_of``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
@@ -30,8 +30,9 @@ from workbench.ui.runs.trainer import SessionTrainer, Trainer
 from workbench.ui.static_panel import check_text, static_html, static_text
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_editor import StrategyEditor, facts_of
-from workbench.ui.tabs import Tabs, tab_class
+from workbench.ui.tabs import Tabs, tab_contents
 from workbench.units import format_count
+from workbench.writers.choose import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +46,6 @@ _ENDS = {
 _STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
-
-
 _NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
 
 
@@ -81,6 +80,8 @@ class Panel(widgets.VBox):
         check_steps: number of first steps that one device trains too, for the comparison; 0 for none. The panel's
             switch "check against one device" changes it.
         keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
+        log: where the runs' steps are written too, such as ``"tensorboard:runs/"``, or a list of such places; see the
+            guide "Keep logs where you keep them".
         hardware: the machine of the predictions: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
             no predictions.
         num_ranks: number of ranks, without a session.
@@ -90,6 +91,7 @@ class Panel(widgets.VBox):
     Raises:
         StrategyError: ``strategy`` does not parse. A strategy that does not fit the model is shown with its mistakes.
         HardwareError: no such machine or file.
+        RunError: no writer has the name in ``log``, or its package is not installed.
         ValueError: neither a session nor ``num_ranks``, or a function in place of the session.
 
     >>> panel = wb.Panel(session, make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
@@ -115,6 +117,7 @@ class Panel(widgets.VBox):
         count: Callable[[Any, Any], Any] | None = None,
         check_steps: int = CHECKED_STEPS,
         keep: bool | SavedRuns = True,
+        log: Log | None = None,
         hardware: Hardware | str | None = None,
         num_ranks: int | None = None,
         costs: ModelCosts | None = None,
@@ -132,7 +135,7 @@ class Panel(widgets.VBox):
         saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
             trainer = SessionTrainer(
-                session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps,
+                session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps, log=log,
                 batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
                 collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
             )  # fmt: skip
@@ -174,7 +177,7 @@ class Panel(widgets.VBox):
             "live": [html(_NO_RUN_YET, "wb-nothing-yet"), self._runs_section.live.box],
             "compare": [self._runs_section.table.box],
         }
-        super().__init__([self._bar(), *(_part(tab, widgets) for tab, widgets in parts.items())])
+        super().__init__([self._bar(), *(tab_contents(tab, widgets) for tab, widgets in parts.items())])
         self.add_class(PANEL_CLASS)
         count = guard(self._count)
         self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
@@ -380,14 +383,6 @@ def _model_first(model_fn: Callable[..., Any]) -> str:
         f"Panel({name}, ...): the first argument is a function, but a session comes first. Write "
         f"wb.Panel(wb.Session.current(), {name}, ...), or wb.Panel(None, {name}, ..., num_ranks=2) to predict only."
     )
-
-
-def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
-    """The contents of a tab."""
-    made = widgets.VBox(children)
-    for name in ("wb-tab", tab_class(tab)):
-        made.add_class(name)
-    return made
 
 
 def _title(model_fn: Callable[[], nn.Module], trainer: Trainer, batch_size: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anywidget
+import ipywidgets as widgets
 import traitlets
 
 from workbench.ui.assets import asset, element
@@ -98,3 +99,11 @@ class Tabs(anywidget.AnyWidget):
 def tab_class(tab: str) -> str:
     """The style-sheet class of a tab's parts."""
     return f"wb-on-{tab}"
+
+
+def tab_contents(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
+    """The contents of a tab."""
+    made = widgets.VBox(children)
+    for name in ("wb-tab", tab_class(tab)):
+        made.add_class(name)
+    return made

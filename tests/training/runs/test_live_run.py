@@ -15,8 +15,9 @@ from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.core.run_commands import RunCommand
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.runs import step_metrics
+from workbench.training.runs import live_run, step_metrics
 from workbench.training.runs import train as train_module
+from workbench.training.runs.model_flops import counted_flops
 from workbench.training.runs.step_metrics import MeasuredStep, StepCollector
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
 from workbench.transport.traffic import Moment
@@ -296,3 +297,19 @@ def test_a_world_of_one_that_has_failed_is_not_used_again():
         run_one_device(replace(job, loss_fn=broken))
     run_one_device(job)
     assert train_module._worlds_of_one[current()] is not alone
+
+
+def test_tokens_and_the_share_of_the_peak(monkeypatch):
+    """Two ranks share a GPU of 1e9 operations per second."""
+    monkeypatch.setattr(live_run.DeviceMeter, "read", lambda meter, precision: {"gpu": 7.0, "peak_flops_per_s": 1e9})
+    words = torch.randint(0, 5, (16, 3))
+    model_fn = lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 2))  # noqa: E731
+    job = Job(model_fn, (words, torch.zeros(16, 2)), F.mse_loss, None, batch_size=8, num_steps=2)
+    flops = counted_flops(job)
+    assert flops == 2 * 12 * 2 + 2 * 2 * 12 * 2, "forward, and backward to weights and inputs"
+    messages: list[object] = []
+    run_ranks(lambda: run_strategy(replace(job, flops_per_sample=flops), "*: data", listen=messages.append))
+    for block in blocks_of(messages):
+        [(step, rate), *_], [(_, share), *_] = block.values["tokens_per_s"], block.values["mfu"]
+        assert step == block.first_step and rate == pytest.approx(24 / block.step_times_s[0])
+        assert share == pytest.approx(8 * flops / block.step_times_s[0] / 1e9)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 
 import pytest
 import torch.nn.functional as F
-from torch import nn, ones, optim
+from torch import nn, ones, optim, tensor
 
 import workbench as wb
 from workbench.core.metrics import LastSteps, LossTerm, StepBlock, StepSpans, joined
+from workbench.errors import RunError
 from workbench.testing import run_ranks
 from workbench.training.runs import step_metrics, user_loops
 
@@ -182,3 +184,95 @@ def test_another_model_in_the_same_cell_begins_another_loop(heard_seldom):
     found = [(block.first_step, block.losses) for block in blocks(heard_seldom)]
     assert found == [(0, (20.0,)), (1, (21.0,)), (2, (22.0, 23.0)), (0, (30.0,)), (1, (31.0,))]
     assert last_steps(heard_seldom).losses == (32.0, 33.0)
+
+
+# ---- other values, and logs -----------------------------------------------------------------------------------------
+
+
+def values_of(messages) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for block in blocks(messages):
+        for name, pairs in block.values.items():
+            found.setdefault(name, []).extend(pairs)
+    return found
+
+
+SLOPE = nn.Linear(2, 1, bias=False)
+
+
+def three_steps(to=None):
+    """A loop that reports what people report; its gradients are those of 3 x + 4 y."""
+    placement = wb.placement("cpu", ranks=[0, 1])
+    model = wb.parallelize(copy.deepcopy(SLOPE), "*: model:row | 1x1x2")
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen = wb.zeros((), placement=placement, sbp="B")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(tensor([[3.0, 4.0]])).sum()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        seen += 1
+        wb.log(loss=loss, samples=8, tokens=512, optimizer=optimizer, seen=seen, epoch=step // 2, own=wb.rank(), to=to)
+        if step == 1:
+            wb.log(evaluation={"accuracy": wb.ones(2, placement=placement, sbp="S(0)").mean()}, none=None, to=to)
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 1000.0])
+def test_values_learning_rate_and_gradient_norm(received, monkeypatch, interval_s):
+    """Each belongs to its step, also where steps are exchanged one by one and an evaluation comes later."""
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", interval_s)
+    run_cell(three_steps)
+    rest = last_steps(received) if interval_s else None
+    found = values_of([*received, *([rest] if rest else [])])
+    assert found["evaluation/accuracy"] == [(1, 1.0)] and "none" not in found
+    assert found["seen"] == [(0, 1.0), (1, 2.0), (2, 3.0)], "though the loop goes on to add to it"
+    assert found["epoch"] == [(0, 0.0), (1, 0.0), (2, 1.0)] and {value for _, value in found["own"]} == {0.0}
+    assert found["learning_rate"][1:] == [(1, 0.25), (2, 0.125)], "of the step, not of the next one"
+    norms = [(1, 5.0), (2, 5.0)]  # the optimizer is known from the first call on
+    assert found["gradient_norm"] == (norms[:1] if interval_s else norms), "of fast steps some, see measures_norm"
+    assert [step for step, _ in found["tokens_per_s"]] == [1, 2]
+
+
+def test_rank_0_writes_the_log_of_a_loop_without_a_notebook(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def program():
+        three_steps(f"jsonl:{path}")
+        user_loops._report_at_exit_of(user_loops.current())
+
+    run_ranks(program)
+    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert [row["step"] for row in rows][-1] == 3 and len({row["step"] for row in rows}) == 3
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 3 and None not in losses, "sums of two ranks' terms, also the last ones"
+    assert any(row.get("evaluation/accuracy") == 1.0 and row["step"] == 2 for row in rows)
+
+
+def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 1000.0)
+    path = tmp_path / "metrics.jsonl"
+
+    def program():
+        three_steps(f"jsonl:{path}")
+        user_loops._loops.pop(user_loops.current()).end(None)
+
+    run_ranks(program)
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert row["step"] == 3 and row["learning_rate"] == 0.125 and row["epoch"] == 1.0
+    assert not {"loss", "gradient_norm"} & set(row), "sums of which rank 0 has one term"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"step": 3}, "counts steps itself"),
+        ({"phase": "warm-up"}, "a str"),
+        ({"a": {"b": ones(2)}}, r"wb.log\(a/b=...\): a Tensor of shape \(2,\)"),
+        ({"to": "jsn:x"}, "Did you mean 'jsonl'"),
+    ],
+)
+def test_what_is_no_value_is_an_error(received, given, words):
+    with pytest.raises(RunError, match=words):
+        run_ranks(lambda: wb.log(loss=1.0, **given))

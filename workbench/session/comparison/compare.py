@@ -21,6 +21,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.output.start_progress import progress_stream
 from workbench.units import format_bytes
+from workbench.writers.choose import Log, writers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,6 +141,7 @@ def compare(
     count: Callable[[Any, Any], Any] | None = None,
     check_steps: int = CHECKED_STEPS,
     keep: bool | SavedRuns = True,
+    log: Log | None = None,
     session: Session | None = None,
     engines: int = 2,
     progress: bool = True,
@@ -169,6 +171,8 @@ def compare(
             samples: for example, of words that count.
         check_steps: number of first steps that one device trains too, for the comparison; 0 for none.
         keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` gives the folder.
+        log: where the runs' steps are written too, such as ``"tensorboard:runs/"``, or a list of such places; see the
+            guide "Keep logs where you keep them".
         session: the engines to train on. Default: the current session.
         engines: number of engines that the call starts, and ends, where no session runs.
         progress: print a line per strategy: below the cell in a notebook, elsewhere to standard error.
@@ -179,12 +183,14 @@ def compare(
     Raises:
         StrategyError: a strategy does not fit.
         RunError: the model, data, loss or optimizer cannot be trained; for example, a batch has more samples than the
-            data. No engine was started, and nothing has run.
+            data. Or no writer has the name in ``log``, or its package is not installed. No engine was started, and
+            nothing has run.
 
     ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
     """
     named = _named(strategies)
     saved = SavedRuns() if keep is True else keep or None
+    begin = writers(log)
     subject = Subject.of(
         model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed,
         collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
@@ -194,7 +200,7 @@ def compare(
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
     with (
         Session(engines) if running is None else nullcontext(running) as used,
-        Comparison(used, subject, saved, check_steps) as comparison,
+        Comparison(used, subject, saved, check_steps, begin) as comparison,
     ):
         say = _Progress(len(checked)) if progress else None
         baseline = comparison.baseline()

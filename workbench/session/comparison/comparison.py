@@ -7,14 +7,18 @@ torch. This run is the reference for losses, weights and speed-up.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.presets import preset_name
+from workbench.core.step_values import Pairs, appended
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError, RunError
@@ -27,7 +31,10 @@ from workbench.session.comparison.saved_runs import RunFile, SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.comparison.training_on_engine import OneDevice, RankReport
 from workbench.session.remote_call import RemoteCall
+from workbench.writers.protocol import Writer
+from workbench.writers.run_log import RunLog
 
+_POLL_S = 0.3
 NO_STRATEGY = "plain torch, no parallelism"
 """The one-device run has this text instead of a strategy."""
 Message = StepBlock | StepSpans | RunEvent
@@ -41,16 +48,22 @@ class Comparison:
 
     Args:
         check_steps: number of first steps that one device trains and that later runs are compared with; 0 for none.
+        log: the writers of the runs' logs.
     """
 
     def __init__(
-        self, session: Session, subject: Subject, keep: SavedRuns | None = None, check_steps: int = CHECKED_STEPS
+        self,
+        session: Session,
+        subject: Subject,
+        keep: SavedRuns | None = None,
+        check_steps: int = CHECKED_STEPS,
+        log: Sequence[Writer] = (),
     ) -> None:
         self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
         self._checker = Checker(session, self.key)
         self.check_steps = check_steps
-        self._keep = keep
+        self._keep, self._writers = keep, tuple(log)
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
         self.prepare()
@@ -130,6 +143,9 @@ class Comparison:
         if self._baseline is None or len(self._baseline.losses) < len(reference.losses):
             record = self._measured("one device", NO_STRATEGY, [reference], num_ranks=1)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
+            log = self.log(record)
+            log.add_record(record)
+            log.close()
         return self._baseline
 
     def start(
@@ -162,7 +178,11 @@ class Comparison:
             steps,
             label=description,
         )
-        return TrainingRun(self, planned, strategy, call, file)
+        return TrainingRun(self, planned, strategy, call, file, self.log(planned))
+
+    def log(self, planned: RunRecord) -> RunLog:
+        """The log of a run, where the comparison's writers keep it."""
+        return RunLog(self._writers, planned.name, {"strategy": planned.strategy, **planned.settings})
 
     def planned(
         self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
@@ -225,10 +245,17 @@ class TrainingRun:
     """The training of one strategy, while the notebook goes on."""
 
     def __init__(
-        self, comparison: Comparison, planned: RunRecord, strategy: Strategy, call: RemoteCall, file: RunFile | None
+        self,
+        comparison: Comparison,
+        planned: RunRecord,
+        strategy: Strategy,
+        call: RemoteCall,
+        file: RunFile | None,
+        log: RunLog,
     ) -> None:
         self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
-        self._file = file
+        self._file, self._log = file, log
+        self._values: dict[str, Pairs] = {}
         self._spans: dict[int, StepSpans] = {}
         self._record: RunRecord | None = None
         self._interrupted = threading.Event()
@@ -250,6 +277,7 @@ class TrainingRun:
         found = [message for _, message in self.call.messages() if isinstance(message, Message)]
         if self._file is not None:
             self._file.add(found)
+        self._log.add(found)
         for message in found:
             if isinstance(message, StepSpans):
                 self._spans[message.rank] = message
@@ -257,6 +285,7 @@ class TrainingRun:
                 self._bubbles.append(bubble(list(self._spans.values())))
                 self._spans.clear()
             elif isinstance(message, StepBlock):
+                self._values = appended(self._values, message.values)
                 self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
         return found
 
@@ -303,7 +332,7 @@ class TrainingRun:
         """
         if self._record is None:
             try:
-                reports = self.call.result(timeout)
+                reports = self._followed(timeout)
             except TimeoutError:
                 raise
             except BaseException as error:
@@ -315,10 +344,21 @@ class TrainingRun:
             waited = [*self._bubbles, bubble(list(self._spans.values()))]
             parts = zip(record.segments, waited, strict=False)
             segments = tuple(replace(segment, bubble=share) for segment, share in parts)
-            self._record = self._finish(replace(record, bubble=waited[-1], segments=segments))
+            record = replace(record, bubble=waited[-1], segments=segments, values=self._values)
+            self._record = self._finish(record)
         return self._record
 
+    def _followed(self, timeout: float | None) -> list[RankReport]:
+        """The ranks' reports; meanwhile the run's file and log get its steps."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.call.done() and time.monotonic() < end:
+            self.poll()
+            with suppress(Exception):  # raised again below
+                self.call.result(min(_POLL_S, max(0.0, end - time.monotonic())))
+        return self.call.result(0.0)
+
     def _finish(self, record: RunRecord) -> RunRecord:
+        self._log.close(record.error)
         file, self._file = self._file, None
         return file.finish(record) if file is not None else record
 

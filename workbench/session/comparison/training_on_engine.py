@@ -17,6 +17,7 @@ from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.job import RankSegment
+from workbench.training.runs.model_flops import flops_per_sample
 from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
@@ -71,7 +72,7 @@ class Prepared:
 def keep_job(key: str, job: Job) -> Prepared:
     """Keep a job under a key, so that its data set is sent once, and run one small step of it."""
     problem = warm_up(job)
-    _jobs[key] = job
+    _jobs[key] = replace(job, flops_per_sample=flops_per_sample(job))
     return Prepared(torch.get_num_threads(), problem)
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from workbench.core.sbp import Partial, Split, broadcast
+from workbench.core.sbp import Partial, broadcast
 from workbench.tensors.boxing.exchange import direct_exchange
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, spec_of
 from workbench.tensors.leaf_gradients import owner_of_grad
 from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
-from workbench.training.gradients.shard import state_spec
+from workbench.training.gradients.shard import is_first_holder, state_spec
 
 _torch_total_norm: Callable[..., Any] = clip_grad._get_total_norm
 _torch_clip: Callable[..., Any] = clip_grad._clip_grads_with_norm_
@@ -77,9 +77,9 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
         elif tensor._spec.is_placeholder:
             parts.append((None, False))
         elif tensor in owners:
-            parts.append((sums[owners[tensor]], _counts(state_spec(owners[tensor]))))
+            parts.append((sums[owners[tensor]], is_first_holder(state_spec(owners[tensor]))))
         else:
-            parts.append((other_sums[tensor], _counts(tensor._spec)))
+            parts.append((other_sums[tensor], is_first_holder(tensor._spec)))
     return parts
 
 
@@ -95,12 +95,6 @@ def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float)
     if not counted or local is None or local.numel() == 0:
         return torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
     return torch.linalg.vector_norm(local, order)
-
-
-def _counts(spec: Spec) -> bool:
-    """Whether this rank is the first of those with the same part."""
-    place = spec.layout.placement.coordinates(spec.world.rank)
-    return all(at == 0 for at, entry in zip(place, spec.layout.sbp, strict=True) if not isinstance(entry, Split))
 
 
 def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -34,7 +34,7 @@ from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
-from workbench.training.gradients.shard import shard_of, state_spec
+from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
 from workbench.training.gradients.stale_optimizer import (
     MOVE_STATE,
     check_not_replaced,
@@ -182,6 +182,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
     return args, kwargs
+
+
+def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
+    """Within a step: the plain, summed gradients of this rank, without those that another rank counts.
+
+    None where an optimizer works on the global parameters themselves.
+    """
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is None or (swap.parameters and swap.held is None):
+        return None
+    here = world.joined()
+    counted = swap.plain if here is None or here.rank == 0 else []
+    found = [parameter.grad for parameter in counted]
+    for owner, part in swap.pairs:
+        if not owner._spec.is_placeholder and is_first_holder(state_spec(owner)):
+            grad = part.grad
+            found.append(plain(grad) if isinstance(grad, GlobalTensor) else grad)
+    return [grad for grad in found if grad is not None]
 
 
 def _updates_global_parameters(optimizer: Optimizer) -> bool:

@@ -60,6 +60,12 @@ def state_spec(parameter: GlobalTensor) -> Spec:
     return parameter._spec if shard is None else shard.spec
 
 
+def is_first_holder(spec: Spec) -> bool:
+    """Whether this rank is the first of those with the same part."""
+    place = spec.layout.placement.coordinates(spec.world.rank)
+    return all(at == 0 for at, entry in zip(place, spec.layout.sbp, strict=True) if not isinstance(entry, Split))
+
+
 def sharded(layout: Layout, shape: Shape, turn: int = 0, groups: int = 1) -> Layout | None:
     """``layout`` with its copies split into shards; None if there are no copies or no dim to split.
 

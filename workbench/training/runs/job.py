@@ -48,6 +48,7 @@ class Job:
             the model then computes.
         measures_memory: False for a run of which only losses and weights are needed. Its memory figures are rough.
         draws: whether the model is known to draw random numbers in its first step.
+        flops_per_sample: operations of a step, for their share of the devices' peak; 0 if they were not counted.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
@@ -69,6 +70,7 @@ class Job:
     perturbed: str | None = None
     measures_memory: bool = True
     draws: bool = False
+    flops_per_sample: float = 0.0
 
     def __post_init__(self) -> None:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")

@@ -21,13 +21,14 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 from workbench.training.batches import Batch
 from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import ActivationMeter, PeakMeter, model_memory
+from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
+from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, num_tokens
 from workbench.training.runs.weight_changes import state_tensors
 from workbench.transport.traffic import Moment
 
@@ -60,7 +61,8 @@ class LiveRun:
         self.result = RankResult([], [], {}, 0)
         self._listen, self._commands = listen, commands
         self._has_listener = listen is not None or commands is not None
-        self._collector = StepCollector(self.world, job.num_steps)
+        self._collector = StepCollector(self.world, job.num_steps, job.flops_per_sample)
+        self._optimizer_meter = OptimizerMeter(self.optimizer)
         self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
         self._until_spans_s = 0.0
         self._optimizing: tuple[Moment, Moment]
@@ -103,10 +105,13 @@ class LiveRun:
         with self._layers.measure() if is_timed else contextlib.nullcontext():
             loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
         before = traffic.moment()
+        self._optimizer_meter.wants_norm = self._has_listener and self._collector.measures_norm
         self.optimizer.step()
         stopped = traffic.moment()
         self._optimizing = before, stopped
-        self._collector.add(MeasuredStep(batch.num_samples, started, stopped), loss)
+        rate, norm = self._optimizer_meter.take()
+        measured = MeasuredStep(batch.num_samples, started, stopped, num_tokens(batch.inputs), norm)
+        self._collector.add(measured, loss, rate)
         self._sent.append(stopped.sent_bytes - started.sent_bytes)
         if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
             self._measure_memory()

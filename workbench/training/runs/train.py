@@ -14,17 +14,15 @@ from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from workbench.core.metrics import StepBlock
 from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
 from workbench.tensors import default_generator
-from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, call, loss_of
+from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
@@ -77,7 +75,7 @@ def run_one_device(
         terms: list[torch.Tensor] = []
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
         with measured, default_generator.watched(device) if step == 0 else nullcontext(bool) as has_drawn:
-            for part in _on_device(batch, device).cut(num_micro_batches, job.count):
+            for part in batch.on_device(device).cut(num_micro_batches, job.count):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 terms.append(loss.detach())
@@ -102,13 +100,6 @@ def run_one_device(
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     course = replace(course, end=weights)
     return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s, course=course)
-
-
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with all tensors on a device."""
-    both = (batch.inputs, batch.targets)
-    inputs, targets = tree_map_only(torch.Tensor, lambda tensor: copy_to_device(tensor, device), both)
-    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
@@ -152,7 +143,7 @@ def warm_up(job: Job) -> str:
         RunError: the model does not take the batch, or there is no loss with a gradient.
     """
     device = current().device
-    model, batch = job.model().to(device), _on_device(job.first_batch(), device)
+    model, batch = job.model().to(device), job.first_batch().on_device(device)
     optimizer = job.optimizer(model)
     with explained("the model", {"inputs": batch.inputs}, "It must run in plain torch: model_fn()(inputs)."):
         output = call(model, batch.inputs)

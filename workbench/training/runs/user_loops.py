@@ -1,26 +1,34 @@
-"""``wb.log``: reports the steps of a user's own training loop to the live view of the notebook."""
+"""``wb.log``: reports the steps of a user's own training loop to the live view of the notebook, and to logs."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from workbench.core.metrics import LastSteps, LossTerm, StepSpans
+from workbench.core.metrics import LossTerm, StepSpans, joined
 from workbench.core.sbp import broadcast, partial_sum
+from workbench.errors import RunError
 from workbench.pipeline.schedules import Action
 from workbench.tensors.global_tensor import GlobalTensor, plain
-from workbench.tensors.world import World, current
+from workbench.tensors.world import World, at_shutdown, current
 from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
+from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
 from workbench.transport.traffic import Moment
+from workbench.writers.choose import Log, writers
+from workbench.writers.run_log import RunLog
 
 _SPANS_INTERVAL_S = 1.0
 
@@ -43,51 +51,114 @@ def log(
     *,
     loss: torch.Tensor | float | None = None,
     samples: int = 0,
+    tokens: int = 0,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    to: Log | None = None,
+    **values: Any,
 ) -> None:
-    """Report one step of a training loop to the notebook's live view (``wb.LiveView``). All ranks call it, every step.
+    """Report one step of a training loop to the notebook's live view (``wb.LiveView``), and to a log. All ranks call
+    it, every step.
 
     A step lasts from one call to the next. About three times a second, one exchange of all ranks sends the steps. A
     loss stays on its device until then, so reading it does not slow the loop. When the cell ends, also by an error, the
-    remaining steps are reported. Another ``model`` begins another loop. Without a notebook it does nothing.
+    remaining steps are reported. Another ``model`` begins another loop. Without a notebook and without ``to`` it does
+    nothing.
 
     Args:
         loss: loss of the step: a number, or a scalar tensor, global or not.
         samples: samples of the step, over all ranks, for samples per second.
+        tokens: tokens of the step, over all ranks, for tokens per second.
         model: the trained model. With it and ``optimizer`` the view also shows memory by kind.
-        optimizer: its optimizer.
+        optimizer: its optimizer. With it, its learning rate and the norm of the gradients are reported too.
+        to: where rank 0 writes the steps, such as ``"jsonl:metrics.jsonl"`` or ``"tensorboard:runs/"``; see the guide
+            "Keep logs where you keep them". In a notebook, ``wb.LiveView(log=...)`` writes them.
+        values: other values by name: numbers, scalar tensors, global or not, or dicts of these. Of plain ones, rank 0's
+            count. A call with values only, after a step, adds them to that step: an evaluation, for example, whose time
+            belongs to no step.
+
+    Raises:
+        RunError: a value that is neither a number nor one element, a value called ``step``, an unknown writer in
+            ``to``, or one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
 
-    ``wb.log(loss=loss, samples=64)`` after ``optimizer.step()`` is all that a loop needs.
+    ``wb.log(loss=loss, samples=64)`` after ``optimizer.step()`` is all that a loop needs, and
+    ``wb.log(evaluation={"accuracy": 0.93}, epoch=2)`` adds to it.
     """
-    if _listener is None:
+    if _listener is None and to is None:
         return
     world = current()
+    found = dict(_checked(values))
     loop = _loops.get(world)
     if loop is not None and loop.is_another(_number(), model):
         loop.report(_listener)
-        loop.stop_timing()
+        loop.stop()
         loop = None
     if loop is None:
-        loop = _loops[world] = _Loop(world, _number())
-    loop.add(loss, samples, model, optimizer, _listener)
+        loop = _loops[world] = _Loop(world, _number(), to)
+    if loss is None and not (samples or tokens) and loop.adds_to_last_step(found):
+        return
+    loop.add(loss, samples, tokens, model, optimizer, found, _listener)
+
+
+def _checked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by name, those of a dict as ``evaluation/accuracy``."""
+    for name, value in values.items():
+        if name == "step" and not prefix:
+            raise RunError("wb.log(step=...): wb.log counts steps itself, one per call. Leave step= out.")
+        if isinstance(value, Mapping):
+            yield from _checked(value, f"{prefix}{name}/")
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            yield f"{prefix}{name}", value.detach().reshape(()).clone()  # the loop may go on to add to it
+        elif value is not None:
+            yield f"{prefix}{name}", _number_of(f"{prefix}{name}", value)
+
+
+def _number_of(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    size = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise RunError(
+        f"wb.log({name}=...): a {type(value).__name__}{size}. A value is a number, a tensor with one element, or a "
+        "dict of these. Give one number per step, such as a mean."
+    )
 
 
 def report_remaining_steps() -> None:
     """Report the remaining steps of all loops when a cell has ended, perhaps by an error. Each rank reports alone."""
     for loop in list(_loops.values()):
-        if _listener is not None:
-            loop.end(_listener)
+        loop.end(_listener)
     _loops.clear()
+
+
+def _report_at_exit() -> None:
+    """Write the last steps of loops with a log of their own when a program ends."""
+    for world in list(_loops):
+        _report_at_exit_of(world)
+
+
+def _report_at_exit_of(world: World) -> None:
+    """Let the ranks of a world do so together, if none has failed."""
+    loop = _loops[world]
+    if not loop.has_log:
+        return
+    with contextlib.suppress(Exception):  # another rank has failed, or does not come
+        if not hasattr(sys, "last_type"):  # an error ends this rank
+            loop.report(_listener)
+    loop.end(_listener)
+    _loops.pop(world, None)
 
 
 class _Loop:
     """The steps of one loop on this rank."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, to: Log | None) -> None:
+        begin = writers(to)  # first: it may raise
         self.world, self.number = world, number
         self._collector = StepCollector(world)
         self._peak = PeakMeter(world.device, collects_garbage=False)
@@ -96,66 +167,98 @@ class _Loop:
         self._clock_offset = clock_offset(world)
         self._before: Moment | None = None
         self._until_spans_s = 0.0
-        self._step = 0
+        self._has_counted = False  # whether a call had a loss, samples or tokens
         self._model: nn.Module | None = None
         self._optimizer: Any = None
+        self._optimizer_meter: OptimizerMeter | None = None
         self._actions: tuple[RecordedAction, ...] = ()
+        self.has_log = bool(begin)
+        self._log = RunLog(begin, "loop", {"ranks": world.world_size}) if begin and world.rank == 0 else None
 
     def is_another(self, number: int, model: nn.Module | None) -> bool:
         """Whether a step in this cell, of this model, belongs to another loop."""
         return number != self.number or (model is not None and self._model is not None and model is not self._model)
 
-    def add(self, loss: Any, samples: int, model: nn.Module | None, optimizer: Any, listener: Listener) -> None:
+    def adds_to_last_step(self, values: dict[str, Any]) -> bool:
+        """Add the values of a call without a step to the last step. False if the call is a step."""
+        if not (values and self._has_counted):
+            return False
+        self._collector.add_values(values)
+        self._before = self.world.traffic.moment()
+        return True
+
+    def add(
+        self,
+        loss: Any,
+        samples: int,
+        tokens: int,
+        model: nn.Module | None,
+        optimizer: Any,
+        values: dict[str, Any],
+        listener: Listener | None,
+    ) -> None:
         now = self.world.traffic.moment()
-        measured = MeasuredStep(samples, self._before or now, now)  # the first step has no beginning
-        self._collector.add(measured, loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._has_counted = self._has_counted or loss is not None or bool(samples or tokens)
         self._model, self._optimizer = model, optimizer
+        rate, norm = self._read_optimizer()
+        measured = MeasuredStep(samples, self._before or now, now, tokens, norm)  # the first step has no beginning
+        detached = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        self._collector.add(measured, detached, {**rate, **values})
         self._actions = self._timer.take()
         if self._collector.is_due:
             self.report(listener)
-        self._step += 1
+        if self._optimizer_meter is not None:
+            self._optimizer_meter.wants_norm = self._collector.measures_norm
         self._before = self.world.traffic.moment()
 
-    def report(self, listener: Listener) -> None:
+    def _read_optimizer(self) -> tuple[dict[str, Any], torch.Tensor | None]:
+        meter = self._optimizer_meter
+        if meter is not None and meter.optimizer is not self._optimizer:
+            meter.end()
+            meter = self._optimizer_meter = None
+        if meter is None and self._optimizer is not None:
+            meter = self._optimizer_meter = OptimizerMeter(self._optimizer)
+        return meter.take() if meter is not None else ({}, None)
+
+    def report(self, listener: Listener | None) -> None:
         """Exchange what the ranks have not reported yet, and report it. All ranks call it."""
         block, _ = self._collector.collect(self._memory(), device=self._device.read("fp32"))
-        if self.world.rank == 0 and block.samples:
-            listener(block)
+        if self.world.rank == 0 and (block.samples or block.values):
+            if listener is not None:
+                listener(block)
+            if self._log is not None:
+                self._log.add([block])
         self._until_spans_s -= sum(block.step_times_s)
         if self._until_spans_s <= 0:
             self._report_spans(listener)
 
-    def end(self, listener: Listener) -> None:
+    def end(self, listener: Listener | None) -> None:
         """Report the last steps, and the timeline of the very last one, without an exchange."""
-        first, steps, losses = self._collector.take()
-        if steps:
-            listener(
-                LastSteps(
-                    self.world.rank,
-                    self.world.world_size,
-                    first,
-                    tuple(samples for samples, _ in steps),
-                    tuple(map(_own_term, losses)),
-                    tuple(interval.time_s for _, interval in steps),
-                    tuple(interval.exchange_s for _, interval in steps),
-                    tuple(interval.sent_bytes for _, interval in steps),
-                    self._memory(),
-                )
-            )
-        self._step -= 1
+        found = self._collector.take(_own_term)
+        if found is not None:
+            if listener is not None:
+                listener(replace(found, memory_bytes=self._memory()))
+            norms = found.norms if self.world.world_size == 1 else ()  # this rank's part only
+            alone = joined([replace(found, rank=0, num_ranks=1, norms=norms)])
+            if self._log is not None and alone is not None:
+                self._log.add([alone])
         self._report_spans(listener)
-        self.stop_timing()
+        self.stop()
 
-    def stop_timing(self) -> None:
+    def stop(self) -> None:
         """End the loop. Later actions belong to no timeline."""
         if self.world.context.action_timer is self._timer:
             self.world.context.action_timer = None
+        if self._optimizer_meter is not None:
+            self._optimizer_meter.end()
+        if self._log is not None:
+            self._log.close()
 
-    def _report_spans(self, listener: Listener) -> None:
-        if self._actions:
+    def _report_spans(self, listener: Listener | None) -> None:
+        if self._actions and listener is not None:
             self._until_spans_s = _SPANS_INTERVAL_S
             spans = read_actions(self.world.traffic, self._actions, self._clock_offset)
-            listener(StepSpans(self.world.rank, self._step, spans))
+            listener(StepSpans(self.world.rank, self._collector.num_added - 1, spans))
 
     def _memory(self) -> dict[str, int]:
         is_known = self._model is not None and self._optimizer is not None
@@ -179,6 +282,10 @@ def _own_term(loss: Any) -> LossTerm | None:
 
 
 _loops: WeakKeyDictionary[World, _Loop] = WeakKeyDictionary()
+
+
+at_shutdown(_report_at_exit)
+atexit.register(_report_at_exit)  # a world of one rank needs no shutdown
 
 
 _MOST_ACTIONS = 1000

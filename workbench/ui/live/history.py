@@ -49,6 +49,7 @@ class History:
         latest_rate: samples/s, the median of the last second; None before the first step.
         changes: changes of the strategy, in order.
         devices: by rank, the latest state of its GPU, see ``StepBlock``.
+        values, latest_values: the values by step, and the last one, by name, see ``core.step_values``.
         timeline: by rank, the spans of the latest step that all ranks have reported; empty before.
     """
 
@@ -61,6 +62,8 @@ class History:
         self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         self.changes: list[Change] = []
         self.devices: tuple[dict[str, float], ...] = ()
+        self.values: dict[str, Curve] = {}
+        self.latest_values: dict[str, float] = {}
         self.timeline: tuple[StepSpans, ...] = ()
         self._label = label
         self._running = RunningMedian()
@@ -98,6 +101,9 @@ class History:
         for rank, memory in enumerate(block.memory_bytes):
             self.memory_by_kind[rank] = memory
         self.devices = block.devices or self.devices
+        for name, pairs in block.values.items():
+            self.values.setdefault(name, Curve()).add([step + 1 for step, _ in pairs], [value for _, value in pairs])
+            self.latest_values[name] = pairs[-1][1]
         by_step = zip(
             *(zip(*ranks, strict=True) for ranks in (block.time_s, block.boxing_s, block.boxed_bytes)), strict=True
         )

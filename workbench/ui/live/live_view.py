@@ -17,6 +17,8 @@ from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import run_view
 from workbench.ui.page_link import PageLink
+from workbench.writers.choose import Log, writers
+from workbench.writers.run_log import RunLog
 
 _ENDS = {
     "closed": '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After '
@@ -32,16 +34,20 @@ class LiveView(widgets.VBox):
 
     Args:
         session: the session whose cells report. Default: the current one.
+        log: where the loops' steps are written too, see ``wb.compare``; one run for each loop.
 
     Raises:
         NotStartedError: no session is open.
+        RunError: no writer has the name in ``log``, or its package is not installed.
 
     >>> wb.LiveView()                                            # doctest: +SKIP
     """
 
     _end_subscription: Callable[[], None] | None = None
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: Session | None = None, log: Log | None = None) -> None:
+        self._writers = writers(log)
+        self._log = RunLog((), "", {})
         session = session or current()
         # While a cell runs, the kernel handles no messages of the page, so do not wait for any.
         self.failures = Failures()
@@ -75,10 +81,16 @@ class LiveView(widgets.VBox):
         elif isinstance(message, RunEvent) and message.kind == "ended":
             self._end()
         elif isinstance(message, (StepBlock, StepSpans)):
-            self.live.add([message])
+            self._add(message)
+
+    def _add(self, message: StepBlock | StepSpans) -> None:
+        self._log.add([message])
+        self.live.add([message])
 
     def _begin(self) -> None:
         self._number += 1
+        self._log.close()
+        self._log = RunLog(self._writers, f"own loop {self._number}", {})
         self._is_going = True
         self._hint.layout.display = "none"
         self.live.begin(f"own loop {self._number}", "", 0)
@@ -87,8 +99,9 @@ class LiveView(widgets.VBox):
         self._is_going = False
         block = joined(self._last) if self._last else None
         if block is not None:
-            self.live.add([block])
+            self._add(block)
         self._last = []
+        self._log.close()
         self.live.end("ended", f"last report: step {self._num_steps}")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)

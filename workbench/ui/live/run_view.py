@@ -23,6 +23,7 @@ from workbench.ui.live.live_picture import live_picture
 from workbench.ui.live.run_log import LogSection, RunLog
 from workbench.ui.live.run_status import RunStatus, device_line, title_html
 from workbench.ui.live.timeline_bars import timeline_bars
+from workbench.ui.live.value_curves import value_curves
 from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import PageLink
 
@@ -79,7 +80,7 @@ class RunView:
         self._making, self._in_thread = threading.RLock(), guarded(self._make_figure)
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.failure, self.status = html(), html(), RunStatus()
-        self.devices = html("", "wb-quiet")
+        self.devices, self.values = html("", "wb-quiet"), html()
         self.log_scale = widgets.Checkbox(description="loss on a log scale", indent=False)
         on_value(self.log_scale, lambda change: self._draw_loss_scale())
         self.box = widgets.VBox()
@@ -126,7 +127,7 @@ class RunView:
         self._expected = self._limit_at = self._record = None
         self.title.value = title_html([title], text)
         self.status.clear(num_steps)
-        self.failure.value = self.devices.value = ""
+        self.failure.value = self.devices.value = self.values.value = ""
         self._step_shown = -1
         self.status.show_state("running", "running", hint)
         self._begin_figure()
@@ -148,6 +149,7 @@ class RunView:
             self.failure,
             self.devices,
             shown,
+            self.values,
             self.log_section.bar,
             self.log_section.lines,
         )
@@ -223,10 +225,8 @@ class RunView:
         if not (block.stop_step == block.num_steps or (self._status_seen and self._is_due("progress"))):
             return
         step_s = max(median(block.step_times_s), 1e-9)
-        rate, left_s = (
-            f"{three_digits(block.samples[-1] / step_s)} samples/s",
-            step_s * (block.num_steps - block.stop_step),
-        )
+        rate = f"{three_digits(block.samples[-1] / step_s)} samples/s"
+        left_s = step_s * (block.num_steps - block.stop_step)
         self.status.show_phase("one device first", block.stop_step, block.num_steps, rate, left_s)
         self._show_one_device(block.stop_step)
 
@@ -309,6 +309,7 @@ class RunView:
                 self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
                 live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
                 self._draw_marks()
+                self.values.value = value_curves(history)
                 flops = getattr(self._expected, "flops_per_sample", 0.0) * (history.latest_rate or 0.0)
                 self.devices.value = device_line(history.devices, flops)
             if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
@@ -347,7 +348,7 @@ class RunView:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
         picture = live_picture(self.history, self._one_device, self._limit_bytes, self.log_scale.value)
-        return element("div", self.title.value, picture, log, css="wb-static-run")
+        return element("div", self.title.value, picture, value_curves(self.history), log, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------
 

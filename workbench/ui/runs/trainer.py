@@ -17,6 +17,7 @@ from workbench.session.comparison.comparison import Comparison, Message, RunObse
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import Subject
 from workbench.ui.live.poller import Run
+from workbench.writers.choose import Log, writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SessionTrainer:
         strategy: StrategyLike | None = None,
         keep: SavedRuns | None = None,
         check_steps: int = CHECKED_STEPS,
+        log: Log | None = None,
         **options: Any,
     ) -> None:
         """Arguments are those of ``wb.Panel``.
@@ -62,10 +64,11 @@ class SessionTrainer:
         Raises:
             StrategyError: ``strategy`` does not parse; it says so before the job goes to the engines.
         """
+        begin = writers(log)
         subject = Subject.of(model_fn, dataset, loss_fn, **options)
         if strategy is not None:
             strategy_of(strategy, subject.layers, session.num_engines)
-        self._comparison = Comparison(session, subject, keep, check_steps)
+        self._comparison = Comparison(session, subject, keep, check_steps, begin)
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines
         self.sample_shape = subject.sample_shape
