@@ -18,7 +18,7 @@ Log = str | Writer | Sequence[str | Writer]
 WRITERS: dict[str, tuple[Callable[..., RunWriter], str]] = {
     "jsonl": (kinds.JsonLines, ""),
     "mlflow": (kinds.MLflow, "mlflow"),
-    "tensorboard": (kinds.TensorBoard, "tensorboard"),
+    "tensorboard": (kinds.EventFiles, "tensorboard"),
     "trackio": (kinds.Trackio, "trackio"),
     "wandb": (kinds.WeightsAndBiases, "wandb"),
 }

@@ -60,8 +60,8 @@ class JsonLines:
             os.close(self._handle)
 
 
-class TensorBoard:
-    """A folder of its own for every run, under ``place`` (``runs``)."""
+class EventFiles:
+    """TensorBoard's files: a folder of its own for every run, under ``place`` (``runs``)."""
 
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
