@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,7 +55,7 @@ def log(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     to: Log | None = None,
-    **values: Any,
+    **values: SupportsFloat | Mapping[str, Any] | None,
 ) -> None:
     """Report one step of a training loop to the notebook's live view (``wb.LiveView``), and to a log. All ranks call
     it, every step.
