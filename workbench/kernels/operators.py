@@ -1,8 +1,9 @@
-"""Operators of torch that only write into arguments and have no gradient."""
+"""Operators of torch that only write into arguments and have no gradient, and operators whose key is a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -30,3 +31,34 @@ def writes_first(function: _Function) -> _Function:
     torch.library.register_fake(f"workbench::{name}", lambda *_: None, lib=_library)
     operator: Any = getattr(torch.ops.workbench, name).default
     return operator
+
+
+def has_key(operator: Any) -> bool:
+    """Whether an operator is ours and has a ``key`` of random numbers."""
+    schema = operator._schema
+    return schema.name.startswith("workbench::") and any(argument.name == "key" for argument in schema.arguments)
+
+
+@cache
+def keyed(operator: Any) -> Any:
+    """The same operator with another type of ``key``: a tensor of one integer on the CPU.
+
+    A compiled program takes tensors as operands; an integer would become a constant of it.
+
+    >>> keyed(torch.ops.workbench.fill_random.default)._schema.arguments[2].type
+    Tensor
+    """
+    name = operator._schema.name.removeprefix("workbench::") + "_keyed"
+    at = [argument.name for argument in operator._schema.arguments].index("key")
+
+    def run(*args: Any) -> Any:
+        return operator(*args[:at], int(args[at]), *args[at + 1 :])
+
+    def fake(*args: Any) -> Any:
+        return operator(*args[:at], 0, *args[at + 1 :])
+
+    _, schema = str(operator._schema).split("(", 1)
+    _library.define(f"{name}({schema.replace('SymInt key', 'Tensor key')}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"workbench::{name}", fake, lib=_library)
+    return getattr(torch.ops.workbench, name).default

@@ -14,7 +14,6 @@ import torch
 
 from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
-from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import fill_random, position_blocks
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.hidden_from_modes import hidden_from_modes
@@ -79,7 +78,7 @@ def sample_shard(
     """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
     region = layout.region(shape, world.rank)
     sizes = [stop - start for start, stop in region]
-    if sampler.kernel is not None and not dtype.is_complex and runs_on(world.device):
+    if sampler.kernel is not None and not dtype.is_complex:
         out = torch.empty(sizes, dtype=dtype, device=world.device)
         kind, *parameters = sampler.kernel
         fill_random(out, kind, key, *place_of(shape, region), *parameters)

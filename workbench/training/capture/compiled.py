@@ -1,8 +1,9 @@
 """Compiled parts of a recorded step: torch's operators between two exchanges become one program of Inductor.
 
-A recorded step is a list of calls. Those that run operators on tensors alone, one after the other, are a part:
-forward, backward and what lies between, up to the next exchange, random draw or optimizer. A part becomes a graph of
-FX, which Inductor compiles when the first replay has its operands at hand. Everything else stays a call.
+A recorded step is a list of calls. Those that run operators, one after the other, are a part: forward, backward and
+what lies between, up to the next exchange or optimizer. A part becomes a graph of FX, which Inductor compiles when the
+first replay has its operands at hand. Everything else stays a call. Keys of random numbers are drawn before the
+programs that use them, and are operands like tensors.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
 
-from workbench.training.capture.trace import DRAW, Call, Slot, Trace, slots_in
+from workbench.kernels.operators import has_key, keyed
+from workbench.training.capture.compile_cache import broken_library, one_process
+from workbench.training.capture.trace import Call, Slot, Trace, slots_in
 
 _FEWEST_CALLS = 3
 """A compiled program costs more to call than so many operators."""
 _one_at_a_time = threading.Lock()
 """Simulated ranks are threads, and Inductor compiles for one at a time."""
+
+_shared: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Compiled programs in use, by their code and their kinds of operands."""
 
 
 class CaptureWarning(UserWarning):
@@ -30,15 +37,31 @@ class CaptureWarning(UserWarning):
 
 def compile_parts(trace: Trace) -> Trace:
     """The same trace with its parts as single calls, which compile themselves when a replay first calls them."""
-    last_read = {slot: at for at, call in enumerate(trace.calls) for slot in call.reads()}
-    last_read |= dict.fromkeys(trace.outputs, len(trace.calls))
+    given = _keys_first(trace.calls)
+    memory = _memory(trace)
+    last_read = {slot: at for at, call in enumerate(given) for slot in call.reads()}
+    last_read |= dict.fromkeys(trace.outputs, len(given))
     calls: list[Call] = []
     compiler, end = Compiler(), 0
-    for part in _parts(trace):
+    for part in _parts(given, memory):
         end += len(part.calls)
         read_later = {slot for slot, at in last_read.items() if at >= end}
-        calls += part.as_calls(compiler, read_later) if part.is_worth_it() else part.calls
+        calls += part.as_calls(compiler, read_later, memory) if part.is_worth_it() else part.calls
     return Trace(trace.inputs, calls, trace.outputs, trace.constants)
+
+
+def _keys_first(calls: Sequence[Call]) -> list[Call]:
+    """The calls, with each draw of a key moved to the front, but behind operators that draw from the same generator."""
+    moved: list[Call] = []
+    place = 0
+    for call in calls:
+        if call.draws and call.operator is None:
+            moved.insert(place, call)
+            place += 1
+        else:
+            moved.append(call)
+            place = len(moved) if call.draws else place
+    return moved
 
 
 class Compiler:
@@ -51,11 +74,15 @@ class Compiler:
     is_missing = False
 
     def __call__(self, graph: fx.GraphModule, values: list[Any]) -> Callable[..., Sequence[torch.Tensor]]:
-        """The graph compiled for such values. Inductor keeps what it makes on disk, for other ranks and later runs."""
-        with _one_at_a_time:
-            made: Callable[..., Any] = torch._inductor.standalone_compile(
-                graph, values, dynamic_shapes="from_example_inputs"
-            )
+        """The graph compiled for such values. Equal programs of blocks and of simulated ranks are compiled once, and
+        Inductor keeps what it makes on disk, for other ranks and later runs.
+        """
+        given = [(tuple(value.shape), value.stride(), value.dtype, value.device) for value in values]
+        text = f"{graph.code}{given}"
+        with _one_at_a_time, one_process(text):
+            made = _shared.get(text)
+            if made is None:
+                made = _shared[text] = _compile(graph, values)
         return made
 
     def failed(self, error: Exception) -> None:
@@ -73,6 +100,22 @@ class Compiler:
         )
 
 
+def _compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Sequence[torch.Tensor]]:
+    """By Inductor. It tries once more without a library in its cache that a killed compiler has left half written."""
+
+    def attempt() -> Any:
+        return torch._inductor.standalone_compile(graph, values, dynamic_shapes="from_example_inputs")
+
+    try:
+        return attempt()
+    except Exception as error:
+        broken = broken_library(error)
+        if broken is None:
+            raise
+        broken.unlink(missing_ok=True)
+    return attempt()
+
+
 class Program:
     """A part as a function of tensors; its first call compiles it.
 
@@ -86,27 +129,28 @@ class Program:
         self._run: Callable[..., Sequence[torch.Tensor]] | None = None
         self.num_operators, self.is_compiled = len(calls), False
 
-    def __call__(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Results of the part for these inputs."""
+    def __call__(self, *values: torch.Tensor | int) -> Sequence[torch.Tensor]:
+        """Results of the part for these inputs: tensors, and keys of random numbers."""
         if self._run is None:
-            self._run = self._compiled(list(values))
+            self._run = self._compiled(values)
         return self._run(*values)
 
-    def _compiled(self, values: list[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    def _compiled(self, values: Sequence[torch.Tensor | int]) -> Callable[..., Sequence[torch.Tensor]]:
         """Compiled for such values; the operators one by one if that fails."""
+        keys = [at for at, value in enumerate(values) if isinstance(value, int)]
         if not self._compiler.is_missing:
             try:
-                run = self._compiler(self._graph(), values)
+                run = self._compiler(self._graph({self._inputs[at] for at in keys}), _as_tensors(values, keys))
             except Exception as error:  # noqa: BLE001 - whatever a compiler trips over, the step goes on
                 self._compiler.failed(error)
             else:
                 self.is_compiled = True
-                return run
+                return (lambda *values: run(*_as_tensors(values, keys))) if keys else run
         return Trace(self._inputs, self._calls, self._outputs).compile()
 
-    def _graph(self) -> fx.GraphModule:
+    def _graph(self, keys: set[Slot]) -> fx.GraphModule:
         graph = fx.Graph()
-        nodes: dict[Slot, fx.Node] = {slot: graph.placeholder(str(slot)) for slot in self._inputs}
+        nodes: dict[Slot, fx.Node] = {slot: graph.placeholder(f"x{at}") for at, slot in enumerate(self._inputs)}
 
         def filled(value: Any) -> Any:
             if isinstance(value, Slot):
@@ -121,10 +165,19 @@ class Program:
                     name(part, graph.call_function(operator.getitem, (node, at)))
 
         for call in self._calls:
-            node = graph.call_function(call.operator, filled(call.args), {k: filled(v) for k, v in call.kwargs.items()})
+            function = keyed(call.operator) if call.reads() & keys else call.operator
+            node = graph.call_function(function, filled(call.args), {k: filled(v) for k, v in call.kwargs.items()})
             name(call.result, node)
         graph.output(tuple(nodes[slot] for slot in self._outputs))
         return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _as_tensors(values: Sequence[Any], keys: list[int]) -> list[torch.Tensor]:
+    """Operands of a compiled program: a key as a tensor."""
+    operands = list(values)
+    for at in keys:
+        operands[at] = torch.tensor(operands[at])
+    return operands
 
 
 class _Part:
@@ -138,37 +191,46 @@ class _Part:
 
     def take(self, call: Call, memory: dict[Slot, Any]) -> bool:
         """Add a call, if it may stand here."""
-        given = {memory_of: set(slots) for memory_of, slots in self._given.items()}
+        given: dict[Any, set[Slot]] = {}
         for slot in call.reads() - self._made:
             given.setdefault(memory[slot], set()).add(slot)
-        written = self._written | {memory[slot] for slot in _written(call)}
-        if any(len(given.get(memory_of, ())) > 1 for memory_of in written):
+        written = {memory[slot] for slot in _written(call)}
+        known = {of: self._given.get(of, set()) | given.get(of, set()) for of in written | given.keys()}
+        if any(len(slots) > 1 for of, slots in known.items() if of in written or of in self._written):
             return False
         self.calls.append(call)
         self._made |= call.makes()
-        self._given, self._written = given, written
+        self._given |= known
+        self._written |= written
         return True
 
     def is_worth_it(self) -> bool:
         """Whether a program of it is faster than its operators one by one."""
         return sum(not call.makes_view for call in self.calls) >= _FEWEST_CALLS
 
-    def as_calls(self, compiler: Compiler, read_later: set[Slot]) -> Iterator[Call]:
+    def as_calls(self, compiler: Compiler, read_later: set[Slot], memory: dict[Slot, Any]) -> Iterator[Call]:
         """One call of a program, and the views of its results and operands that later calls read.
 
-        A program hands out no views: torch does not promise that they share memory.
+        A program hands out one tensor of each memory, since torch does not promise that several share it.
         """
         maker = {slot: call for call in self.calls for slot in call.makes()}
-        leaving = [slot for slot in maker if slot in read_later]
+        leaving: dict[Any, list[Slot]] = {}
+        for slot in maker:
+            if slot in read_later:
+                leaving.setdefault(memory[slot], []).append(slot)
         outputs: dict[Slot, None] = {}
         views: set[int] = set()
-        for slot in leaving:
-            while slot in maker and maker[slot].makes_view:
-                views.add(id(maker[slot]))
-                slot = next(iter(slots_in(maker[slot].args[0])))
-            if slot in maker:
-                outputs[slot] = None
-        inputs = list(dict.fromkeys(slot for call in self.calls for slot in call.reads() if slot not in maker))
+        for memory_of, slots in leaving.items():
+            if len(slots) == 1 and memory_of in maker:
+                outputs[slots[0]] = None
+                continue
+            for slot in slots:
+                while slot in maker and maker[slot].makes_view:
+                    views.add(id(maker[slot]))
+                    slot = next(iter(slots_in(maker[slot].args[0])))
+                if slot in maker:
+                    outputs[slot] = None
+        inputs = list(dict.fromkeys(slot for call in self.calls for slot in sorted(call.reads()) if slot not in maker))
         program = Program(compiler, inputs, self.calls, list(outputs))
         yield Call(
             program, tuple(inputs), {}, tuple(outputs), has_side_effect=True, name=f"compiled.{len(self.calls)}_calls"
@@ -176,13 +238,13 @@ class _Part:
         yield from (call for call in self.calls if id(call) in views)
 
 
-def _parts(trace: Trace) -> Iterator[_Part]:
+def _parts(calls: Sequence[Call], memory: dict[Slot, Any]) -> Iterator[_Part]:
     """The calls in their order; each that cannot be compiled is a part of its own."""
-    memory = _memory(trace)
-    numbers = {slot for call in trace.calls if call.name == DRAW for slot in call.makes()}
+    keys = {slot for call in calls if call.draws and call.operator is None for slot in call.makes()}
     part = _Part()
-    for call in trace.calls:
-        can_be = call.operator is not None and call.changes is None and not call.reads() & numbers
+    for call in calls:
+        can_be = call.operator is not None and call.changes is None and not call.draws
+        can_be = can_be and (not call.reads() & keys or has_key(call.operator))
         if can_be and part.take(call, memory):
             continue
         if part.calls:

@@ -24,7 +24,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
 from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
-from workbench.training.capture.trace import DRAW, Call, Slot, Trace
+from workbench.training.capture.trace import Call, Slot, Trace
 from workbench.training.capture.value_reads import reject_value_read
 from workbench.transport.user_code import user_frame
 
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
                 self._slots[out] = self._slot(args[0])
                 return out
             schema = func._schema
-            draws = torch.Tag.nondeterministic_seeded in func.tags
+            draws = _draws(func, args, kwargs)
             result = self._made(out)
             first = schema.returns[0].alias_info if schema.returns else None
             self.trace.calls.append(
@@ -101,7 +101,8 @@ class Recorder(TorchDispatchMode):
                     makes_view=first is not None and not first.is_write and not schema.is_mutable,
                     changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
-                    operator=None if draws else func,
+                    operator=func,
+                    draws=draws,
                 )
             )  # fmt: skip
             return out
@@ -160,7 +161,7 @@ class Recorder(TorchDispatchMode):
         slot = self._keys[key] = self._next()
         if not is_used:
             self._keys_used.add(key)
-        self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name=DRAW))
+        self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name="draw_key", draws=True))
         return key
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -340,6 +341,15 @@ def _place_of(tensor: torch.Tensor) -> Any:
 def _is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a placeholder, which a replay need not make again."""
     return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers. Attention does if it drops some of its weights."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", "dropout_p" not in names))
 
 
 def _check_operator(func: Any, args: Any) -> None:

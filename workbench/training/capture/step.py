@@ -136,8 +136,8 @@ def capture(
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
-    With ``backend="inductor"``, torch's operators between two exchanges, random draws and optimizers are compiled by
-    ``torch.compile``'s compiler. The first replay compiles, which takes seconds to minutes; what it makes is kept on
+    With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
+    by ``torch.compile``'s compiler. The first replay compiles, which takes seconds to minutes; what it makes is kept on
     disk for other ranks and later runs. Numbers equal those without it but for rounding.
 
     Args:

@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 
-DRAW = "draw_key"
-"""Name of calls that draw a key of random numbers, which is a Python number."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Slot:
     """A numbered value of the program."""
 
@@ -39,7 +36,8 @@ class Call:
         makes_view: whether its result is a view of its first argument.
         changes: a value that the call completes; the call is needed where the value is.
         name: for listings.
-        operator: torch's operator that the function runs; None for exchanges, draws and optimizers.
+        operator: torch's operator that the function runs; None for exchanges, keys, samples and optimizers.
+        draws: whether it advances a generator: it draws a key, which is a Python number, or is an operator that draws.
     """
 
     function: Callable[..., Any]
@@ -51,6 +49,7 @@ class Call:
     name: str = ""
     changes: Slot | None = None
     operator: Any = None
+    draws: bool = False
 
     def reads(self) -> set[Slot]:
         """The slots among its arguments."""
