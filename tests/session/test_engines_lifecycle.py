@@ -99,6 +99,40 @@ def test_engines_have_one_parent_which_ends_with_the_last_session():
     assert not server.is_running()
 
 
+def test_children_that_end_at_once_are_reaped_by_handlers_that_interrupt_each_other(monkeypatch):
+    """The second signal may come while the handler of the first is about to ask for the same process."""
+    children = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (3, 4)]
+    for child in children:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    codes, waitpid, calls = dict.fromkeys([child.pid for child in children]), os.waitpid, []
+
+    def interrupted(pid, options):
+        calls.append(pid)
+        if len(calls) == 1:
+            fork_server.reap(codes)
+        return waitpid(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    fork_server.reap(codes)
+    assert list(codes.values()) == [3, 4]
+    for child in children:
+        child.returncode = codes[child.pid]
+
+
+@pytest.mark.usefixtures("ending_servers")
+def test_a_session_outlives_the_process_that_forks_its_engines(monkeypatch):
+    with Session(engines=2, device="cpu") as session:
+        server = session._pool._processes._forks._process
+        server.kill()
+        server.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server.ForkServer, "has_ended", lambda _server: False)  # it ends just after the look
+            with pytest.raises(EngineStartError, match="ended before they were ready"):
+                session.restart()
+        session.restart()
+        assert session.run("wb.rank()").values == [0, 1]
+
+
 def test_a_server_is_shared_where_libraries_load_alike():
     alike = fork_server.load_environment
     assert alike({"OMP_NUM_THREADS": "1", "HOME": "/a"}) == alike({"OMP_NUM_THREADS": "1", "HOME": "/b"})

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -117,7 +118,7 @@ class ForkServer:
         """The exit code of a process of this server, negative for a signal. None where it is unknown."""
         try:
             code = self._ask({"exit_code": pid})
-        except (EOFError, OSError):
+        except EOFError:
             return None
         return None if code is None else int(code)
 
@@ -137,7 +138,8 @@ class ForkServer:
         self._output.close()
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        with self._turn:
+        answer = ""
+        with self._turn, suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             answer = self._answers.readline()
         if not answer:
@@ -151,18 +153,20 @@ def close_unused() -> None:
         server.close()
 
 
-def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Answer requests until the notebook has ended, then return None. In each forked process, return its request."""
-    exit_codes: dict[int, int | None] = {}
-    """Exit codes of processes that may be reaped; None while they run."""
-
-    def reap(*_: object) -> None:
-        for pid in [pid for pid, code in exit_codes.items() if code is None]:
+def reap(exit_codes: dict[int, int | None]) -> None:
+    """Ask for the exit codes that are None. A signal may interrupt this, and its own call find what this one wants."""
+    for pid in [pid for pid, code in exit_codes.items() if code is None]:
+        with suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 exit_codes[pid] = os.waitstatus_to_exitcode(status)
 
-    signal.signal(signal.SIGCHLD, reap)
+
+def serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Answer requests until the notebook has ended, then return None. In each forked process, return its request."""
+    exit_codes: dict[int, int | None] = {}
+    """Exit codes of processes that may be reaped; None while they run."""
+    signal.signal(signal.SIGCHLD, lambda *_: reap(exit_codes))
     notebook, requests = os.getppid(), connection.makefile("r", encoding="utf-8")
     while os.getppid() == notebook:
         if not select.select([connection], [], [], _PERIOD_S)[0]:
@@ -175,7 +179,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             answer = exit_codes.get(request["exit_code"])
         elif "reap" in request:
             answer = exit_codes[request["reap"]] = None
-            reap()
+            reap(exit_codes)
         else:
             answer = os.fork()
             if answer == 0:

@@ -213,17 +213,14 @@ class LocalProcesses:
         self._find_fork_server()
         self._wait_for_fork_server(ranks)
         started: dict[int, RankEngineLauncher] = {}
-        self._cluster.start_engines_sync(
-            len(ranks),
-            started=started,
-            ranks=list(ranks),
-            num_ranks=self.num_ranks,
-            gpus=self.gpus,
-            forks=self._forks,
-            delay=0,
-            engine_args=_ENGINE_OPTIONS,
-            environment=self._environment(),
-        )
+        places = {"ranks": list(ranks), "num_ranks": self.num_ranks, "gpus": self.gpus}
+        options = {"forks": self._forks, "engine_args": _ENGINE_OPTIONS, "environment": self._environment()}
+        try:
+            self._cluster.start_engines_sync(len(ranks), started=started, delay=0, **places, **options)
+        except EOFError:
+            for rank in ranks:
+                self._launchers.pop(rank, None)  # what they wrote is older than the server's end
+            raise EngineStartError(self._start_failure(ranks, "ended before they were ready")) from None
         self._launchers.update(started)
         self.engines.update({rank: launcher.process for rank, launcher in started.items()})
         self._record()
