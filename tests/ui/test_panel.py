@@ -119,7 +119,7 @@ def test_options_of_the_whole_model(panel: Panel):
     controls = editor(panel).controls
     controls.zero.value = 2
     controls.context.value = 2
-    controls.recompute.value = True
+    controls.recompute.value = "full"
     controls.sequence.value = True
     controls.precision.value = "bf16"
     assert controls.text.value == "*: data | zero=2 context=2 recompute sequence bf16"

@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import Strategy
 from workbench.errors import CommandError
 
@@ -102,6 +103,8 @@ def parse_constraint(text: str) -> tuple[str, Any]:
     if not sign or not value.strip():
         raise CommandError(f"--constraint {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
     if name == "layers":
+        return name, value
+    if name == "recompute" and value in KINDS:
         return name, value
     if name in ("recompute", "sequence"):
         if value not in ("0", "1", "no", "yes", "true", "false"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.suggest import suggest
 from workbench.errors import StrategyError
 
@@ -14,7 +15,18 @@ PRESETS = ("data", "model", "pipeline", "hybrid")
 """Names of strategies that are made for a model."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OTHER_OPTIONS = ("recompute", "sequence", "context=2", "zero=1", "zero=2", "zero=3", "shards=8", "mb=4")
+_OTHER_OPTIONS = (
+    "recompute",
+    "recompute=cheap",
+    "recompute=attention",
+    "sequence",
+    "context=2",
+    "zero=1",
+    "zero=2",
+    "zero=3",
+    "shards=8",
+    "mb=4",
+)
 """For suggestions."""
 
 
@@ -24,19 +36,22 @@ class Options:
 
     Instead of degrees there may be ``widths``: data x model for every stage. ``context`` data ranks each take the same
     samples, and a slice of their sequence. ZeRO's shards are over groups of ``shards`` consecutive data ranks; 0: over
-    all of them.
+    all of them. ``recompute`` is a word as in ``recompute_kind``: True is "full".
     """
 
     degrees: tuple[int, int, int] | None = None
     num_micro_batches: int = 1
     schedule: str | None = None
     zero: int = 0
-    recompute: bool = False
+    recompute: str = ""
     sequence: bool = False
     precision: str = "fp32"
     widths: tuple[tuple[int, int], ...] | None = None
     context: int = 1
     shards: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", recompute_kind(self.recompute))
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.degrees))] if self.degrees else []
@@ -46,7 +61,8 @@ class Options:
         words += [f"zero={self.zero}"] if self.zero else []
         words += [f"shards={self.shards}"] if self.shards else []
         words += [f"context={self.context}"] if self.context != 1 else []
-        words += ["recompute"] * bool(self.recompute) + ["sequence"] * bool(self.sequence)
+        words += [f"recompute={self.recompute}".removesuffix("=full")] if self.recompute else []
+        words += ["sequence"] * bool(self.sequence)
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
     def with_changes(self, **changes: Any) -> Options:
@@ -87,6 +103,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
         option = _option(word)
         if option is None:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
+            known += "recompute=attention, recompute=cheap, recompute=N, "
             known += "sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
@@ -114,7 +131,9 @@ def _option(word: str) -> tuple[str, Any] | None:
         return "num_micro_batches" if number[1] == "mb" else number[1], int(number[2])
     if word in SCHEDULES or word in PRECISIONS:
         return "schedule" if word in SCHEDULES else "precision", word
-    return (word, True) if word in ("recompute", "sequence") else None
+    if blocks := re.fullmatch(rf"recompute(=({'|'.join(KINDS)}|\d+))?", word):
+        return "recompute", blocks[2] or "full"
+    return (word, True) if word == "sequence" else None
 
 
 def _out_of_range(found: dict[str, Any]) -> list[str]:
@@ -125,6 +144,8 @@ def _out_of_range(found: dict[str, Any]) -> list[str]:
         mistakes.append("context=0: a sequence has at least 1 slice")
     if found.get("shards") == 0:
         mistakes.append("shards=0: a group has at least 2 ranks; leave it out to split over all data ranks")
+    if found.get("recompute", "full").strip("0") == "":
+        mistakes.append(f"recompute={found['recompute']}: at least 1 block runs again; leave it out for none")
     if found.get("zero", 0) > 3:
         mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
     if 0 in (found.get("degrees") or ()):

@@ -8,7 +8,8 @@ last matching row wins, and ``expert`` is for experts only. A layer without a st
 predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
 by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``shards=`` (ZeRO splits over
-groups of so many data ranks, and groups hold copies), ``recompute``,
+groups of so many data ranks, and groups hold copies), ``recompute``
+(or ``recompute=attention``, ``recompute=cheap``, ``recompute=4`` blocks),
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``context=`` (so many of the data ranks take the same samples, and each a slice of their sequence),
 ``bf16`` or ``fp16``.

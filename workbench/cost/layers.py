@@ -22,7 +22,7 @@ from workbench.cost.boxings import (
     splits_words,
     tokens_s_and_bytes,
 )
-from workbench.cost.compute import backward_s, forward_s
+from workbench.cost.compute import FLASH, backward_s, forward_s
 from workbench.cost.software import ITEMSIZES
 from workbench.cost.stage_settings import StageSettings
 
@@ -52,6 +52,8 @@ class LayerPrice:
         apart: of ``weights``, those of experts over the data axis that count as on one rank only, and not summed.
         scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
             last one: the scores of attention, which selective recomputation computes again.
+        own_products_s, own_products_bytes: forward, and bytes of the results, of products with its weights.
+        products_s, products_bytes: the same of all products, with those of attention after it.
     """
 
     forward_s: float = 0.0
@@ -74,6 +76,18 @@ class LayerPrice:
     cast: float = 0.0
     boxed_input_bytes: float = 0.0
     apart: float = 0.0
+    own_products_s: float = 0.0
+    own_products_bytes: float = 0.0
+    products_s: float = 0.0
+    products_bytes: float = 0.0
+
+    def again_s(self, kind: str) -> float:
+        """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
+        return self.forward_s - {"attention": self.own_products_s, "cheap": self.products_s}.get(kind, 0.0)
+
+    def kept_results_bytes(self, kind: str) -> float:
+        """Bytes of the results that a recomputed block keeps."""
+        return {"attention": self.own_products_bytes, "cheap": self.products_bytes}.get(kind, 0.0)
 
     @property
     def kept_alone_bytes(self) -> float:
@@ -118,6 +132,7 @@ def layer_price(
     """
     forward = first = second = scores = scores_kept = 0.0
     kept, passing = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    products_s, products_bytes = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     scored = scores_of(row)
     copies = copies_input(row, choice, before, setting)
     for work, parts, inner_parts, saved_parts in _divided(row, choice, following, setting):
@@ -128,6 +143,10 @@ def layer_price(
         saved = (work.saved_bytes + (work.again_bytes if is_own and copies else 0.0)) * size
         forward += seconds
         kept[is_own] += saved
+        if work.is_matmul:
+            products_s[is_own] += seconds
+            made = _result_numbers(work) * row.itemsize * setting.samples * setting.scale
+            products_bytes[is_own] += made * inner_parts / parts
         passing[is_own] = max(passing[is_own], work.passing_bytes * setting.samples * setting.scale / parts)
         if any(work is one for one in scored):
             scores += seconds
@@ -156,8 +175,15 @@ def layer_price(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
-        apart,
+        apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
     )  # fmt: skip
+
+
+def _result_numbers(product: OpCost) -> float:
+    """How many numbers a product makes for one sample."""
+    if product.attention is not None:
+        return float(product.attention.heads * product.attention.rows * product.attention.widths[1])
+    return product.flops / (2 * product.inner * (2 if product.name == FLASH else 1))
 
 
 def scores_of(row: LayerCost) -> tuple[OpCost, ...]:

@@ -90,18 +90,21 @@ def _activations(
     """(row, whether in its own function or in those after it, bytes) through a stage."""
     found, kept = [], 0.0
     block, of_block = None, 0.0
-    is_full, has_blocks = setting.recompute and setting.software.recompute == "full", any_block(blocks)
+    kind, has_blocks = setting.recompute_kind, any_block(blocks)
+    is_full = kind not in ("", "scores")
     for row, i in enumerate(mine):
         price, again = prices[i], 0.0
+        results = min(price.kept_results_bytes(kind), price.kept_bytes)
         if is_full and not has_blocks:  # each layer alone
-            kept, again = kept + price.kept_alone_bytes, price.kept_bytes - price.kept_alone_bytes
+            kept, again = kept + price.kept_alone_bytes + results, price.kept_bytes - price.kept_alone_bytes
         elif is_full and blocks[i] >= 0:
             if blocks[i] != block:
                 block, of_block = blocks[i], -price.input_bytes  # kept already
                 kept += price.input_bytes
-            of_block += price.kept_bytes
+            of_block += price.kept_bytes - results
+            kept += price.kept_results_bytes(kind)
             again = max(of_block, 0.0)
-        elif setting.recompute and not is_full:
+        elif kind == "scores":
             kept, again = kept + price.kept_bytes - price.scores_bytes, price.scores_bytes
         elif is_full and row and mine[row - 1] == i - 1 and blocks[i - 1] >= 0:
             kept += price.kept_behind_block_bytes

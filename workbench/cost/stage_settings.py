@@ -42,11 +42,18 @@ class StageSettings:
     num_micro_batches: int
     precision: str
     zero: int
-    recompute: bool
+    recompute: str
     sequence: bool
     scale: float
     context: int = 1
     shards: int = 1
+
+    @property
+    def recompute_kind(self) -> str:
+        """What recomputed blocks keep: as in ``core.recompute_kinds``, or "scores" for all but scores of attention."""
+        if self.recompute == "full" and self.software.recompute == "selective":
+            return "scores"
+        return "full" if self.recompute.isdecimal() else self.recompute
 
     @property
     def batch_parts(self) -> float:

@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.recompute_kinds import chosen_blocks
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import are_siblings
@@ -105,7 +106,7 @@ def stage_prices(
     rows_of: list[list[int]] = [[] for _ in settings]
     for index, choice in enumerate(choices):
         rows_of[choice.stage].append(index)
-    blocks, again = block_of_rows(model), recomputed_blocks(model)
+    blocks, again = block_of_rows(model), recomputed_blocks(model, settings[0].recompute)
     units = units_of(model, blocks)
     known: dict[object, StagePrice] = {}
     stages = []
@@ -198,9 +199,15 @@ def block_of_rows(model: ModelCosts) -> list[int]:
     return numbers
 
 
-def recomputed_blocks(model: ModelCosts) -> Sequence[int]:
+def recomputed_blocks(model: ModelCosts, recompute: str = "full") -> Sequence[int]:
     """For every row the number of the block that recomputation runs again; below zero outside of blocks."""
-    return model.recomputed or block_of_rows(model)
+    blocks: Sequence[int] = model.recomputed or block_of_rows(model)
+    if not recompute.isdecimal():
+        return blocks
+    if not any_block(blocks):  # each layer is one
+        blocks = range(len(blocks))
+    chosen = chosen_blocks(max(blocks) + 1, recompute)
+    return [block if block in chosen else -1 - row for row, block in enumerate(blocks)]
 
 
 class Recomputation(NamedTuple):
@@ -218,7 +225,8 @@ def _recomputed(
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
         return Recomputation(0.0, 0.0, 0.0, kept)
-    if setting.software.recompute == "selective":
+    kind = setting.recompute_kind
+    if kind == "scores":
         scores = [prices[i].scores_bytes for i in mine]
         return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
     has_blocks = any_block(blocks)
@@ -233,8 +241,9 @@ def _recomputed(
         elif blocks[i] not in begun:
             kept += prices[i].input_bytes
         begun.add(blocks[i])
+        kept += prices[i].kept_results_bytes(kind)
     return Recomputation(
-        sum(prices[i].forward_s for i in inside),
+        sum(prices[i].again_s(kind) for i in inside),
         sum(prices[i].boxing_forward_s for i in inside),
         sum(prices[i].boxed_forward_bytes for i in inside),
         kept,

@@ -21,7 +21,7 @@ class Bounds:
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
-        self._per_sample: dict[tuple[int, bool, bool, int], float] = {}
+        self._per_sample: dict[tuple[int, bool, str, int], float] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from workbench.core.options import Options
+from workbench.core.recompute_kinds import recompute_kind
 from workbench.planning.problem import Problem
 
 MAX_VIRTUAL_STAGES = 8
@@ -78,7 +79,8 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     constraints, (pipeline, data, model) = problem.constraints, group.degrees
     zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if constraints.allows("zero", zero)]
     sharded = [(zero, shards) for zero in zeros for shards in _shards(problem, zero, data, model)]
-    recomputes = [value for value in (False, True) if constraints.allows("recompute", value)]
+    wanted = [recompute_kind(value) for value in constraints.values("recompute")]
+    recomputes = wanted or ["", "full"]  # finer_recompute looks at the others
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):

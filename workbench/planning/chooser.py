@@ -63,7 +63,7 @@ class Chooser:
         self._seconds: dict[tuple[object, ...], float | None] = {}
         self._lists_of_units: dict[tuple[object, ...], list[Unit]] = {}
         self._units: dict[tuple[object, ...], Unit] = {}
-        self._parts: dict[tuple[int, bool, int], np.ndarray] = {}
+        self._parts: dict[tuple[int, str, int], np.ndarray] = {}
         self._kinds: dict[int, list[int]] = {}
         self._chains: dict[int, Chain] = {}
         self._alive: dict[tuple[object, ...], list[float]] = {}
@@ -72,7 +72,7 @@ class Chooser:
         """The best choices of a mode; None if shared weights exclude all."""
         return self._best(self.incumbents.prices(candidate), candidate.options.recompute, self._rates(candidate, mode))
 
-    def seconds(self, prices: LayerPrices, recompute: bool) -> float | None:
+    def seconds(self, prices: LayerPrices, recompute: str) -> float | None:
         """Seconds of a micro-batch through all layers with the fastest choices."""
         key = (id(prices), recompute)
         if key not in self._seconds:
@@ -82,7 +82,7 @@ class Chooser:
         return self._seconds[key]
 
     def units(
-        self, prices: LayerPrices, recompute: bool, choices: tuple[Choice, ...], by_row: bool = False
+        self, prices: LayerPrices, recompute: str, choices: tuple[Choice, ...], by_row: bool = False
     ) -> list[Unit]:
         """The units that stages consist of. They count weights; bytes follow from the candidate."""
         key = (id(prices), recompute, choices, by_row)
@@ -100,7 +100,7 @@ class Chooser:
             self._alive[key] = live_micro_batches(ResolvedStrategy(layers, candidate.degrees, options))
         return self._alive[key]
 
-    def _best(self, prices: LayerPrices, recompute: bool, rates: Rates) -> tuple[Choice, ...] | None:
+    def _best(self, prices: LayerPrices, recompute: str, rates: Rates) -> tuple[Choice, ...] | None:
         key = (id(prices), recompute, rates)
         if key not in self._found:
 
@@ -131,7 +131,7 @@ class Chooser:
             kept = rate * 2.0 ** ceil(log2(max(self.live(candidate))))
         return Rates(0.0 if mode.byte_price == ONLY else 1.0, weight, shared, kept)
 
-    def _parts_of(self, prices: LayerPrices, recompute: bool, index: int) -> np.ndarray:
+    def _parts_of(self, prices: LayerPrices, recompute: str, index: int) -> np.ndarray:
         """The parts of a row's costs: seconds, kept bytes, weights and shared weights, each by the choices of the row
         before, of the row itself, and of the next row. Modes differ in the prices of these parts only.
         """
@@ -140,7 +140,7 @@ class Chooser:
         if key not in self._parts:
             befores: Sequence[Choice | None] = options[index - 1] if index else [None]
             followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
-            is_again = recompute and prices.is_recomputed(index)
+            is_again = bool(recompute) and prices.is_recomputed(index)
             is_own = self.problem.rows[index].layer.tied_to is None
             parts = np.empty((4, len(befores), len(options[index]), len(followings)))
             neighbours = befores, options[index], followings
@@ -149,7 +149,7 @@ class Chooser:
             ):
                 price = prices.row(index, before, choice, following)
                 alone = price.input_bytes if prices.has_blocks else price.kept_alone_bytes
-                kept = alone if is_again else price.kept_bytes
+                kept = alone + price.kept_results_bytes(recompute) if is_again else price.kept_bytes
                 own = (price.weights, price.shared) if is_own else (0.0, 0.0)
                 parts[:, *place] = prices.seconds(index, price, recompute), kept, *own
             self._parts[key] = parts
@@ -176,7 +176,7 @@ class Chooser:
             self._chains[model] = Chain(self.problem, options)
         return self._chains[model]
 
-    def _unit(self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
+    def _unit(self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: str) -> Unit:
         """A unit; equal rows with equal choices and neighbours share one."""
         kinds = self._kinds_of_rows(prices.model)
         pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
@@ -188,7 +188,7 @@ class Chooser:
         return self._units[key]
 
     def _added_up(
-        self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: bool, stage: int | None
+        self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: str, stage: int | None
     ) -> Unit:
         seconds = kept = weights = shared = again = 0.0
         last = len(choices) - 1
@@ -196,8 +196,8 @@ class Chooser:
             before = choices[index - 1] if index else None
             price = prices.row(index, before, choices[index], choices[index + 1] if index < last else None)
             seconds += prices.seconds(index, price, recompute)
-            is_again = recompute and prices.is_recomputed(index)
-            kept += 0.0 if is_again else price.kept_bytes
+            is_again = bool(recompute) and prices.is_recomputed(index)
+            kept += price.kept_results_bytes(recompute) if is_again else price.kept_bytes
             again += price.kept_bytes if is_again else 0.0
             if is_again and index == rows[0]:
                 kept += price.input_bytes if prices.has_blocks else price.kept_alone_bytes

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import inf
 
 from workbench.core.options import Options
+from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
 from workbench.cost.hardware import Hardware
@@ -63,7 +64,7 @@ class LayerPrices:
         context: int,
     ) -> None:  # fmt: skip
         self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
-        options = Options((1, 1, model), 1, None, 0, False, sequence, problem.precision)
+        options = Options((1, 1, model), 1, None, 0, "", sequence, problem.precision)
         alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
         (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
         self.setting = replace(
@@ -116,18 +117,18 @@ class LayerPrices:
         """Whether blocks are recomputed as a whole, and not each layer alone."""
         return any_block(self._classes.recomputed)
 
-    def seconds(self, index: int, price: LayerPrice, recompute: bool) -> float:
+    def seconds(self, index: int, price: LayerPrice, recompute: str) -> float:
         """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""
         software = self.setting.software
         seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
         seconds += accumulation_s(price.weights, self.setting)  # a lower bound: that of two micro-batches
         if software.hides_tensor_parallel != "none":
             seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
-        if recompute and software.recompute == "full" and self.is_recomputed(index):
-            seconds += price.forward_s + price.boxing_forward_s
+        if recompute in KINDS and software.recompute == "full" and self.is_recomputed(index):
+            seconds += price.again_s(recompute) + price.boxing_forward_s
         return seconds
 
-    def least_seconds(self, choices: Sequence[Choice], recompute: bool) -> float:
+    def least_seconds(self, choices: Sequence[Choice], recompute: str) -> float:
         """A lower bound of one micro-batch through all layers, for every cut into stages."""
         total, last = 0.0, len(choices) - 1
         for index, choice in enumerate(choices):

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from workbench.core.expert_rows import fitting_ranks, number_in_list, over_data
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
+from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
@@ -52,7 +53,9 @@ class Constraints:
         pipeline, data, model: degrees.
         micro_batches: per step.
         schedule: of strategies with more than one stage.
-        zero, recompute, sequence: as in strategies.
+        zero, sequence: as in strategies.
+        recompute: True, False, "attention", "cheap", or a number of blocks; None: what saves the bytes that lack for
+            the fewest seconds.
         shards: as in strategies, 0 for all data ranks; None: those, and under ZeRO 3 the ranks of a host.
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
@@ -65,7 +68,7 @@ class Constraints:
     micro_batches: int | Collection[int] | None = None
     schedule: str | Collection[str] | None = None
     zero: int | Collection[int] | None = None
-    recompute: bool | None = None
+    recompute: bool | int | str | Collection[bool | int | str] | None = None
     sequence: bool | None = None
     layers: str | None = None
     heads: int | Collection[int] | None = None
@@ -133,6 +136,8 @@ class Problem:
         self._refuse_unknown("precision", PRECISIONS, [self.precision])
         self._refuse_unknown("schedule", SCHEDULES, self.constraints.values("schedule"))
         self._refuse_unknown("zero", range(4), self.constraints.values("zero"))
+        kinds = [recompute_kind(value) for value in self.constraints.values("recompute")]
+        self._refuse_unknown("recompute", ("", *KINDS), [kind for kind in kinds if not kind.isdecimal()])
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
         for value in given:

@@ -13,6 +13,7 @@ from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
 from workbench.planning.best_first_search import search_best_first
 from workbench.planning.candidates import Candidate, candidates
+from workbench.planning.finer_recompute import finer_recompute
 from workbench.planning.incumbents import Incumbents
 from workbench.planning.infeasible import check_constraints, raise_does_not_fit
 from workbench.planning.layer_prices import least_step_s
@@ -89,6 +90,7 @@ def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
     else:
         search_best_first(problem, incumbents, is_quick)
     spread_experts(problem, incumbents)
+    finer_recompute(problem, incumbents)
     return incumbents, every is not None
 
 

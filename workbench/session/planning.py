@@ -167,7 +167,8 @@ def plan(
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: properties of the training program; default: the engines of this package.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
-            ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=``, ``sequence=`` (True or False),
+            ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, False, "attention",
+            "cheap" or a number of blocks), ``sequence=`` (True or False),
             ``layers="head: data@1"``,
             and ``heads=``, numbers that the model degree must divide, for a model that does not name its heads.
 

@@ -1,5 +1,6 @@
 """Recomputation per block: ``recompute`` of a strategy. A block saves its input, and runs its forward again in
-backward.
+backward. It may also keep results that take long to compute (torch's selective checkpointing), or only some blocks run
+again.
 
 Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList`` or ``nn.Sequential`` objects
 that have submodules. A model without blocks (a chain of layers) is recomputed layer by layer. (Chen et al., Training
@@ -15,17 +16,50 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
+from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.state import ParallelState, layers_of
+
+_aten = torch.ops.aten
+_PRODUCTS = [
+    op
+    for name in ("mm", "addmm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution")
+    for op in [getattr(getattr(_aten, name, None), "default", None)]
+    if op is not None
+]
+"""Products with weights: linear layers, convolutions, experts."""
+_ATTENTION = [
+    op
+    for name in (
+        "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    for op in [getattr(getattr(_aten, name, None), "default", None)]
+    if op is not None
+]  # fmt: skip
+"""Products of two activations."""
+KEPT: dict[str, list[Any]] = {"attention": _PRODUCTS, "cheap": [*_PRODUCTS, *_ATTENTION]}
+"""By the option ``recompute``: the operators whose results a block keeps."""
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Make every block of ``module`` recompute, if the strategy says so."""
-    if not state.strategy.options.recompute:
+    how = state.strategy.options.recompute
+    if not how:
         return []
-    return [Recomputed(block) for block in blocks_of(module)]
+    blocks = blocks_of(module)
+    if how.isdecimal() and int(how) > len(blocks):
+        raise StrategyError(
+            f"strategy {str(state.strategy)!r}: recompute={how}, but the model has {len(blocks)} blocks: so many of "
+            f"them run again. Use recompute={len(blocks)} or less, or recompute, which is all."
+        )
+    chosen = chosen_blocks(len(blocks), how)
+    return [Recomputed(block, how) for number, block in enumerate(blocks) if number in chosen]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -68,11 +102,12 @@ def _has_parameters(module: nn.Module) -> bool:
 class Recomputed:
     """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
-    It takes the place of a compiled call of ``nn.Module.compile``; copies of the module do not have it.
+    It takes the place of a compiled call of ``nn.Module.compile``; copies of the module do not have it. ``how`` is the
+    option of a strategy.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, how: str = "full") -> None:
+        self.block, self.kept = block, KEPT.get(how)
         block._compiled_call_impl = self
 
     def remove(self) -> None:
@@ -89,14 +124,19 @@ class Recomputed:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with buffers.put_back():
+                with buffers.put_back(), _explaining_writes(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
             buffers.forget_unchanged()
             return result
 
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if self.kept is None:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        contexts = create_selective_checkpoint_contexts(self.kept)
+        result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+        _count_kept(contexts[0].storage)
+        return result
 
     def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments without an empty cache of ``transformers``, which drops it too when it recomputes.
@@ -120,6 +160,31 @@ class Recomputed:
         if "use_cache" in named:
             named["use_cache"] = False
         return tuple(None if isinstance(value, of_transformers) else value for value in args), named
+
+
+def _count_kept(storage: Any) -> None:
+    """Let a meter of activations count the results that a block keeps, until backward takes them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    meter = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    if isinstance(meter, ActivationMeter):
+        for kept in tree_leaves(storage):
+            if isinstance(getattr(kept, "val", None), torch.Tensor):
+                kept.counted = meter.count(kept.val)
+
+
+@contextmanager
+def _explaining_writes(block: nn.Module) -> Iterator[None]:
+    """Context that explains torch's error for a kept result that the block has written to."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise StrategyError(
+            f"recompute: {type(block).__name__} has written in place to a result that is kept for its second run "
+            "(x += y, ReLU(inplace=True)), which would find other values there. Use recompute, which keeps 0 results, "
+            "or compute a new tensor."
+        ) from error
 
 
 def _is_cache(value: Any, of_transformers: Any) -> bool:
@@ -156,7 +221,7 @@ class _BuffersBefore:
     def put_back(self) -> Iterator[None]:
         """Context in which the buffers are copies with their values before the first forward."""
         now = self._held()
-        with torch.no_grad():
+        with torch.no_grad(), hidden_from_modes():
             for holder, name, buffer in now:
                 holder[name] = None if buffer is None else buffer.clone()
             for holder, name, _, copy in self.before:

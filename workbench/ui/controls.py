@@ -32,10 +32,12 @@ _OPTION_TIPS = {
     "ZeRO": "what is cut over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too",
     "shards": "over so many data ranks ZeRO cuts, such as those of a host, with copies between the groups; 0: over all",
     "context": "so many data ranks take the same samples, each a slice of their sequence; attention runs as a ring",
-    "recompute": "blocks run forward again in backward: less memory for activations, more computing",
+    "recompute": "blocks run forward again in backward: less memory for activations, more computing. cheap keeps "
+    "results of products and attention, attention those of products with weights; the text takes a number of blocks",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
     "precision": "fp32, or autocast to 16 bits",
 }
+_RECOMPUTE = (("none", ""), ("cheap", "cheap"), ("attention", "attention"), ("full", "full"))
 
 
 def button(description: str, on_click: Callable[[], None], *css: str, **traits: Any) -> widgets.Button:
@@ -118,7 +120,7 @@ class Controls:
         self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "92px"})
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
         self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
-        self.recompute = widgets.Checkbox(description="recompute", indent=False)
+        self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
@@ -167,7 +169,13 @@ class Controls:
         )
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
         memory = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
-        memory = bar(*memory, self.recompute, self.sequence, field("precision", self.precision), css=("wb-field",))
+        memory = bar(
+            *memory,
+            field("recompute", self.recompute),
+            self.sequence,
+            field("precision", self.precision),
+            css=("wb-field",),
+        )
         groups = (degrees, parts, memory)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
@@ -235,6 +243,8 @@ class Controls:
         self.schedule.disabled = state.written_degrees.pipeline == 1
         self.zero.value, self.shards.value, self.shards.disabled = options.zero, options.shards, not options.zero
         self.context.value, self.precision.value = options.context, options.precision
+        blocks = [(f"{options.recompute} blocks", options.recompute)] if options.recompute.isdecimal() else []
+        self.recompute.options = (*_RECOMPUTE, *blocks)
         self.recompute.value, self.sequence.value = options.recompute, options.sequence
 
     def _show_text(self, state: PanelState) -> None:

@@ -68,10 +68,11 @@ class ActivationMeter:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Context around the forwards of the step."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self.count, _unpack):
             yield
 
-    def _pack(self, tensor: Any) -> Any:
+    def count(self, tensor: Any) -> Any:
+        """Count a tensor that is kept for backward, as long as the result of this call lives."""
         with local_torch():
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()

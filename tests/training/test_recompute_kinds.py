@@ -1,0 +1,139 @@
+"""``recompute=attention``, ``cheap`` and a number of blocks: the numbers of one device, and bytes in their order."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.training.capture.captured_runs import assert_captured_like_uncaptured
+from tests.training.training_runs import Setup, assert_trains_like_one_device
+from workbench.core.strategy import Strategy
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.stage_settings import settings_of
+from workbench.cost.stages import prices_of, stage_prices
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.diagnostics.memory import ActivationMeter
+
+CASES = [
+    ("llama", "data", "1x2x1 zero=3 recompute=cheap", 2),
+    ("llama", "model", "1x1x2 recompute=attention", 2),
+    ("cnn", "data", "1x2x1 mb=2 recompute=cheap", 2),
+    ("llama", "data", "2x1x1 mb=3 1f1b recompute=attention", 2),
+    ("llama", "data", "1x2x1 context=2 recompute=cheap", 2),
+    ("mlp", "data", "1x2x1 recompute=2", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
+def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
+    """With dropout, whose numbers a second run draws again."""
+    assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
+
+
+class Block(nn.Module):
+    """Attention whose scores are computed by products, and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.qkv, self.projection = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        parts = self.qkv(self.first(x)).split(32, -1)
+        query, key, value = (part.view(batch, length, 4, 8).transpose(1, 2) for part in parts)
+        weights = torch.softmax(query @ key.transpose(-1, -2) / 3, -1)
+        x = x + self.projection((weights @ value).transpose(1, 2).reshape(batch, length, 32))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(32, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+INPUTS, TARGETS = torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+KINDS = ("", "recompute=2", "recompute=cheap", "recompute=attention", "recompute")
+
+
+def kept(text):
+    """Bytes of activations that the cost model says a rank keeps."""
+    costs = layer_costs(Net, INPUTS, loss_fn=F.cross_entropy, targets=TARGETS)
+    resolved = Strategy(text).resolve(costs.layers, 2)
+    settings = settings_of(costs, resolved, load_hardware("h200"), 4)
+    prices = prices_of(costs.rows, resolved.layers, settings)
+    (stage,) = stage_prices(costs, resolved.layers, prices, settings)
+    return stage.kept_bytes
+
+
+@pytest.mark.parametrize("rows", ["*: data | 1x2x1", "*: model | 1x1x2"])
+def test_each_kind_keeps_less_and_gives_the_same_gradients(rows):
+    torch.manual_seed(0)
+    made = Net()
+
+    def program(text):
+        model = wb.parallelize(copy.deepcopy(made), text)
+        meter = ActivationMeter(model)
+        with meter.measure():
+            loss = F.cross_entropy(model(INPUTS), TARGETS)
+        loss.backward()
+        return meter.size_bytes, [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    texts = [f"{rows} {kind}" for kind in KINDS]
+    found = [run_ranks(lambda text=text: program(text), 2)[0] for text in texts]
+    for text, (size, gradients) in zip(texts, found, strict=True):
+        assert all(map(torch.equal, gradients, found[0][1])), text
+        batch = INPUTS.nbytes // 2 if "data" in text and "recompute" in text else 0  # the other rank's samples
+        assert 0 <= size - kept(text) - batch < 100, text
+    none, two, cheap, attention, full = (size for size, _ in found)
+    assert none > cheap > attention > full and none > two > full
+
+
+@pytest.mark.parametrize("kind", ["cheap", "attention", "1"])
+def test_captured_steps_recompute_alike(kind):
+    assert_captured_like_uncaptured("mlp", f"*: data | 1x2x1 recompute={kind}", "adamw", 4)
+
+
+def test_mistakes_name_both_numbers_and_fixes():
+    assert str(Strategy("*: data | recompute=full").options) == "recompute"
+    assert Strategy("*: data").with_options(recompute=True) == Strategy("*: data | recompute")
+    assert Strategy("*: data").with_options(recompute=1) == Strategy("*: data | recompute=1")
+    assert str(Strategy("*: data | zero=1 recompute=cheap").with_options(recompute=False)) == "*: data | zero=1"
+    with pytest.raises(StrategyError, match="recompute=0: at least 1 block"):
+        Strategy("*: data | recompute=0")
+    with pytest.raises(StrategyError, match="both recompute and recompute=cheap"):
+        Strategy("*: data | recompute recompute=cheap")
+    with pytest.raises(StrategyError, match=r"option 'recompute=cheep' .*did you mean 'recompute=cheap'"):
+        Strategy("*: data | recompute=cheep")
+    with pytest.raises(StrategyError, match="recompute=9, but the model has 4 blocks"):
+        run_ranks(lambda: wb.parallelize(Net(), "*: data | recompute=9"), 1)
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.write(self.layer(x))
+
+
+def test_a_block_that_writes_to_a_kept_result_is_named():
+    def program():
+        model = wb.parallelize(nn.Sequential(Writing(), Writing()), "*: data | recompute=cheap")
+        model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(StrategyError, match=r"written in place to a result that is kept.*Use recompute, which keeps 0"):
+        run_ranks(program, 1)

@@ -1,0 +1,30 @@
+"""What the option ``recompute`` of a strategy says: which blocks run again in backward, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+KINDS = ("full", "attention", "cheap")
+"""In this order, each keeps more and computes less again: only the block's input; also results of products with
+weights; also those of attention."""
+
+
+def recompute_kind(value: object) -> str:
+    """The option as a word: one of ``KINDS``, a number of blocks, or empty. Texts of other words stay as they are.
+
+    >>> recompute_kind(True), recompute_kind(False), recompute_kind(4), recompute_kind("cheap")
+    ('full', '', '4', 'cheap')
+    """
+    return ("full" if value else "") if isinstance(value, bool) else str(value)
+
+
+def chosen_blocks(num_blocks: int, recompute: str) -> Collection[int]:
+    """The numbers of the blocks that run again: all, or so many as the option says, evenly spread.
+
+    >>> list(chosen_blocks(4, "full")), sorted(chosen_blocks(4, "2"))
+    ([0, 1, 2, 3], [0, 2])
+    """
+    if not recompute.isdecimal():
+        return range(num_blocks)
+    wanted = min(int(recompute), num_blocks)
+    return {place * num_blocks // wanted for place in range(wanted)}
