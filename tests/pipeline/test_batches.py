@@ -135,13 +135,18 @@ def test_a_forward_may_write_into_its_part_of_the_labels():
 
 
 def test_what_goes_to_the_model_and_what_to_the_loss():
+    def parts(values, loss_fn):
+        batch = Batch.of(values, loss_fn)
+        return batch.inputs, batch.targets  # in a tuple, a tensor equals itself
+
     x, y, z = torch.ones(2, 3), torch.zeros(2), torch.ones(2)
-    assert Batch.of((x, y), F.mse_loss) == Batch(x, y) and Batch.of([x, z, y], F.mse_loss) == Batch((x, z), y)
-    assert Batch.of((x, y), None) == Batch((x, y)) and Batch.of(x, F.mse_loss) == Batch(x)
+    assert parts((x, y), F.mse_loss) == (x, y) and parts([x, z, y], F.mse_loss) == ((x, z), y)
+    assert parts((x, y), None) == ((x, y), None) and parts(x, F.mse_loss) == (x, None)
     whole = {"x": x, "labels": y}
-    assert Batch.of(whole, None) == Batch(whole) and Batch.of(whole, F.mse_loss) == Batch({"x": x}, y)
-    assert Batch.of({**whole, "target": z}, F.mse_loss).targets == {"labels": y, "target": z}
-    assert Batch.of_arguments(whole, z, F.mse_loss) == Batch(whole, z)
+    assert parts(whole, None) == (whole, None) and parts(whole, F.mse_loss) == ({"x": x}, y)
+    assert parts({**whole, "target": z}, F.mse_loss)[1] == {"labels": y, "target": z}
+    of_arguments = Batch.of_arguments(whole, z, F.mse_loss)
+    assert of_arguments.inputs["x"] is x and of_arguments.targets is z
     assert Batch.of((x.numpy(), y), F.mse_loss).inputs.equal(x)
     assert Batch({"positions": torch.ones(1, 7), "x": x}).sample_shape == (3,)
 

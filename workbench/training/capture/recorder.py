@@ -329,7 +329,9 @@ def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]:
     """Objects other than these two lists that hold one of ``some``."""
-    return [holder for holder in gc.get_referrers(*some) if holder is not tensors and holder is not some]
+    ours = tuple(some)  # since Python 3.13 the arguments of the call are found too
+    known = {id(tensors), id(some), id(ours)}
+    return [holder for holder in gc.get_referrers(*ours) if id(holder) not in known]
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
