@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
 }
 KINDS = ("mlp", "cnn", "gpt2", "llama")
+TRANSFORMERS = ("gpt2", "llama", "mixtral")
 
 
 class ConvNet(nn.Module):
@@ -65,7 +66,7 @@ def mlp(rate: float) -> nn.Sequential:
 
 @functools.cache
 def _built(kind: str, rate: float, dtype: torch.dtype) -> nn.Module:
-    if kind in ("gpt2", "llama"):
+    if kind in TRANSFORMERS:
         return make_transformer(kind, "sdpa", rate).to(dtype)
     torch.manual_seed(0)
     return (mlp(rate) if kind == "mlp" else ConvNet(rate)).to(dtype)
@@ -88,7 +89,7 @@ class Setup:
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of a step; an odd number of samples."""
         generator = torch.Generator().manual_seed(100 + step)
-        if self.kind in ("gpt2", "llama"):
+        if self.kind in TRANSFORMERS:
             words = torch.randint(3, WORDS, (BATCH, LENGTH), generator=generator)
             return words, words
         shape = (BATCH, 12) if self.kind == "mlp" else (BATCH, 1, 8, 8)
