@@ -39,6 +39,7 @@ STRATEGIES = {
     "shards in stages": {8: "pipeline | 2x4x1 mb=4 interleaved zero=3 shards=2"},
     "unlike layers": "[0-7]: data; [8-15]: model:row",
     "recompute": "*: data | zero=3 recompute",
+    "recompute cheap": {2: "*: data | zero=3 recompute=cheap", 4: "pipeline | 2x2x1 mb=4 1f1b recompute=attention"},
     "gpipe": _pipeline("gpipe"),
     "1f1b": _pipeline("1f1b"),
     "interleaved": _pipeline("interleaved"),
