@@ -172,6 +172,21 @@ def table(runs: list[RunRecord], baseline: RunRecord, tmp_path) -> RunTable:
     return made
 
 
+def test_a_click_on_the_cross_finds_where_the_run_parts(runs: list[RunRecord], baseline: RunRecord, tmp_path):
+    asked: list[str] = []
+    table = RunTable(saved=SavedRuns(tmp_path), part=asked.append)
+    wrong = make_record("wrong", equal=False)
+    table.add([*runs, wrong], baseline)
+    marks = re.findall(r'data-part="([^"]*)"', table.page.page)
+    assert len(marks) == len([run for run in [*runs, wrong] if run.equal is False])
+    assert table.part_button.disabled and "select a run" in table.part_button.tooltip
+    say(table, "part", next(mark for mark in marks if "wrong" in mark))
+    assert asked == ["*: wrong"] and not table.part_button.disabled
+    table.part_button.click()
+    table.show_answer("layer 'a' < 'b'")
+    assert asked == ["*: wrong"] * 2 and "layer 'a' &lt; 'b'" in table.answer.value
+
+
 def shown(table: RunTable) -> list[str]:
     return re.findall(r"<tr[^>]*data-key=\"([^\"]*)\"", table.page.page)
 

@@ -184,6 +184,12 @@ class Comparison:
         """The log of a run, where the comparison's writers keep it."""
         return RunLog(self._writers, planned.name, {"strategy": planned.strategy, **planned.settings})
 
+    def first_difference(self, strategy: StrategyLike) -> str:
+        """Where the first step under a strategy parts from one device, see ``wb.debug.first_difference``."""
+        text = str(self.strategy(strategy))
+        self.prepare()
+        return self._on_engines(training_on_engine.find_first_difference, self.key, text)[0]
+
     def planned(
         self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
     ) -> RunRecord:

@@ -15,6 +15,7 @@ import torch
 from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
+from workbench.training.diagnostics.first_difference import first_difference
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.job import RankSegment
 from workbench.training.runs.model_flops import flops_per_sample
@@ -121,6 +122,12 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
     reference = _histories.get((key, which))
     history = replace(reference, end=result.weights) if reference is not None and result.weights else None
     return _report(result, history, reference)
+
+
+def find_first_difference(key: str, strategy: str) -> str:
+    """Where the first step of a job under a strategy parts from one device, in a sentence."""
+    job = _jobs[key]
+    return str(first_difference(job.model(), strategy, batch=next(job.batches()), loss_fn=job.loss_fn))
 
 
 def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:

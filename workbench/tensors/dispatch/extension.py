@@ -148,12 +148,14 @@ def _operator(name: str) -> Any:
 
 
 def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) -> tuple[str, Callable[..., Any]]:
-    """A Python function that asks its global operands first, as torch's own do."""
+    """A Python function that asks modes and its global operands first, as torch's own do."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
     def dispatching(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if torch._C._is_torch_function_mode_enabled():
+            return torch.overrides.handle_torch_function(dispatching, tensors, *args, **kwargs)
         if torch._C._is_torch_function_enabled() and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
             return later.dispatch(dispatching, args, kwargs)
         if meta is not None and not all(map(has_data, tensors)):

@@ -181,9 +181,10 @@ def _equal_cell(row: Row) -> str:
     marks = {True: "equal", False: "unequal", None: "muted"}
     css = "muted" if row.is_truth else "noted" if row.note and row.equal is not False else marks[row.equal]
     note = element("small", text=row.note) if row.note else ""
-    return element(
-        "td", element("span", text=row.texts["loss_difference"]), note, css=f"number {css}", title=row.verdict
-    )
+    parts = {"data_part": row.key} if row.equal is False else {}  # a click finds where
+    mark = element("span", text=row.texts["loss_difference"], **parts)
+    title = f"{row.verdict}. Click the mark to find where." if parts else row.verdict
+    return element("td", mark, note, css=f"number {css}", title=title)
 
 
 def _peak(run: RunRecord) -> str:

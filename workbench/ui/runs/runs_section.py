@@ -82,7 +82,8 @@ class RunsSection:
         self._checked_steps = trainer.check_steps or CHECKED_STEPS
         on_value(self.check, self._on_check)
         self.live = RunView(trainer.num_ranks, (self.trace_button,), has_status=False)
-        self.table = RunTable(callbacks.opened, self._run_again, saved)
+        finds = self._find_difference if hasattr(trainer, "first_difference") else None
+        self.table = RunTable(callbacks.opened, self._run_again, saved, part=finds)
         self._show_buttons()
 
     # ---- what users call ------------------------------------------------------------------------------------------
@@ -261,6 +262,21 @@ class RunsSection:
         self._callbacks.opened(text)
         if not self.busy:
             self.run()
+
+    def _find_difference(self, text: str) -> None:
+        """Find where a strategy parts from one device, in a thread, and show it below the table."""
+        if self.busy:
+            self.table.show_answer("a run holds the engines: ask again when it has ended")
+            return
+        self.table.show_answer(f"{text}: takes one step, and the same step on one device \u2026")
+        threading.Thread(target=self._answer, args=(text,), name="workbench-first-difference", daemon=True).start()
+
+    def _answer(self, text: str) -> None:
+        try:
+            found = getattr(self._trainer, "first_difference")(text)  # noqa: B009 - a trainer need not have it
+        except Exception as error:  # noqa: BLE001 - a model may fail in any way; the panel says how
+            found = f"{type(error).__name__}: {error}"
+        self.table.show_answer(f"{text}: {found}")
 
     def _expect(self, estimate: Any, strategy: Strategy) -> None:
         """Show the prediction, and the stage of each rank."""

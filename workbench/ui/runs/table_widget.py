@@ -46,6 +46,7 @@ class RunTable:
         again: (text of a run's strategy) -> runs it once more.
         saved: the runs of other days; new names are stored there.
         limit_bytes: memory of a rank, drawn as a line.
+        part: (text of a run's strategy) -> finds where it parts from one device. None: no such button.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RunTable:
         again: Callable[[str], None] | None = None,
         saved: SavedRuns | None = None,
         limit_bytes: float | None = None,
+        part: Callable[[str], None] | None = None,
     ) -> None:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
@@ -62,7 +64,8 @@ class RunTable:
         self.selected = self.baseline = ""
         self.hidden: set[str] = set()
         self.names: dict[str, str] = {}
-        self._opened, self._again = opened, again
+        self._opened, self._again, self._part = opened, again, part
+        self.answer = html("", "wb-quiet wb-answer")
         self.saved = saved or SavedRuns()
         self.limit_bytes = limit_bytes
         self.page = RunsPage(self._on_event)
@@ -70,7 +73,7 @@ class RunTable:
         style = html(table_style())
         self.box = widgets.VBox()
         self.box.add_class("wb-run-table")
-        self._parts = (style, self._title_bar, self._bar, self._loader, self.page)
+        self._parts = (style, self._title_bar, self._bar, self._loader, self.answer, self.page)
         self.refresh()
 
     def _make_controls(self) -> None:
@@ -78,6 +81,7 @@ class RunTable:
         self._title_bar = bar(html('<span class="wb-title">Comparison</span>'), self.facts)
         self.open_button = button("Open in panel", lambda: self._with_selected(self._opened))
         self.again_button = button("Run again", lambda: self._with_selected(self._again))
+        self.part_button = button("Where do they part?", lambda: self._with_selected(self._part))
         self.hide_button = button("Hide", self.hide, tooltip="leave the selected run out of the table")
         self.show_button = button("Show hidden", self.show_all)
         self.baseline_field = widgets.Dropdown(options=[(ONE_DEVICE, "")], layout={"width": "130px"})
@@ -88,6 +92,7 @@ class RunTable:
         self.load_button = button("Load runs\u2026", self._toggle_loader)
         first = [self.open_button] if self._opened else []
         first += [self.again_button] if self._again else []
+        first += [self.part_button] if self._part else []
         self._bar = bar(
             *first,
             self.hide_button,
@@ -160,6 +165,10 @@ class RunTable:
         for each in (self.open_button, self.again_button):
             each.disabled = chosen is None or chosen is self.truth
             each.tooltip = "select a run first" if each.disabled else ""
+        self.part_button.disabled = chosen is None or chosen.equal is not False
+        self.part_button.tooltip = (
+            "select a run marked \u2717 first" if self.part_button.disabled else "find the first layer and function"
+        )
         self.hide_button.disabled = chosen is None
         self.show_button.layout.display = "" if self.hidden else "none"
         self.show_button.description = f"Show hidden ({len(self.hidden)})"
@@ -192,6 +201,15 @@ class RunTable:
             self.select(value)
         elif event.get("event") == "rename":
             self.rename(value, str(event.get("name", "")))
+
+        elif event.get("event") == "part" and self._part is not None:
+            self.selected = value
+            self.refresh()
+            self._with_selected(self._part)
+
+    def show_answer(self, text: str) -> None:
+        """Show where a run parts from one device."""
+        self.answer.value = element("div", text=text)
 
     def sort_by(self, key: str) -> None:
         """Sort by a column, its better end first; a second call reverses the order."""

@@ -83,6 +83,10 @@ class SessionTrainer:
     def check_steps(self, number: int) -> None:
         self._comparison.check_steps = number
 
+    def first_difference(self, text: str) -> str:
+        """Where a strategy parts from one device in its first step, in a sentence. Waits for the engines."""
+        return self._comparison.first_difference(text)
+
     def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""
         return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))

@@ -41,6 +41,8 @@ function render({ model, el }) {
   root.addEventListener("click", (event) => {
     const header = event.target.closest("th[data-sort]");
     if (header) return send("sort", { value: header.dataset.sort });
+    const part = event.target.closest("[data-part]");
+    if (part) return send("part", { value: part.dataset.part });
     const marked = event.target.closest("[data-key]");
     if (marked && event.target.tagName !== "INPUT") send("select", { value: marked.dataset.key });
   });

@@ -1,0 +1,93 @@
+"""Where two strategies part: a wrong rule, a model whose code differs by rank; and nothing where all is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.testing import run_ranks
+from workbench.training.diagnostics.first_difference import FirstDifference
+
+torch.manual_seed(3)
+BATCH = torch.randn(8, 6), torch.randint(0, 4, (8,))
+MODELS = {
+    "mlp": nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)),
+    "relu in 16 bits": nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).bfloat16(),
+}
+
+
+def differences(model: nn.Module, cases, batch=BATCH) -> list[FirstDifference]:
+    def program():
+        found = [
+            wb.debug.first_difference(copy.deepcopy(model), *case, batch=batch, loss_fn=F.cross_entropy)
+            for case in cases
+        ]
+        return [(str(one), one) for one in found]
+
+    by_rank = run_ranks(program)
+    assert by_rank[0] == by_rank[1], "every rank knows the answer"
+    return [one for _, one in by_rank[0]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_right_model_has_no_difference_beyond_rounding(name):
+    cases = [
+        ["*: data"],
+        ["*: model | 1x1x2"],
+        ["0: data; 1: data; 3: data@1 | 2x1x1 mb=2"] if name == "mlp" else ["0: data; 2: data@1 | 2x1x1 mb=2"],
+        ["*: data | zero=2"],
+        ["*: model | 1x1x2", "*: data"],
+    ]
+    batch = (BATCH[0].to(MODELS[name][0].weight.dtype), BATCH[1])
+    for case, found in zip(cases, differences(MODELS[name], cases, batch), strict=True):
+        assert not found and str(found).startswith("no difference beyond rounding: "), (case, str(found))
+        assert found.num_compared >= 10 and found.num_same_bytes > 0, (case, str(found))
+
+
+@wb.register_rule("b d -> b d")  # wrong: it takes columns apart
+def shares(x):
+    """Each value over the sum of its row."""
+    return x / x.sum(-1, keepdim=True)
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(shares(self.first(x).exp()))
+
+
+def test_a_wrong_rule():
+    [found] = differences(Shares(), [["first: model:column; last: model:row | 1x1x2"]])
+    assert (found.layer, found.function, found.what) == ("", "shares", "result"), str(found)
+    assert found.ranks == (0, 1) and found.size > 0.1 and "result of shares in the model, on ranks 0, 1" in str(found)
+    assert found.layouts[1] == "one device" and "S(1)" in found.layouts[0]
+
+
+class DiffersByRank(nn.Module):
+    def __init__(self, in_backward=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.in_backward = in_backward
+
+    def forward(self, x):
+        hidden = self.a(x)
+        if wb.rank() == 1:
+            hidden = hidden.tanh() if not self.in_backward else hidden
+            hidden.register_hook(lambda grad: grad * 1.5 if self.in_backward else grad)
+        return self.b(hidden)
+
+
+def test_code_that_differs_by_rank():
+    """Rank 0's one device is the one that counts."""
+    forward, backward = (differences(DiffersByRank(late), [["*: data"]])[0] for late in (False, True))
+    assert forward and forward.ranks == (1,) and forward.function == "linear" and forward.layer == "b", str(forward)
+    assert "layer 'b', on rank 1: " in str(forward) and "S(0)" in forward.layouts[0]
+    assert backward and backward.what.startswith("gradient") and backward.layer == "a", str(backward)
