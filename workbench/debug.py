@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from workbench.tensors.boxing.explicit import explicit_boxing as explicit_boxing
     from workbench.tensors.proof import prove as prove
     from workbench.training.diagnostics.boxing_trace import trace as trace
-    from workbench.training.diagnostics.first_difference import first_difference as first_difference
     from workbench.training.diagnostics.memory_report import memory_report as memory_report
     from workbench.training.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from workbench.training.pipelining.timeline import timeline as timeline
+    from workbench.training.runs.first_difference import first_difference as first_difference
 
 _HOMES = {
     "workbench.tensors.agreement": ["check_agreement"],
@@ -26,7 +26,7 @@ _HOMES = {
     "workbench.tensors.boxing.explicit": ["explicit_boxing"],
     "workbench.tensors.proof": ["prove"],
     "workbench.training.pipelining.timeline": ["timeline"],
-    "workbench.training.diagnostics.first_difference": ["first_difference"],
+    "workbench.training.runs.first_difference": ["first_difference"],
     "workbench.training.diagnostics.nonfinite": ["find_nonfinite"],
     "workbench.training.diagnostics.memory_report": ["memory_report"],
     "workbench.training.diagnostics.boxing_trace": ["trace"],

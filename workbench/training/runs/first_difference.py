@@ -26,11 +26,11 @@ from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
-from workbench.training.diagnostics.recorded_values import LOSS, RecordedValue, ValueName, ValueRecorder
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import train_micro_batches
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
+from workbench.training.runs.recorded_values import LOSS, RecordedValue, ValueName, ValueRecorder
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart, perturb, precision_of
 from workbench.training.strategies.state import describe
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.testing import run_ranks
-from workbench.training.diagnostics.first_difference import FirstDifference
+from workbench.training.runs.first_difference import FirstDifference
 
 torch.manual_seed(3)
 BATCH = torch.randn(8, 6), torch.randint(0, 4, (8,))
