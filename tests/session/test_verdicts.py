@@ -219,12 +219,6 @@ def test_one_device_trains_no_more_than_is_compared():
         assert len(comparison.start("*: data", num_steps=3).result().losses) == 3
 
 
-def test_a_comparison_finds_where_a_strategy_parts_from_one_device():
-    subject = Subject.of(mlp, features(), F.cross_entropy, batch_size=8, steps=50)
-    with Comparison(SimulatedSession(), subject) as comparison:  # type: ignore[arg-type]
-        assert comparison.first_difference("*: data").startswith("no difference beyond rounding: ")
-
-
 def test_without_steps_to_check_there_is_no_one_device_run():
     session = SimulatedSession()
     subject = Subject.of(mlp, features(), F.cross_entropy, batch_size=8, steps=STEPS)
