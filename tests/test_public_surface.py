@@ -34,7 +34,7 @@ def imports_for_types(module: str) -> set[str]:
     }
 
 
-ANY_VALUE = {"inputs", "targets", "dataset", "data", "operands", "parts", "sizes", "constraints"}
+ANY_VALUE = {"batch", "inputs", "targets", "dataset", "data", "operands", "parts", "sizes", "constraints"}
 """Parameters whose values are the user's: batches, data sets, and keywords that are passed on."""
 ANY_RESULT = {"evaluate"}
 """Functions whose result is what the user's own function or module returns."""
