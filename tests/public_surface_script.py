@@ -69,6 +69,7 @@ def debug(x: wb.GlobalTensor, model: nn.Module) -> None:
     print(trace, wb.debug.timeline(model), wb.debug.memory_report(model))
     with wb.debug.explicit_boxing(), wb.debug.find_nonfinite(model):
         wb.debug.check_agreement()
+        print(wb.debug.first_difference(model, "*: data", batch=(x, x), loss_fn=F.mse_loss).layer)
     print(wb.debug.boxing_plan((x.placement, "S(0)"), (x.placement, "B"), (4, 4)), wb.debug.prove(torch.relu, x))
 
 
