@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.sampling import mark_what_is_not_sampled
 from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
 
@@ -53,6 +54,11 @@ def _mix(items: list[pytest.Item], costs: dict[pytest.Item, int]) -> None:
     places = {path: 2 / 3 * number / len(real) for number, path in enumerate(real)}
     places |= {path: number / len(others) for number, path in enumerate(others)}
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_configure() -> None:
+    """Before there are workers: they share the server of this command."""
+    warm.executable()
 
 
 @pytest.hookimpl(optionalhook=True)

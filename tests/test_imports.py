@@ -104,8 +104,9 @@ def _import_nodes(tree: ast.AST, at_import_time: bool = True) -> Iterator[tuple[
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, at_import_time
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.expr):  # most nodes are of expressions
             continue
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         yield from _import_nodes(node, at_import_time and not is_function and not is_for_types)
 

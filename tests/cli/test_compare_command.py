@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ def result_of(*runs: RunRecord) -> CompareResult:
     return CompareResult(record("one device", num_ranks=1, equal=None, loss_difference=None), list(runs))
 
 
-def test_digits_are_the_real_data_set() -> None:
+def test_digits_are_the_real_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # to load it takes seconds
     images, classes = demo.digits()
     assert images.shape == (1797, 64)
     assert images.dtype == torch.float32

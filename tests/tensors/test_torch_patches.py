@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import workbench as wb
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
 from workbench.tensors import patch_table as table
 from workbench.testing import run_ranks
 
@@ -135,7 +135,7 @@ print("the same")
 @pytest.mark.procs
 def test_a_plain_program_before_between_and_after_has_equal_bits_and_torchs_own_functions():
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=PROGRAM_TIMEOUT_S
+        [executable(), "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=PROGRAM_TIMEOUT_S
     )
     assert found.stdout.strip() == "the same", found.stderr
 

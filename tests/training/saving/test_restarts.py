@@ -5,13 +5,13 @@ import io
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import run_processes
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "guides" / "restarts.md").read_text(encoding="utf-8")
@@ -57,9 +57,9 @@ def test_training_goes_on_from_the_newest_checkpoint_each_time_a_rank_was_killed
 
     (folders["killed"] / "train.py").write_text(KILLED + SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *COMMAND.split(), "train.py"],
+        [executable(), "-m", "torch.distributed.run", *COMMAND.split(), "train.py"],
         capture_output=True, text=True, cwd=folders["killed"], timeout=PROGRAM_TIMEOUT_S, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = losses_by_step(done.stdout)

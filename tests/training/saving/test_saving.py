@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 from collections import Counter
 
@@ -17,6 +16,7 @@ from torch import nn
 import workbench as wb
 from tests.processes import run_processes
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
 from workbench.errors import CheckpointError
 from workbench.testing import assert_equal_to_one_device, run_ranks
 from workbench.training.saving import reading
@@ -267,7 +267,7 @@ def test_plain_torch_reads_it_on_one_device_and_we_read_plain_torchs(tmp_path):
         return {n: p.full_tensor().detach() for n, p in model.named_parameters()}, state
 
     weights, first = run_ranks(program, 2)[0]
-    command = [sys.executable, "-c", textwrap.dedent(PLAIN_TORCH), str(tmp_path / "ckpt"), str(tmp_path / "read.pt")]
+    command = [executable(), "-c", textwrap.dedent(PLAIN_TORCH), str(tmp_path / "ckpt"), str(tmp_path / "read.pt")]
     subprocess.run(command, check=True, timeout=PROGRAM_TIMEOUT_S, cwd=tmp_path)
     model, optimizer, step = torch.load(tmp_path / "read.pt")
     assert step == 1 and optimizer["param_groups"][0]["lr"] == 0.25

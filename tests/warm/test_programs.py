@@ -1,0 +1,69 @@
+"""The warm Python does what ``python`` does; `PROGRAMS` run under both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.timeouts import PROGRAM_TIMEOUT_S, wait_until
+from tests.warm import executable
+
+pytestmark = pytest.mark.procs
+
+PROGRAMS = {
+    "prints": ["-c", "import sys; print(sys.argv, __name__, sys.stdin.read()); print('told', file=sys.stderr)", "a b"],
+    "exits": ["-c", "raise SystemExit(7)"],
+    "exits with words": ["-c", "import sys; sys.exit('words')"],
+    "is killed": ["-c", "import os; print('begun', flush=True); os.kill(os.getpid(), 9)"],
+    "a module": ["-m", "json.tool", "--compact"],
+    "unbuffered": ["-u", "-c", "import os; print('begun'); os._exit(3)"],
+    "where it runs": ["-c", "import os, sys; print(os.getcwd(), os.environ['GIVEN'], sys.path[0])"],
+    "at its end": ["-c", "import atexit; atexit.register(print, 'last'); print('first')"],
+    "a script": ["script.py", "1"],
+    "raises": ["-c", "1 / 0"],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_do_the_same(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("value = 3")
+    (tmp_path / "script.py").write_text("import sys, other\nprint(sys.argv, other.value, __name__, __file__)")
+    cold, warm = (
+        subprocess.run(
+            [python, *PROGRAMS[name]],
+            input="[1, 2]", capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "GIVEN": "x"},
+            timeout=PROGRAM_TIMEOUT_S, check=False,
+        )
+        for python in (sys.executable, executable())
+    )  # fmt: skip
+    assert (warm.returncode, warm.stdout) == (cold.returncode, cold.stdout)
+    assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
+
+
+def test_torch_is_there_unless_variables_are_read_while_it_loads() -> None:
+    program = ["-c", "import sys; print('torch' in sys.modules, sys.executable)"]
+    for variables, is_there, python in (({}, True, executable()), ({"PYTHONHASHSEED": "5"}, False, sys.executable)):
+        done = subprocess.run(
+            [executable(), *program], env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True
+        )
+        assert done.stdout.split() == [str(is_there), python]
+
+
+def test_a_signal_reaches_the_program_which_ends_with_its_command() -> None:
+    program = "import os, time\ntry: print(os.getpid(), flush=True); time.sleep(600)\nexcept KeyboardInterrupt: "
+    for number, last in ((signal.SIGINT, "print('interrupted')"), (signal.SIGTERM, "pass"), (signal.SIGKILL, "pass")):
+        command = [executable(), "-c", program + last]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline())
+            process.send_signal(number)
+            is_interrupted = number == signal.SIGINT
+            assert process.wait(PROGRAM_TIMEOUT_S) == (0 if is_interrupted else -number)
+            assert process.stdout.read() == ("interrupted\n" if is_interrupted else "")
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid))
