@@ -109,7 +109,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.layers, self.num_ranks, self.sample_shape = LAYERS, 2, (64,)
         self.baseline: RunRecord | None = None
-        self.check_steps = 20
+        self.check_steps, self.compiles = 20, False
         self.runs: list[FakeRun] = []
         self.predicted: list[object] = []
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.reports import FakeTrainer, block
+from workbench.core.metrics import RunEvent
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
 from workbench.session.comparison.comparison import RunStopped
@@ -181,6 +182,17 @@ def test_the_check_against_one_device_is_a_switch(part: RunsSection, trainer: Fa
     finish(part, trainer)
     part.check.value = True
     assert trainer.check_steps == 20
+
+
+def test_compiling_is_a_switch_and_is_shown(part: RunsSection, trainer: FakeTrainer):
+    part.compile.value = True
+    assert trainer.compiles
+    part.run()
+    assert part.compile.disabled and trainer.runs[-1].name.endswith(", compiled")
+    part.live.add([RunEvent("compiling", 2), RunEvent("uncompiled", 2, "there is no compiler")])
+    assert "compiling <b>step 3" in part.live.status.state.value
+    assert "there is no compiler" in part.live.log.lines[-1].text
+    finish(part, trainer)
 
 
 def test_steps_that_arrive_after_a_stop_do_not_hide_it(part: RunsSection, trainer: FakeTrainer, monkeypatch):

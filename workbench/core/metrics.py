@@ -232,9 +232,11 @@ def _logical(terms: Sequence[LossTerm | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent(JsonRecord):
-    """An event of a run before ``step``: pause, continuation, a change of strategy, or a refused change.
+    """An event of a run before ``step``: pause, continuation, a change of strategy, a refused change, a step that is
+    compiled, or one that could not be.
 
-    ``text`` is the new strategy, or the reason of a refusal; ``time_s`` and ``boxed_bytes`` are the cost of a change.
+    ``text`` is the new strategy, or the reason of a refusal or failure; ``time_s`` and ``boxed_bytes`` are the cost of
+    a change.
     """
 
     kind: str

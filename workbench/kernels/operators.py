@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _library = torch.library.Library("workbench", "FRAGMENT")
+_one_at_a_time = threading.Lock()
+"""Simulated ranks are threads, and an operator is defined once."""
 
 
 def writes_first(function: _Function) -> _Function:
@@ -39,7 +42,6 @@ def has_key(operator: Any) -> bool:
     return schema.name.startswith("workbench::") and any(argument.name == "key" for argument in schema.arguments)
 
 
-@cache
 def keyed(operator: Any) -> Any:
     """The same operator with another type of ``key``: a tensor of one integer on the CPU.
 
@@ -48,6 +50,12 @@ def keyed(operator: Any) -> Any:
     >>> keyed(torch.ops.workbench.fill_random.default)._schema.arguments[2].type
     Tensor
     """
+    with _one_at_a_time:
+        return _make_keyed(operator)
+
+
+@cache
+def _make_keyed(operator: Any) -> Any:
     name = operator._schema.name.removeprefix("workbench::") + "_keyed"
     at = [argument.name for argument in operator._schema.arguments].index("key")
 

@@ -204,7 +204,7 @@ class Panel(widgets.VBox):
         """The bar that stays in sight above the tabs."""
         controls, runs = self._editor.controls, self._runs_section
         legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="explain the words of the panel")
-        checks = () if self._is_offline else (runs.check,)
+        checks = () if self._is_offline else (runs.check, runs.compile)
         buttons = (controls.problems, controls.run, *runs.steering, legend)
         stays = widgets.VBox(
             [

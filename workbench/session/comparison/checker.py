@@ -44,8 +44,9 @@ class Checker:
     def __init__(self, session: Session, key: str) -> None:
         self._session, self._key = session, key
         self._reports: dict[OneDevice, RankReport] = {}
-        self._equal: set[str] = set()
-        self._exact: dict[str, tuple[int, Distance]] = {}
+        # By a strategy's text, and whether its step is compiled.
+        self._equal: set[tuple[str, bool]] = set()
+        self._exact: dict[tuple[str, bool], tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankReport:
         """A one-device run of at least so many steps. The first call trains it.
@@ -76,7 +77,12 @@ class Checker:
         return self._reports.get(which)
 
     def verdict(
-        self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, observer: RunObserver | None = None
+        self,
+        strategy: Strategy,
+        reports: Sequence[RankReport],
+        num_steps: int,
+        observer: RunObserver | None = None,
+        compiles: bool = False,
     ) -> Verdict:
         """Whether the run with these reports equals one device in its first ``num_steps`` steps.
 
@@ -91,7 +97,9 @@ class Checker:
         if not losses.num_compared:
             return losses.described(Verdict(None, text="there was nothing to compare"))
         wide = strategy.with_options(precision="fp32")
-        equal_in = "fp32" if wide != strategy and str(wide) in self._equal and not reports[0].changes else ""
+        equal_in = (
+            "fp32" if wide != strategy and (str(wide), compiles) in self._equal and not reports[0].changes else ""
+        )
         distance = _distance(reports, reference, losses.num_compared)
         case = Case(distance, TOLERANCES[reference.precision], equal_in=equal_in)
         try:
@@ -100,12 +108,12 @@ class Checker:
                 if evidence == "noise":
                     case = replace(case, noise=self._noise(which, reference, steps, observer))
                 else:
-                    case = self._check_in_float64(case, strategy, reports, steps, observer)
+                    case = self._check_in_float64(case, strategy, reports, steps, observer, compiles)
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
         verdict = losses.described(case.verdict())
         if verdict.equal and reference.precision == "fp32" and not reports[0].changes:
-            self._equal.add(str(strategy))
+            self._equal.add((str(strategy), compiles))
         return verdict
 
     def _noise(self, which: OneDevice, reference: RankReport, num_steps: int, observer: RunObserver | None) -> Distance:
@@ -128,6 +136,7 @@ class Checker:
         reports: Sequence[RankReport],
         num_steps: int,
         observer: RunObserver | None,
+        compiles: bool,
     ) -> Case:
         """The case with the strategy's results in fp32 or float64, or with the reason why there are none."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
@@ -135,12 +144,13 @@ class Checker:
             return replace(case, no_float64=f"the strategy changed after step {changed}")
         which = OneDevice(strategy.options.num_micro_batches, variant="float64")
         wide = strategy.with_options(precision="fp32")
-        known_steps, exact = self._exact.get(str(wide), (0, Distance()))
+        known_steps, exact = self._exact.get((str(wide), compiles), (0, Distance()))
         if known_steps >= num_steps:
             return replace(case, exact=exact)
         try:
             reference = self.one_device(which, num_steps, observer)
-            call = self._session.submit(training_on_engine.train_strategy, self._key, str(wide), which, num_steps)
+            train, given = training_on_engine.train_strategy, (self._key, str(wide), which, num_steps, compiles)
+            call = self._session.submit(train, *given)
             if observer is not None:
                 _observe(call, observer)
             found = call.result()
@@ -149,7 +159,7 @@ class Checker:
         except SessionError as error:
             return replace(case, no_float64=str(error).strip().splitlines()[-1])
         exact = _distance(found, reference, num_steps)
-        self._exact[str(wide)] = num_steps, exact
+        self._exact[str(wide), compiles] = num_steps, exact
         return replace(case, exact=exact)
 
 

@@ -103,7 +103,7 @@ def _verdict(run: RunRecord) -> str:
     note = run.verdict.note
     if run.equal is None and note:
         return f"no verdict: {note}"
-    return ", ".join(filter(None, (_VERDICTS[run.equal], note)))
+    return ", ".join(filter(None, (_VERDICTS[run.equal], note, run.settings.get("uncompiled"))))
 
 
 def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
@@ -145,6 +145,7 @@ def compare(
     session: Session | None = None,
     engines: int = 2,
     progress: bool = True,
+    compile: bool = False,
 ) -> CompareResult:
     """Train a model under several strategies, from the same weights on the same batches, and check each against one
     device.
@@ -176,6 +177,8 @@ def compare(
         session: the engines to train on. Default: the current session.
         engines: number of engines that the call starts, and ends, where no session runs.
         progress: print a line per strategy: below the cell in a notebook, elsewhere to standard error.
+        compile: train each strategy once more with its step compiled (see ``wb.capture``), in a row beside the first:
+            ``"data, compiled"``. Where there is no compiler, or the step cannot be captured, the row says so.
 
     Returns:
         A result whose ``.table`` is a pandas table.
@@ -202,9 +205,13 @@ def compare(
         Session(engines) if running is None else nullcontext(running) as used,
         Comparison(used, subject, saved, check_steps, begin) as comparison,
     ):
-        say = _Progress(len(checked)) if progress else None
+        say = _Progress(len(checked) * (1 + compile)) if progress else None
         baseline = comparison.baseline()
-        runs = [_run_to_end(comparison, name, strategy, say) for name, strategy in checked.items()]
+        runs = []
+        for name, strategy in checked.items():
+            for comparison.compiles in (False, True) if compile else (False,):
+                title = f"{name}, compiled" if comparison.compiles else name
+                runs.append(_run_to_end(comparison, title, strategy, say))
         return CompareResult(baseline, runs, comparison.settings())
 
 

@@ -49,6 +49,9 @@ class Comparison:
     Args:
         check_steps: number of first steps that one device trains and that later runs are compared with; 0 for none.
         log: the writers of the runs' logs.
+
+    Attributes:
+        compiles: whether runs that start from now on compile their step.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Comparison:
         self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
         self._checker = Checker(session, self.key)
-        self.check_steps = check_steps
+        self.check_steps, self.compiles = check_steps, False
         self._keep, self._writers = keep, tuple(log)
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
@@ -167,7 +170,7 @@ class Comparison:
         self.reference(None, None, steps)
         self.reference(strategy, None, steps)
         planned = self.planned(label, strategy, predicted)
-        planned = replace(planned, settings={**planned.settings, "steps": steps})
+        planned = replace(planned, settings={**planned.settings, "steps": steps, "compiled": self.compiles})
         file = self._keep.begin(planned) if self._keep is not None else None
         description = f"training run {label!r}"
         call = self.session.submit(
@@ -176,6 +179,7 @@ class Comparison:
             str(strategy),
             one_device_of(strategy),
             steps,
+            self.compiles,
             label=description,
         )
         return TrainingRun(self, planned, strategy, call, file, self.log(planned))
@@ -228,11 +232,11 @@ class Comparison:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        verdict = self._checker.verdict(strategy, reports, num_steps, observer)
+        verdict = self._checker.verdict(strategy, reports, num_steps, observer, planned.settings.get("compiled", False))
         return replace(
             run,
             predicted=planned.predicted,
-            settings=planned.settings,
+            settings={**planned.settings, **({"uncompiled": reports[0].uncompiled} if reports[0].uncompiled else {})},
             started=planned.started,
             changes=reports[0].changes,
             loss_difference=verdict.largest,

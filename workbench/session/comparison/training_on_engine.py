@@ -46,7 +46,7 @@ class RankReport:
 
     ``changes`` are changes of the strategy, ``segments`` the figures between them. ``tensors`` has the differences of
     the model's tensors from one device after the first steps, if this rank knows them. ``precision`` is the coarsest
-    one in which the model computes.
+    one in which the model computes. ``uncompiled`` says why a run that was to compile its step did not.
     """
 
     losses: tuple[float, ...]
@@ -60,6 +60,7 @@ class RankReport:
     tensors: tuple[TensorChange, ...] = ()
     precision: str = "fp32"
     segments: tuple[RankSegment, ...] = ()
+    uncompiled: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,19 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
     return _report(result, history, None)
 
 
-def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) -> RankReport:
-    """Train under a strategy, and publish this rank's steps. The report of the rank with the one-device run ``which``
-    has the distance of the weights from that run.
+def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, compiles: bool = False) -> RankReport:
+    """Train under a strategy and publish this rank's steps; ``compiles`` as for ``run_strategy``. The report of the
+    rank with the one-device run ``which`` has the distance of the weights from that run.
     """
     job = _variant(key, which.variant, num_steps, which.precision)
     with _mode(job):
         result = run_strategy(
-            job, strategy, listen=engine_shell.publish, commands=engine_commands.commands, keeps_weights=True
+            job,
+            strategy,
+            listen=engine_shell.publish,
+            commands=engine_commands.commands,
+            keeps_weights=True,
+            compiles=compiles,
         )
     reference = _histories.get((key, which))
     history = replace(reference, end=result.weights) if reference is not None and result.weights else None
@@ -159,4 +165,5 @@ def _report(result: RankResult, own: WeightHistory | None, reference: WeightHist
         changes_apart(own, reference) if compared and own and reference else (),
         own.precision if own is not None else "fp32",
         tuple(result.segments),
+        result.uncompiled,
     )

@@ -51,7 +51,7 @@ def compile_parts(trace: Trace) -> Trace:
 
 
 def _keys_first(calls: Sequence[Call]) -> list[Call]:
-    """The calls, with each draw of a key moved to the front, but behind operators that draw from the same generator."""
+    """The calls, with draws of keys and seeds moved to the front, but behind operators that draw by themselves."""
     moved: list[Call] = []
     place = 0
     for call in calls:
@@ -85,19 +85,18 @@ class Compiler:
                 made = _shared[text] = _compile(graph, values)
         return made
 
-    def failed(self, error: Exception) -> None:
-        """Say once per cause that a program runs operator by operator."""
+    def failed(self, error: Exception) -> str:
+        """Warn that a program runs operator by operator; returns why."""
         self.is_missing = "C++ compiler" in str(error) or "CppCompiler" in repr(error)
         if self.is_missing:
             cause = "there is no C++ compiler on this machine. Install one (Debian: apt-get install g++)"
         else:
             cause = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        warnings.warn(
-            f"capture: Inductor could not compile this step, or a part of it, which is replayed operator by operator: "
-            f"{cause}.",
-            CaptureWarning,
-            stacklevel=2,
+        problem = (
+            f"Inductor could not compile this step, or a part of it, which is replayed operator by operator: {cause}."
         )
+        warnings.warn(f"capture: {problem}", CaptureWarning, stacklevel=2)
+        return problem
 
 
 def _compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Sequence[torch.Tensor]]:
@@ -122,12 +121,13 @@ class Program:
     Attributes:
         num_operators: operators of torch in it.
         is_compiled: whether it has been compiled; False before the first call, and where Inductor failed.
+        problem: why Inductor failed; else empty.
     """
 
     def __init__(self, compiler: Compiler, inputs: Sequence[Slot], calls: list[Call], outputs: Sequence[Slot]) -> None:
         self._compiler, self._inputs, self._calls, self._outputs = compiler, inputs, calls, outputs
         self._run: Callable[..., Sequence[torch.Tensor]] | None = None
-        self.num_operators, self.is_compiled = len(calls), False
+        self.num_operators, self.is_compiled, self.problem = len(calls), False, ""
 
     def __call__(self, *values: torch.Tensor | int) -> Sequence[torch.Tensor]:
         """Results of the part for these inputs: tensors, and keys of random numbers."""
@@ -142,7 +142,7 @@ class Program:
             try:
                 run = self._compiler(self._graph({self._inputs[at] for at in keys}), _as_tensors(values, keys))
             except Exception as error:  # noqa: BLE001 - whatever a compiler trips over, the step goes on
-                self._compiler.failed(error)
+                self.problem = self._compiler.failed(error)
             else:
                 self.is_compiled = True
                 return (lambda *values: run(*_as_tensors(values, keys))) if keys else run

@@ -164,6 +164,12 @@ class Recorder(TorchDispatchMode):
         self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name="draw_key", draws=True))
         return key
 
+    def seed(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function that seeds a generator, and record the call: it keeps its place among the draws."""
+        self.call("seed", function, *args)
+        if not self._is_paused:
+            self.trace.calls[-1].draws = True
+
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Pause the recording until ``optimizer_ends``; a replay calls the optimizer."""
         step, parts = OptimizerStep(optimizer, args, kwargs), parts_of(optimizer)

@@ -17,7 +17,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
-from workbench.training.capture.compiled import CaptureWarning, compile_parts
+from workbench.training.capture.compiled import CaptureWarning, Program, compile_parts
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.recorder import RecordedTransport, Recorder
@@ -182,6 +182,14 @@ class CapturedStep(Generic[_Arguments, _Result]):
     def traces(self) -> list[Trace]:
         """The recorded programs; ``print`` one."""
         return [recording.trace for kind in self._kinds.values() for recording in kind.recordings.values()]
+
+    @property
+    def problem(self) -> str:
+        """Why a part of it is not compiled; empty if none has failed."""
+        programs = (
+            call.function for trace in self.traces for call in trace.calls if isinstance(call.function, Program)
+        )
+        return next((program.problem for program in programs if program.problem), "")
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         """Run the step, record it, or replay it."""

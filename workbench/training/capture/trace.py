@@ -37,7 +37,8 @@ class Call:
         changes: a value that the call completes; the call is needed where the value is.
         name: for listings.
         operator: torch's operator that the function runs; None for exchanges, keys, samples and optimizers.
-        draws: whether it advances a generator: it draws a key, which is a Python number, or is an operator that draws.
+        draws: whether it changes a generator: it draws a key, which is a Python number, sets a seed, or is an operator
+            that draws.
     """
 
     function: Callable[..., Any]

@@ -149,7 +149,7 @@ class Executor:
         if recorder is None:
             _set_seed(self.generator, self.seed, micro_batch)
         else:
-            recorder.call("seed", _set_seed, self.generator, self.seed, micro_batch)
+            recorder.seed(_set_seed, self.generator, self.seed, micro_batch)
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:

@@ -148,7 +148,8 @@ class RankResult:
     is that of a one-device run, and ``draws`` says whether its model drew random numbers. ``changes`` has (step,
     strategy) for every change of the strategy. With several strategies, ``segments`` has the figures of each; other
     figures are those of the whole run. ``layer_forward_s`` and ``layer_backward_s`` are the layers' seconds of a step,
-    see ``LayerTimes``. They are empty if there is no listener.
+    see ``LayerTimes``. They are empty if there is no listener. ``uncompiled`` says why a run that was to compile its
+    step did not; else it is empty.
     """
 
     losses: list[float]
@@ -162,6 +163,7 @@ class RankResult:
     segments: list[RankSegment] = field(default_factory=list)
     course: WeightHistory | None = None
     draws: bool = False
+    uncompiled: str = ""
 
 
 def seed_draws(job: Job) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,10 @@ from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.parallel import parallelize, state_of
-from workbench.training.pipelining.step import train_micro_batches
+from workbench.training.pipelining.step import Around, train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.recorded_actions import RecordedAction, read_actions
+from workbench.training.runs.compiled_steps import CompiledSteps
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, num_tokens
@@ -47,6 +49,7 @@ class LiveRun:
         strategy: StrategyLike,
         listen: Listener | None = None,
         commands: Callable[[], list[RunCommand]] | None = None,
+        compiles: bool = False,
     ) -> None:
         self.job, self.world = job, current()
         self.world.traffic.reset()
@@ -69,7 +72,13 @@ class LiveRun:
         self._num_commands = 0
         self._sent: list[int] = []
         self._segment_start = 0
-        self._measures_at = {1} if job.measures_memory else set[int]()  # steps in which activations are counted
+        self._compiled: CompiledSteps | None = None
+        if compiles:
+            self._compiled = CompiledSteps(self._take, self.model, self.optimizer, self.generator)
+            self._optimizer_meter.end()  # a replay calls optimizers without hooks
+        self._around: Around = contextlib.nullcontext  # around the forward of each micro-batch
+        measured = 0 if compiles else 1  # a compiled run's first step is the last one that runs the model
+        self._measures_at = {measured} if job.measures_memory else set[int]()  # steps in which activations are counted
         self._layers, self._layers_since = LayerTimes(self.model), 0
 
     def train(self, keeps_weights: bool = False) -> RankResult:
@@ -99,22 +108,44 @@ class LiveRun:
         state = state_of(self.model)
         state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "the run")
         parts = batch.cut(state.resolved.num_micro_batches, self.job.count)
-        self.optimizer.zero_grad()
-        around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
-        is_timed = self._listen is not None and is_measured(step - self._layers_since)
-        with self._layers.measure() if is_timed else contextlib.nullcontext():
-            loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
-        before = traffic.moment()
-        self._optimizer_meter.wants_norm = self._has_listener and self._collector.measures_norm
-        self.optimizer.step()
+        self._around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
+        if self._compiled is not None:
+            loss = self._take_compiled(step, self._compiled, parts)
+        else:
+            self._optimizer_meter.wants_norm = self._has_listener and self._collector.measures_norm
+            is_timed = self._listen is not None and is_measured(step - self._layers_since)
+            with self._layers.measure() if is_timed else contextlib.nullcontext():
+                loss = self._take([(part.inputs, part.targets, part.share, part.rows) for part in parts])
         stopped = traffic.moment()
-        self._optimizing = before, stopped
         rate, norm = self._optimizer_meter.take()
         measured = MeasuredStep(batch.num_samples, started, stopped, num_tokens(batch.inputs), norm)
         self._collector.add(measured, loss, rate)
         self._sent.append(stopped.sent_bytes - started.sent_bytes)
         if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
             self._measure_memory()
+
+    def _take(self, parts: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+        """Forward, backward and optimizer on the fields of micro-batches."""
+        self.optimizer.zero_grad()
+        batches = [Batch(*part) for part in parts]
+        loss = train_micro_batches(self.model, self.job.loss_fn, batches, self._around)
+        before = self.world.traffic.moment()
+        self.optimizer.step()
+        self._optimizing = before, self.world.traffic.moment()
+        return loss.detach()
+
+    def _take_compiled(self, step: int, compiled: CompiledSteps, parts: Sequence[Batch]) -> torch.Tensor:
+        """The same by a compiled program, once there is one."""
+        compiles = compiled.compiles_next
+        if compiles:
+            self._report(RunEvent("compiling", step))
+        loss: torch.Tensor = compiled([(part.inputs, part.targets, part.share, part.rows) for part in parts])
+        if compiles:
+            self.peak.start_again()  # the compiler's memory is not the run's
+        if compiled.problem != self.result.uncompiled:
+            self.result.uncompiled = compiled.problem
+            self._report(RunEvent("uncompiled", step, compiled.problem))
+        return loss
 
     def _actions(self) -> list[RecordedAction]:
         """This rank's actions of the last step."""
@@ -158,7 +189,7 @@ class LiveRun:
 
     def _report_spans(self, step: int) -> None:
         """Report this rank's actions of the step."""
-        if self._listen is not None:
+        if self._listen is not None and self._compiled is None:
             self._until_spans_s = _SPANS_INTERVAL_S
             spans = read_actions(self.world.traffic, self._actions(), self._clock_offset)
             self._listen(StepSpans(self.world.rank, step, spans))

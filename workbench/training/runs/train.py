@@ -165,6 +165,7 @@ def run_strategy(
     listen: Listener | None = None,
     commands: Callable[[], list[RunCommand]] | None = None,
     keeps_weights: bool = False,
+    compiles: bool = False,
 ) -> RankResult:
     """Train under a strategy. All ranks of the world call it.
 
@@ -174,11 +175,12 @@ def run_strategy(
         commands: returns the notebook's commands to this rank so far, in order: stop, pause, resume, another strategy.
             At fixed moments the ranks exchange them, and follow those that all ranks have received.
         keeps_weights: return the model's logical state too, which costs one exchange of the whole model.
+        compiles: compile the step, see ``wb.capture``. Such a run has no timeline, and no times of layers.
 
     Raises:
         StrategyError: the strategy does not fit.
     """
-    run = LiveRun(job, strategy, listen, commands)
+    run = LiveRun(job, strategy, listen, commands, compiles)
     return run.train(keeps_weights)
 
 

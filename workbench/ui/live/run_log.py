@@ -62,6 +62,10 @@ class RunLog:
             )
         elif event.kind == "refused":
             self.say(f"{step} \u00b7 strategy kept: {event.text}", warns=True)
+        elif event.kind == "compiling":
+            self.say(f"{step} \u00b7 compiling its operators; later steps run as one program between exchanges")
+        elif event.kind == "uncompiled":
+            self.say(f"{step} \u00b7 {event.text}", warns=True)
         else:
             self.say(f"{step} \u00b7 {'paused' if event.kind == 'paused' else 'goes on'}")
 

@@ -266,16 +266,16 @@ class RunView:
             self.history.change(event.step, after)
             names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
             self.title.value = title_html(names, event.text)
-            self._draw_marks()
+        elif event.kind == "compiling":
+            self.status.show_state("running", "compiling", f"step {event.step + 1}")
         elif event.kind == "paused":
             self._paused_at = self._clock()
             self.status.show_state("paused", "paused", f"after step {event.step}")
-            self._draw_marks()
         elif event.kind == "running" and self._paused_at is not None:
             self._paused_s += self._clock() - self._paused_at
             self._paused_at = None
             self.status.show_state("running", "running", f"step {event.step}")
-            self._draw_marks()
+        self._draw_marks()
 
     def draw(self, everything: bool = False) -> None:
         """Draw the parts with new reports that are due; with ``everything``, all parts with new reports."""

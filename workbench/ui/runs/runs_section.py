@@ -81,6 +81,8 @@ class RunsSection:
         self.check = widgets.Checkbox(trainer.check_steps > 0, description="check against one device", indent=False)
         self._checked_steps = trainer.check_steps or CHECKED_STEPS
         on_value(self.check, self._on_check)
+        self.compile = widgets.Checkbox(trainer.compiles, description="compile the step", indent=False)
+        on_value(self.compile, self._on_compile)
         self.live = RunView(trainer.num_ranks, (self.trace_button,), has_status=False)
         finds = self._find_difference if hasattr(trainer, "first_difference") else None
         self.table = RunTable(callbacks.opened, self._run_again, saved, part=finds)
@@ -118,7 +120,7 @@ class RunsSection:
                     f"panel.run(steps={steps!r}): a whole number of at least 1. The strategy is the one in the rows."
                 )
             num_steps = int(asked)
-            name = self._free_name(label)
+            name = self._free_name(f"{label}, compiled" if self._trainer.compiles else label)
             self._names = {str(strategy): name}
             self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
             self.error = None
@@ -306,6 +308,9 @@ class RunsSection:
         self._trainer.check_steps = self._checked_steps if change["new"] else 0
         self._callbacks.changed()
 
+    def _on_compile(self, change: Any) -> None:
+        self._trainer.compiles = bool(change["new"])
+
     def _on_trace(self) -> None:
         name = f"{self._run_name()}-trace.json"
         self.live.link.download(name, json.dumps(self.trace()), "application/json")
@@ -318,7 +323,10 @@ class RunsSection:
         busy, changing = self.busy, self.is_changing
         for each in (self.pause_button, self.stop_button, self.change_button):
             each.disabled = not busy
-        self.check.disabled = busy
+        self.check.disabled = self.compile.disabled = busy
+        self.compile.tooltip = (
+            "a program per step instead of Python: the third step takes seconds to minutes, later ones less"
+        )
         self.check.tooltip = "a run's first steps are trained on one device too, from the same weights, and compared"
         waits = "no run is going on"
         self.pause_button.description = "Go on" if self.is_paused else "Pause"

@@ -30,7 +30,8 @@ class OneDeviceSteps:
 class Trainer(Protocol):
     """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one.
 
-    One device trains the first ``check_steps`` steps too, for the comparison; 0 for none.
+    One device trains the first ``check_steps`` steps too, for the comparison; 0 for none. ``compiles``: whether runs
+    that start from now on compile their step.
     """
 
     layers: list[Layer]
@@ -38,6 +39,7 @@ class Trainer(Protocol):
     sample_shape: tuple[int, ...]
     baseline: RunRecord | None
     check_steps: int
+    compiles: bool
 
     def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
         """Begin to train; returns at once. ``predicted`` is kept with the run."""
@@ -86,6 +88,15 @@ class SessionTrainer:
     def first_difference(self, text: str) -> str:
         """Where a strategy parts from one device in its first step, in a sentence. Waits for the engines."""
         return self._comparison.first_difference(text)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether runs that start from now on compile their step."""
+        return self._comparison.compiles
+
+    @compiles.setter
+    def compiles(self, value: bool) -> None:
+        self._comparison.compiles = value
 
     def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""

@@ -1,0 +1,69 @@
+"""The steps of a run that compiles them: as they are, recorded, compiled; as they are where that is impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.errors import CaptureError
+from workbench.tensors.global_tensor import local_torch, plain
+from workbench.training.capture.step import capture
+
+
+class CompiledSteps:
+    """A training step whose first call runs it, whose second records it, and whose third compiles it.
+
+    A step that cannot be recorded is taken again as it is, from the state before, and so are all later ones.
+
+    Args:
+        step: the step, of tensors and other values.
+        model, optimizer: what it changes.
+        generator: the one that it draws from.
+
+    Attributes:
+        problem: why the step, or a part of it, is not compiled; empty if it is, or may be.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], model: nn.Module, optimizer: Optimizer, generator: torch.Generator
+    ) -> None:
+        self._step, self._captured, self._is_refused = step, capture(step, backend="inductor"), False
+        self._model, self._optimizer, self._generator = model, optimizer, generator
+        self._has_run = False
+        self.problem = ""
+
+    @property
+    def compiles_next(self) -> bool:
+        """Whether the next call compiles, for the first time."""
+        return not self._is_refused and (self._captured.num_recordings, self._captured.num_replays) == (1, 0)
+
+    def __call__(self, *args: Any) -> Any:
+        """Take the step."""
+        if self._is_refused:
+            return self._step(*args)
+        if self._captured.num_recordings or not self._has_run:
+            self._has_run = True
+            made = self._captured(*args)
+            self.problem = self._captured.problem
+            return made
+        before, random = [(tensor, tensor.clone()) for tensor in self._state()], self._generator.get_state()
+        try:
+            return self._captured(*args)
+        except CaptureError as error:
+            self._is_refused, self.problem = True, str(error)
+        with torch.no_grad(), local_torch():
+            for tensor, value in before:
+                tensor.copy_(value)
+        self._generator.set_state(random)
+        return self._step(*args)
+
+    def _state(self) -> Iterator[torch.Tensor]:
+        """The local tensors of the model and of its optimizer."""
+        values = [*self._model.parameters(), *self._model.buffers()]
+        values += [v for kept in self._optimizer.state.values() for v in kept.values() if isinstance(v, torch.Tensor)]
+        with torch.no_grad(), local_torch():
+            yield from (plain(value) for value in values)
