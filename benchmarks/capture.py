@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import workbench as wb
 from benchmarks.harness import interleave, launch_or_work, medians, together
@@ -133,7 +134,7 @@ def largest_difference(ways: dict[str, tuple[nn.Module, Step]]) -> float:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, wb.GlobalTensor) else parameter).detach()
+    return (parameter.full_tensor() if isinstance(parameter, wb.GlobalTensor | DTensor) else parameter).detach()
 
 
 def work(rounds: int, calls: int) -> None:
