@@ -190,8 +190,8 @@ def test_compiling_is_a_switch_and_is_shown(part: RunsSection, trainer: FakeTrai
     part.run()
     assert part.compile.disabled and trainer.runs[-1].name.endswith(", compiled")
     part.live.add([RunEvent("compiling", 2), RunEvent("uncompiled", 2, "there is no compiler")])
-    assert "compiling <b>step 3" in part.live.status.state.value
-    assert "there is no compiler" in part.live.log.lines[-1].text
+    assert "compiling <b>step" in part.live.status.state.value
+    assert any("there is no compiler" in line.text for line in part.live.log.lines)
     finish(part, trainer)
 
 

@@ -121,7 +121,7 @@ class RunView:
         self.history = History(num_steps, self._num_ranks, title)
         self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
-        self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
+        self._started_s, self._paused_s, self._paused_at, self._compiles_at = self._clock(), 0.0, None, -1
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
         self._num_runs += 1
         self._expected = self._limit_at = self._record = None
@@ -267,13 +267,13 @@ class RunView:
             names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
             self.title.value = title_html(names, event.text)
         elif event.kind == "compiling":
-            self.status.show_state("running", "compiling", f"step {event.step + 1}")
+            self._compiles_at = event.step
+            self._show_progress()
         elif event.kind == "paused":
             self._paused_at = self._clock()
             self.status.show_state("paused", "paused", f"after step {event.step}")
         elif event.kind == "running" and self._paused_at is not None:
-            self._paused_s += self._clock() - self._paused_at
-            self._paused_at = None
+            self._paused_s, self._paused_at = self._paused_s + self._clock() - self._paused_at, None
             self.status.show_state("running", "running", f"step {event.step}")
         self._draw_marks()
 
@@ -338,7 +338,8 @@ class RunView:
         assert self.history is not None
         step, num_steps = last_step or self.history.last_step, self.history.num_steps
         if self._paused_at is None and not self._ended:
-            self.status.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
+            word = "compiling" if step <= self._compiles_at else "running"
+            self.status.show_state("running", word, f"step {step}" + (f" of {num_steps}" if num_steps else ""))
         so_far_s = self._clock() - self._started_s - self._paused_s
         self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
 
