@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -71,10 +71,15 @@ def find_address(lines: IO[str]) -> str:
     said = []
     for line in lines:
         if match := ADDRESS.search(line):
-            threading.Thread(target=deque, args=(lines, 0), daemon=True).start()
+            threading.Thread(target=_read_on, args=(lines,), daemon=True).start()
             return match[0]
         said.append(line)
     raise RuntimeError(f"workbench lab ended before it printed an address. Its last lines:\n{''.join(said[-20:])}")
+
+
+def _read_on(lines: IO[str]) -> None:
+    with suppress(ValueError):  # closed by who has started the server
+        deque(lines, 0)
 
 
 def measure() -> float:

@@ -119,6 +119,7 @@ def test_children_that_end_at_once_are_reaped_by_handlers_that_interrupt_each_ot
         child.returncode = codes[child.pid]
 
 
+@pytest.mark.slow  # two processes that fork engines load torch
 @pytest.mark.usefixtures("ending_servers")
 def test_a_session_outlives_the_process_that_forks_its_engines(monkeypatch):
     with Session(engines=2, device="cpu") as session:

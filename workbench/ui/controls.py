@@ -168,15 +168,10 @@ class Controls:
             css=("wb-field",),
         )
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
-        memory = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
-        memory = bar(
-            *memory,
-            field("recompute", self.recompute),
-            self.sequence,
-            field("precision", self.precision),
-            css=("wb-field",),
-        )
-        groups = (degrees, parts, memory)  # controls of one group wrap together
+        data = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
+        memory = (field("recompute", self.recompute), self.sequence, field("precision", self.precision))
+        options = (bar(*data, css=("wb-field",)), bar(*memory, css=("wb-field",)))
+        groups = (degrees, parts, *options)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
             bar(presets, history, html("", "wb-space"), label(facts, "wb-facts")),

@@ -65,7 +65,7 @@ class RunTable:
         self.hidden: set[str] = set()
         self.names: dict[str, str] = {}
         self._opened, self._again, self._part = opened, again, part
-        self.answer = html("", "wb-quiet wb-answer")
+        self.answer = html("", "wb-quiet", "wb-answer")
         self.saved = saved or SavedRuns()
         self.limit_bytes = limit_bytes
         self.page = RunsPage(self._on_event)
