@@ -7,6 +7,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from tests.session import hosts
 from tests.session.hosts import NETWORK
 from tests.timeouts import wait_until
 
@@ -42,6 +45,15 @@ def missing():
     """The programs that are not installed, with Debian's packages; empty if none."""
     programs = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "squeue") if shutil.which(name) is None]
     return f"needs {', '.join(programs)} (Debian: slurm-wlm, munge)" if programs else ""
+
+
+WHY_NOT = hosts.missing() or missing()
+NEEDS_SLURM = [
+    pytest.mark.cluster,
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
+]
 
 
 class Slurm:

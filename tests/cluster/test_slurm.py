@@ -17,8 +17,7 @@ from tests.cluster.programs import (
     printed_by_ranks,
     run_cell,
 )
-from tests.cluster.slurm import jobs_of, missing
-from tests.session import hosts
+from tests.cluster.slurm import NEEDS_SLURM, jobs_of
 from tests.timeouts import wait_until
 from workbench.errors import CellError, EngineStartError
 from workbench.session import Session
@@ -26,14 +25,7 @@ from workbench.session.processes import launch_profile
 from workbench.session.processes.make_profile import slurm_profile
 
 (BATCH_FILE,) = blocks("Slurm", "bash")
-WHY_NOT = hosts.missing() or missing()
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.engines,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
-]
+pytestmark = NEEDS_SLURM
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,18 +2,10 @@
 
 import pytest
 
-from tests.cluster.slurm import jobs_of, missing
-from tests.session import hosts
+from tests.cluster.slurm import NEEDS_SLURM, jobs_of
 from workbench.errors import CellError
 
-WHY_NOT = hosts.missing() or missing()
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.engines,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
-]
+pytestmark = NEEDS_SLURM
 
 
 def test_a_cell_ends_with_the_time_limit_of_its_job(submits_jobs, limited):
