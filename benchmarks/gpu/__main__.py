@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --only bandwidth      some of the parts
 
 Each part runs in a process of its own with a time limit. A part that fails leaves what it has found until then, and
-its last lines of error in the table; the next one begins all the same. No GPU was at hand yet.
+its last lines of error in the table; the next one begins all the same. All that a part prints is in ``out/gpu``.
 """
 
 from __future__ import annotations

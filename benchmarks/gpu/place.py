@@ -59,6 +59,7 @@ def run_command(what: str, arguments: Sequence[str], environment: dict[str, str]
         [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False,
         env={**os.environ, **(environment or {})},
     )  # fmt: skip
+    print(done.stdout, done.stderr, sep="\n", flush=True)
     lines = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
     if done.returncode:
         last = "\n".join([*lines[-15:], *done.stderr.strip().splitlines()[-15:]])

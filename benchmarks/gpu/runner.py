@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.gpu.place import Finding, Found
+from benchmarks.gpu.place import ROOT, Finding, Found
 from benchmarks.reporting import table
 
+LOGS = ROOT / "out" / "gpu"
 _NUM_LINES, _WIDTH = 3, 160
 _HEADER = ("part", "seconds", "what", "seen")
 
@@ -32,10 +33,15 @@ class Outcome:
 
 
 def run(name: str, command: Sequence[str], limit_s: float) -> Outcome:
-    """Run a command, with the name of a file for its findings behind it; kill it with all its children in the end."""
+    """Run a command, with the name of a file for its findings behind it; kill it with all its children in the end.
+
+    All that it prints is in ``LOGS`` afterwards.
+    """
     started_s = time.monotonic()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{name}.log"
     with tempfile.TemporaryDirectory() as folder:
-        into, log = Path(folder) / "found", Path(folder) / "log"
+        into = Path(folder) / "found"
         with log.open("wb") as output:
             process = psutil.Popen([*command, str(into)], stdout=output, stderr=subprocess.STDOUT)
             why = ""

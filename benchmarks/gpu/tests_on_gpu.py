@@ -38,7 +38,7 @@ def versions(place: Place) -> Iterator[Found]:
 
 def kernel_tests(place: Place) -> Iterator[Found]:
     """The kernels, compiled."""
-    yield from _tests("tests/kernels", "-n", "4")  # most of the time is the compiler's
+    yield from _tests("tests/kernels", "-n", "8")  # most of the time is the compiler's
 
 
 def other_tests(place: Place) -> Iterator[Found]:
