@@ -61,7 +61,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options = {**kwargs, "use_reentrant": False, "early_stop": False}
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
-    triggers: list[Any] = []
+    triggers: list[torch.Tensor | None] = []
     call = world.context.call
     given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     with local_torch():
@@ -72,9 +72,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
 
     def with_trigger(*inputs: Any, **named: Any) -> Any:
-        node = _RecomputeTrigger.apply(torch.zeros((), device=world.device, requires_grad=True)).grad_fn
+        trigger = _RecomputeTrigger.apply(torch.zeros((), device=world.device, requires_grad=True))
         if not triggers:
-            triggers.append(node)
+            triggers.append(trigger)
             return function(*inputs, **named)
         with hidden_from_modes():
             inputs, named = _wrapped(specs, inputs, named)
@@ -92,7 +92,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = _original(with_trigger, *args, **options)
     # The trigger's saved tensors keep this function alive, so the function must not hold the trigger.
     trigger, triggers[0] = triggers[0], None
-    if trigger is not None:
+    if trigger is not None and trigger.requires_grad:
         _start_at_the_end(result, trigger)
     return result
 
@@ -111,8 +111,11 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> A
     return tree_unflatten(leaves, structure)
 
 
-def _start_at_the_end(result: Any, trigger: Any) -> None:
+def _start_at_the_end(result: Any, trigger: torch.Tensor) -> None:
     """Read the trigger before the first node of a result runs, once per backward.
+
+    The hooks hold the trigger, a tensor, and not its node: in torch 2.11 a node of a function in Python loses what it
+    saved together with the last tensor that it made.
 
     Nodes older than the trigger get no hook: they belong to arguments that the function returns, and a hook would
     make a cycle of references.
@@ -123,15 +126,17 @@ def _start_at_the_end(result: Any, trigger: Any) -> None:
         task = torch._C._current_graph_task_id()
         if task not in asked:
             asked.add(task)
-            trigger.saved_tensors  # noqa: B018 - unpacking is what recomputes
+            _node(trigger).saved_tensors  # noqa: B018 - unpacking is what recomputes
 
     for leaf in tree_leaves(result):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        with local_torch():
-            node = leaf.grad_fn
-        if node is not None and node._sequence_nr() > trigger._sequence_nr():
+        node = _node(leaf) if isinstance(leaf, torch.Tensor) else None
+        if node is not None and node._sequence_nr() > _node(trigger)._sequence_nr():
             node.register_prehook(ask)
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    with local_torch():
+        return tensor.grad_fn
 
 
 def _is_global(function: Any, args: Any, kwargs: Any) -> bool:
