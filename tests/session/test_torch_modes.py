@@ -86,6 +86,7 @@ def test_the_next_cell_computes_gradients_again(session):
 
 @pytest.mark.engines
 def test_a_step_that_was_interrupted_gives_the_optimizer_its_parameters_back(session):
+    session.run("torch.optim.SGD([torch.zeros(1)])", ranks=[0])  # as where rank 1 was replaced: its process is new
     session.run("""
 class Interrupted(torch.optim.SGD):
     is_due, elementwise = False, True

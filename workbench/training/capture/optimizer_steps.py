@@ -22,6 +22,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
+from workbench.training.gradients.nested_steps import is_nested, step_without_hooks
 from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise
 
 
@@ -71,7 +72,7 @@ class OptimizerStep:
         optimizer.state = state
         fused = fuse(optimizer)
         try:
-            self._step(optimizer)
+            step_without_hooks(optimizer, self._step)
         finally:
             unfuse(fused)
             for group, params in zip(groups, held, strict=True):
@@ -170,7 +171,7 @@ def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
 
 def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     listener: OptimizerListener | None = getattr(_listening, "to", None)
-    if listener is not None:
+    if listener is not None and not is_nested(optimizer):
         listener.optimizer_begins(optimizer, args[1:], kwargs)
 
 

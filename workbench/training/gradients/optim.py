@@ -32,6 +32,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_place
 from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.fused_steps import fuse, unfuse
+from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
@@ -145,6 +146,8 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    if is_nested(optimizer):
+        return None
     _put_back(optimizer)  # after a step that raised, its local tensors are still in place
     swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or not swap.fits(optimizer):
@@ -272,6 +275,8 @@ def _after_step(self: Optimizer) -> None:
 
     torch's profiler looks for that method, and in it for ``self``.
     """
+    if is_nested(self):
+        return
     for listener in after_steps:
         listener(self)
     _put_back(self)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from workbench.core.step_values import LEARNING_RATE
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import joined
+from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.optim import stepping_gradients
 
 
@@ -47,6 +48,8 @@ class OptimizerMeter:
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_nested(optimizer):
+            return
         self._rate = _learning_rate(optimizer)
         gradients = stepping_gradients(optimizer) if self.wants_norm else None
         if gradients is None:
