@@ -74,6 +74,10 @@ class CaptureError(WorkbenchError, RuntimeError):
     """A step that ``wb.capture`` cannot replay: it depends on values, or keeps tensors."""
 
 
+class CaptureWarning(UserWarning):
+    """A captured step is slower than it could be: it was recorded too often, or a part could not be compiled."""
+
+
 class NonFiniteError(WorkbenchError, ArithmeticError):
     """A nan or an infinity under ``wb.debug.find_nonfinite()``: which layer, on which rank."""
 

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.session.simulated_session import SimulatedSession
+from workbench.errors import CaptureWarning
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.on_engine import run_commands, shell
 from workbench.training.capture import compiled
-from workbench.training.capture.compiled import CaptureWarning
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _library = torch.library.Library("workbench", "FRAGMENT")
+TABLES_ON_HOST = frozenset({"workbench::move_blocks"})
+"""Operators that copy a table of addresses from the host: it is another one where their tensors have moved."""
 _one_at_a_time = threading.Lock()
 """Simulated ranks are threads, and an operator is defined once."""
 

@@ -19,10 +19,9 @@ from tests.training.capture.captured_runs import (
     filled,
     step_of,
 )
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, CaptureWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.capture.step import CaptureWarning
 
 
 def test_a_captured_step_trains_alike():

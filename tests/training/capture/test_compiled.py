@@ -11,9 +11,10 @@ from torch import nn
 import workbench as wb
 from tests.training.capture import captured_runs
 from tests.training.capture.captured_runs import MODELS, start
+from workbench.errors import CaptureWarning
 from workbench.testing import run_ranks
 from workbench.training.capture import compiled
-from workbench.training.capture.compiled import CaptureWarning, Program
+from workbench.training.capture.compiled import Program
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.errors import CaptureError
@@ -103,6 +104,7 @@ class Recorder(TorchDispatchMode):
                     name=str(func).removesuffix(".default"),
                     operator=func,
                     draws=draws,
+                    devices=_devices(args, kwargs, out),
                 )
             )  # fmt: skip
             return out
@@ -349,6 +351,10 @@ def _place_of(tensor: torch.Tensor) -> Any:
 def _is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a placeholder, which a replay need not make again."""
     return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
+
+
+def _devices(*values: Any) -> frozenset[str]:
+    return frozenset(leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -39,6 +39,7 @@ class Call:
         operator: torch's operator that the function runs; None for exchanges, keys, samples and optimizers.
         draws: whether it changes a generator: it draws a key, which is a Python number, sets a seed, or is an operator
             that draws.
+        devices: types of devices of the tensors that an operator takes and makes.
     """
 
     function: Callable[..., Any]
@@ -51,6 +52,7 @@ class Call:
     changes: Slot | None = None
     operator: Any = None
     draws: bool = False
+    devices: frozenset[str] = frozenset()
 
     def reads(self) -> set[Slot]:
         """The slots among its arguments."""
