@@ -1,5 +1,6 @@
 """A captured step gives the losses of the same step uncaptured, bit for bit, whatever changes between its calls."""
 
+import copy
 import warnings
 
 import numpy as np
@@ -287,3 +288,32 @@ def test_wrong_labels_are_found_before_anything_is_recorded():
 
     with pytest.raises(IndexError, match="Target 4 is out of bounds"):
         run_ranks(program)
+
+
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+def test_what_a_replay_writes_is_boxed_anew(sbp):
+    """By the version of a tensor it is known whether it has changed since it was boxed."""
+
+    built = nn.Linear(4, 4)
+
+    def program():
+        layer, scale = copy.deepcopy(built), torch.zeros(4)
+        model = wb.parallelize(layer, "*: data")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ones = wb.ones(4, placement=wb.placement.all("cpu"), sbp=sbp)
+
+        def train(x):
+            scale.add_(1).mul_(2).sub_(1)
+            model(x).sum().backward()
+            optimizer.step()
+
+        step, found = wb.capture(train), []
+        for _ in range(5):
+            step(torch.ones(2, 4))
+            found.append(((ones * scale).full_tensor().sum().item(), scale._version, layer.weight._version))
+        return list(zip(*found, strict=True))
+
+    for sums, versions, of_weights in run_ranks(program):
+        assert sums == (4.0, 12.0, 28.0, 60.0, 124.0)
+        assert sorted(set(versions)) == list(versions)
+        assert sorted(set(of_weights)) == list(of_weights)

@@ -92,7 +92,7 @@ class _Operand(NamedTuple):
     maker: GraphProgram | None
     is_written: bool
 
-    def moves(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether its address changes from replay to replay."""
         return not self.is_constant and (self.maker is None or not self.maker.is_graph)
 
@@ -159,9 +159,8 @@ class GraphProgram:
         self.num_operators, self.is_graph, self._has_run = num_operators, False, False
         self._launch: Callable[[], object] | None = None
         self._results: Sequence[torch.Tensor] = ()
-        self._moving: list[tuple[int, torch.Tensor]] = []
+        self._copied: list[tuple[int, torch.Tensor]] = []
         self._written: list[tuple[int, torch.Tensor]] = []
-        self._changed: list[torch.Tensor] = []
 
     @property
     def problem(self) -> str:
@@ -173,26 +172,24 @@ class GraphProgram:
         launch = self._launch or self._recorded(values)
         if launch is None:
             return self._run(*values)
-        if self._moving:
-            given = [_without_repeats(values[at]) for at, _ in self._moving]
-            torch._foreach_copy_([place for _, place in self._moving], given)
+        if self._copied:
+            given = [_without_repeats(values[at]) for at, _ in self._copied]
+            torch._foreach_copy_([place for _, place in self._copied], given)
         launch()
         for at, place in self._written:
             values[at].copy_(place)
-        if self._changed:
-            torch.autograd.graph.increment_version(self._changed)
         return self._results
 
     def _recorded(self, values: Sequence[torch.Tensor]) -> Callable[[], object] | None:
         """Launches the graph; None before the second call, and where there can be none."""
         if self._shared.problem:
             return None
-        moving = [at for at, operand in enumerate(self._operands) if operand.moves()]
+        copied = [at for at, operand in enumerate(self._operands) if operand.is_copied()]
         if not self._has_run:
             self._has_run = True
-            self._shared.expect([values[at] for at in moving])
+            self._shared.expect([values[at] for at in copied])
             return None
-        places = dict(zip(moving, self._shared.views_like([values[at] for at in moving]), strict=True))
+        places = dict(zip(copied, self._shared.views_like([values[at] for at in copied]), strict=True))
         given = [places.get(at, value) for at, value in enumerate(values)]
         try:
             self._launch, self._results = record(self._shared, self._run, given)
@@ -200,10 +197,8 @@ class GraphProgram:
             cause = (str(error).strip() or "no message").splitlines()[0]
             self._shared.failed(f"{type(error).__name__}: {cause}")
             return None
-        written = [at for at, operand in enumerate(self._operands) if operand.is_written]
-        self._moving = [(at, _without_repeats(place)) for at, place in places.items()]
-        self._written = [(at, places[at]) for at in written if at in places]
-        self._changed = [values[at] for at in written if at not in places]  # what a GPU writes changes no version
+        self._copied = [(at, _without_repeats(place)) for at, place in places.items()]
+        self._written = [(at, place) for at, place in places.items() if self._operands[at].is_written]
         self.is_graph = True
         return self._launch
 

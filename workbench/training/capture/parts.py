@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from workbench.training.capture.optimizer_steps import OptimizerStep
 from workbench.training.capture.trace import Call, Slot, Trace, slots_in
 
 _FEWEST_CALLS = 3
@@ -150,3 +151,14 @@ def written_by(call: Call) -> set[Slot]:
     given = [value for value, is_written in zip(call.args, written, strict=False) if is_written]
     given += [call.kwargs[a.name] for a, is_w in zip(arguments, written, strict=True) if is_w and a.name in call.kwargs]
     return set(slots_in(given))
+
+
+def written_constants(trace: Trace) -> set[Any]:
+    """The memory of constants that the calls of a trace write to: operators, and optimizers with their parameters."""
+    memory = memory_of(trace)
+    written = {slot for call in trace.calls for slot in (written_by(call) if call.operator else _stepped(call))}
+    return {memory[slot] for slot in trace.constants} & {memory[slot] for slot in written}
+
+
+def _stepped(call: Call) -> set[Slot]:
+    return set(slots_in(call.args[0])) if isinstance(call.function, OptimizerStep) else set()

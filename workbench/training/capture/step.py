@@ -20,13 +20,15 @@ from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program, compile_parts
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram, graph_parts
+from workbench.training.capture.guards import Guards
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
+from workbench.training.capture.parts import written_constants
 from workbench.training.capture.recorder import RecordedTransport, Recorder
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
-from workbench.training.strategies.state import STATE, recorded_module_calls
+from workbench.training.strategies.state import recorded_module_calls
 from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
@@ -73,6 +75,7 @@ class _Recording:
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: the tensors that the step works on, each with its address.
+        written: tensors among them that the step writes to.
         steps: the optimizers' steps.
         traffic: exchanges and bytes of one step.
     """
@@ -86,6 +89,7 @@ class _Recording:
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
+    written: list[torch.Tensor]
     steps: list[OptimizerStep]
     traffic: _TrafficCount
 
@@ -306,6 +310,8 @@ def _record(
         trace.inputs = [*trace.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
+        changed = written_constants(trace)
+        written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
         if backend == "inductor":
             trace = compile_parts(trace)
         elif backend == "cudagraphs":
@@ -315,7 +321,7 @@ def _record(
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
         trace, trace.compile(), made, used, cleared, placeholders, results, result_structure, addresses,
-        recorder.steps, before.until(world.traffic),
+        written, recorder.steps, before.until(world.traffic),
     )  # fmt: skip
     return result, recording
 
@@ -350,6 +356,7 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         for leaf in recording.cleared:
             leaf.grad = None
         made = recording.run(*map(plain, (*inputs, *grads)))
+        torch.autograd.graph.increment_version(recording.written)  # the trace's own tensors count by themselves
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)
         for placeholder, has_grad in recording.placeholders:
@@ -362,32 +369,6 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
 
 def _handed_out(value: torch.Tensor, spec: Spec | None) -> torch.Tensor:
     return value if spec is None else wrap(value, spec)
-
-
-class Guards:
-    """The guards of the parallelized modules that a step has called so far."""
-
-    def __init__(self) -> None:
-        self._roots: list[nn.Module] = []
-        self._parts: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Add modules that the step has called."""
-        for module in modules:
-            if not any(module is root for root in self._roots):
-                self._roots.append(module)
-                self._parts += module.modules()
-                self._parameters += module.parameters()
-
-    def now(self) -> Any:
-        """The present values. While they are the same, a replay is allowed."""
-        with local_torch():
-            return (
-                tuple([root.__dict__.get(STATE) for root in self._roots]),
-                tuple([part.training for part in self._parts]),
-                tuple([parameter.requires_grad for parameter in self._parameters]),
-            )
 
 
 def end_sums(modules: Iterable[nn.Module]) -> None:
