@@ -151,6 +151,8 @@ def test_a_rank_that_waits_for_one_that_is_done_is_stopped(session, code, ranks,
         session.run(code, ranks=ranks)
     assert time.monotonic() - began < 3
     assert f"The ranks have diverged in this cell: {words}" in str(caught.value)
+    waiting = words[:6]
+    assert f"{waiting} waits for rank {1 - int(waiting[-1])} in boxing" in str(caught.value)
     assert "at cell line 1, in GlobalTensor.to_global" in str(caught.value) and "its variables are kept" in str(
         caught.value
     )

@@ -1,5 +1,6 @@
 """Grouping of failures, with outcomes made by hand."""
 
+import dataclasses
 import linecache
 import pickle
 
@@ -101,6 +102,22 @@ def test_who_gave_up_waiting_for_a_rank_that_died_is_a_consequence():
 def test_where_all_gave_up_waiting_that_is_the_cause():
     diverged = failure("CollectiveAborted", "ranks diverged", was_stopped=True)
     assert "CollectiveAborted on ranks 0-1: ranks diverged" in str(cell_error(outcome({0: diverged, 1: diverged})))
+
+
+def test_divergence_names_the_exchanges_that_ranks_wait_for():
+    call = "rank 3 in reduction of 2 gradients, 60 bytes, float32 at 7.py:6"
+    what = outcome(
+        {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1, 2)},
+        replies={3: None},
+        stopped=(0, 1, 2),
+        stop_reason="divergence",
+        calls={0: call, 1: call, 2: "rank 0 in barrier()"},
+    )
+    lines = str(cell_error(what)).splitlines()
+    assert "ranks 0-2 wait for other ranks, but rank 3 has finished it" in lines[0]
+    assert lines[1:3] == [f"ranks 0-1 wait for {call}", "rank 2 waits for rank 0 in barrier()"]
+    many = dataclasses.replace(what, calls={rank: f"rank 3 in {rank}" for rank in range(20)})
+    assert len(str(cell_error(many)).splitlines()) < 10
 
 
 def test_timeout_names_ranks_and_places():

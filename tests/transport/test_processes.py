@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 
@@ -66,6 +67,40 @@ def boxing_with_a_killed_rank():
 def test_a_killed_rank_ends_the_waits_of_its_peers_with_the_cause(transport):
     message, nothing = run_processes(boxing_with_a_killed_rank, 2, environment=over(transport))
     assert "lost" in message and nothing is None
+
+
+def awaiting(late):
+    """What each rank waits for, while rank ``late`` does not come to a boxing of all ranks."""
+    transport, found, ends = current().transport, [], threading.Event()
+    everywhere = wb.placement.all("cpu")
+
+    def look():
+        while not ends.wait(0.02):
+            found.append(transport.awaited_call())
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        if wb.rank() == late:
+            time.sleep(0.5)
+        wb.ones(8, placement=everywhere, sbp="S(0)").to_global(sbp="B")
+    finally:
+        ends.set()
+        looks.join()
+    return {call for call in found if call is not None}, transport.awaited_call(), transport.name
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo", "mixed"])
+def test_a_wait_names_the_peer_and_the_call(transport):
+    hosts = [{"WORKBENCH_TRANSPORT": transport} for _ in range(3)]
+    if transport == "mixed":
+        hosts = [{"WORKBENCH_HOST": host} for host in ("one", "one", "two")]
+    for late in (1, 2):
+        ranks = run_processes(awaiting, 3, late, environment=hosts)
+        assert [(call, name) for _, call, name in ranks] == [(None, transport)] * 3
+        for calls in (ranks[rank][0] for rank in range(3) if rank != late):
+            (peer, call) = max(calls, key=lambda call: call[0] == late)
+            assert peer == late and call.startswith("boxing S(0)") and "test_processes.py" in call
 
 
 def traced():

@@ -149,6 +149,7 @@ class RankActivity:
     host: str = ""
     processor_s: float = 0.0  #: the time that its process has used so far
     wanted_s: float = 0.0  #: that time, and the time for which its threads have waited for a processor
+    call: str = ""  #: what the main thread waits for: ``"rank 1 in barrier()"``; empty where nobody knows
 
 
 class TooLarge(ValueError):

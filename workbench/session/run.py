@@ -57,6 +57,7 @@ class Outcome:
     failures: dict[int, protocol.Failure] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
+    calls: dict[int, str] = field(default_factory=dict)  #: rank -> what it waited for when the ranks had diverged
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
     stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
     replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
@@ -273,6 +274,8 @@ class Run:
         stopped = protocol.RankActivity(waits=protocol.STOPPED)
         found |= {rank: stopped for rank in silent if self._processes.is_stopped(rank)}
         is_certain = bool(found) and self._divergence.is_certain(found, self._pending, now)
+        if is_certain:
+            self.outcome.calls = {rank: told.call for rank in self._pending if (told := found.get(rank)) and told.call}
         self._probes = self._engines.control(range(self._num_ranks), "activity")
         self._next_probe_s = now + self._divergence.period_s
         return is_certain

@@ -180,6 +180,12 @@ class Transport(Protocol):
         """Return when all sent data has left its buffers."""
         return
 
+    def awaited_call(self) -> tuple[int, str] | None:
+        """The peer for which this rank waits, and the call; None if it does not wait, or if nobody knows. May be asked
+        from another thread.
+        """
+        return None
+
     def abort(self, reason: str) -> None:
         """End every wait of this rank with ``CollectiveAborted(reason)``; may be called from any thread."""
 

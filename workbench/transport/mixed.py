@@ -123,6 +123,10 @@ class MixedTransport(Transport):
             with self._abort_on_error():
                 self._intra_host.flush()
 
+    def awaited_call(self) -> tuple[int, str] | None:
+        near = self._intra_host.awaited_call() if self._has_intra_host else None
+        return near or self._inter_host.awaited_call()
+
     def abort(self, reason: str) -> None:
         self._inter_host.abort(reason)
         if self._has_intra_host:

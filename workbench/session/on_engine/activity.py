@@ -44,11 +44,13 @@ _BACKWARD = os.path.join("torch", "autograd", "graph.py")
 def activity(world: Any) -> protocol.RankActivity:
     """The present activity of this process. Call it on the control thread, whose own work does not count."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waits = wait_of(frame, world)
     return protocol.RankActivity(
-        waits=wait_of(frame, world),
+        waits=waits,
         host=socket.gethostname(),
         processor_s=time.process_time() - time.thread_time(),
         wanted_s=_wanted_s(),
+        call=_call(world) if waits else "",
     )
 
 
@@ -68,6 +70,16 @@ def wait_of(frame: FrameType | None, world: Any) -> str:
     if REMOTE_WAITS in files:
         return f"{protocol.REMOTE} {number}"
     return f"{protocol.PLAIN} {number}.{id(frame)}.{frame.f_lasti}" if _may_block_in_torch(frame) else ""
+
+
+def _call(world: Any) -> str:
+    """The peer and the exchange for which this rank waits; empty in plain torch.distributed."""
+    if world is None:
+        return ""
+    # by its class: a transport that records would record the question
+    ask = getattr(type(world.transport), "awaited_call", None)
+    found = None if ask is None else ask(world.transport)
+    return "" if found is None else f"rank {found[0]} in {found[1]}"
 
 
 def _may_block_in_torch(frame: FrameType) -> bool:

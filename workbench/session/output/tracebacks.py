@@ -69,6 +69,7 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
     if outcome.stop_reason in ("divergence", "deadlock"):
         lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
+        lines += _awaited_calls(outcome)
     for how, dead in _died_together(outcome).items():
         its = "its" if len(dead) == 1 else "their"
         died = f"{describe_ranks(dead)} died while running this {what} ({how}): {its} variables are lost. "
@@ -236,6 +237,17 @@ def _divergence_line(outcome: Outcome, what: str) -> str:
         f"The ranks have diverged in this {what}: {waiting}, but {them}. All ranks must run the same calls that move "
         f"data. Look for a condition on the rank, or a loop of another length, around such a call."
     )
+
+
+def _awaited_calls(outcome: Outcome) -> list[str]:
+    """One line for each exchange that ranks wait for: it says which call the others did not make."""
+    calls: dict[str, list[int]] = {}
+    for rank, call in sorted(outcome.calls.items()):
+        calls.setdefault(call, []).append(rank)
+    return [
+        f"{describe_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} for {call}"
+        for call, ranks in list(calls.items())[:_MAX_SHOWN]
+    ]
 
 
 def _paint(text: str, *codes: str) -> str:

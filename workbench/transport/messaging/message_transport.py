@@ -61,6 +61,10 @@ class MessageTransport(ABC):
         """Whether a wait of this rank is about to end; may be asked from another thread."""
         return self._waiter.has_pending_message()
 
+    def awaited_call(self) -> tuple[int, str] | None:
+        """See ``base.Transport``."""
+        return self._waiter.awaited_call()
+
     def abort(self, reason: str) -> None:
         """See ``base.Transport``."""
         self._waiter.abort_reason = self._waiter.abort_reason or reason

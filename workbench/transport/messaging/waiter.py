@@ -101,6 +101,11 @@ class Waiter:
         taken = self._own.acks_read_word(wait.peer) if wait.for_ack else self._own.read_word(wait.peer)
         return wait.peer, ACKS if wait.for_ack else MESSAGES, wait.header, self._own.words[taken]
 
+    def awaited_call(self) -> tuple[int, str] | None:
+        """Peer and call, if this rank has waited for more than a moment."""
+        wait = self._own.wait()
+        return None if wait is None else (wait.peer, wait.header)
+
     def has_pending_message(self) -> bool:
         """Whether the message that this rank waits for is in memory; if no wait is recorded yet, whether any is."""
         wait = self._own.wait()

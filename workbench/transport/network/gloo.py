@@ -64,6 +64,7 @@ class GlooTransport(Transport):
         """Called periodically during a wait; returns the failure of another transport, or None."""
         self._receiver, self._sender = HelperThread("workbench-receive"), HelperThread("workbench-send")
         self._last_send: Job | None = None
+        self._wait: Callable[[], Wait] | None = None
         self._has_ended = False
 
     def start_exchange(
@@ -126,6 +127,10 @@ class GlooTransport(Transport):
 
         return finish
 
+    def awaited_call(self) -> tuple[int, str] | None:
+        wait = self._wait
+        return None if wait is None else (wait().source, wait().call)
+
     def abort(self, reason: str) -> None:
         self.abort_reason = self.abort_reason or reason
 
@@ -173,10 +178,13 @@ class GlooTransport(Transport):
 
         with self._abort_on_error(), self._translating_errors(header, waits_for):
             location = user_location()
-            wait = lambda: Wait(waits_for[0], slot, header + location, self.hang_detector.received[waits_for[0]])  # noqa: E731
+            wait = self._wait = lambda: Wait(
+                waits_for[0], slot, header + location, self.hang_detector.received[waits_for[0]]
+            )
             try:
                 self._receiver.run(block, lambda: self._raise_if_stuck(started, wait()))
             finally:
+                self._wait = None
                 self.hang_detector.forget_wait()
 
     def _raise_if_stuck(self, started: float, wait: Wait) -> None:
