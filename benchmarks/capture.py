@@ -91,11 +91,13 @@ def sum_of_gradients(model: nn.Module, world: World) -> Step:
     return reduce if world.world_size > 1 else lambda: None
 
 
-def candidates(world: World, num_blocks: int, width: int, rows: int, length: int) -> dict[str, tuple[nn.Module, Step]]:
+def candidates(
+    world: World, num_blocks: int, width: int, rows: int, length: int, dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[nn.Module, Step]]:
     """The three ways to make one step, on the world's device."""
-    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1)).to(world.device)
+    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1)).to(world.device, dtype)
     parts = world.world_size
-    plain, written, captured = (make_model(num_blocks, width).to(world.device) for _ in range(3))
+    plain, written, captured = (make_model(num_blocks, width).to(world.device, dtype) for _ in range(3))
     written, captured = (wb.parallelize(model, f"*: data | 1x{parts}x1") for model in (written, captured))
     local = step_of(plain, parts, sum_of_gradients(plain, world))
     own, decompose, replayed = batch.chunk(parts)[world.rank], step_of(written), wb.capture(step_of(captured))

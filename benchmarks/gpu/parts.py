@@ -39,6 +39,7 @@ PARTS = (
     Part("dropout", 30, kernels.dropout),
     Part("attention", 60, kernels.attention),
     Part("step", 90, steps.times),
+    Part("compiled", 150, steps.compiled),
     Part("waits", 30, steps.waits, needs_gpu=True),
     Part("trace", 45, steps.trace),
     Part("exchanges", 75, exchanges.between_processes),

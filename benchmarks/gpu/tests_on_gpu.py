@@ -38,17 +38,17 @@ def versions(place: Place) -> Iterator[Found]:
 
 def kernel_tests(place: Place) -> Iterator[Found]:
     """The kernels, compiled."""
-    yield from _tests("tests/kernels", "-n", "8")  # most of the time is the compiler's
+    yield from _tests("tests/kernels")  # most of the time is the compiler's
 
 
 def other_tests(place: Place) -> Iterator[Found]:
-    """Exchanges between processes, and training under every strategy."""
-    yield from _tests("tests/transport")
-    yield from _tests("tests/checked_device")
+    """Exchanges between processes, training under every strategy, CUDA graphs."""
+    yield from _tests("tests", "--ignore=tests/kernels", r"--files-that-say=mark\.gpu")
 
 
 def _tests(path: str, *options: str) -> Iterator[Found]:
-    return run_command(path, ["-m", "pytest", "-q", "-m", "gpu", path, *options], COMPILED)
+    without = ["-p", "no:benchmark"]  # a plugin that warns of workers
+    return run_command(path, ["-m", "pytest", "-q", "-m", "gpu", "-n", "8", *without, path, *options], COMPILED)
 
 
 def sanitizer(place: Place) -> Iterator[Found]:

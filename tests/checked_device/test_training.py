@@ -73,18 +73,6 @@ def test_training_on_a_device_equals_the_host(name):
         assert counts.launches.total() <= num_launches, counts.launches
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_training_on_a_gpu_equals_the_host(name):
-    """The same on a real device; all simulated ranks share it."""
-    strategy, num_ranks, step, _ = STRATEGIES[name]
-    model = mlp()
-    found = run_ranks(lambda: train(wb.parallelize(copy.deepcopy(model), strategy), step), num_ranks, device="cuda:0")
-    for losses, _ in found:
-        assert losses == pytest.approx(TRUTH, rel=1e-3)
-
-
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "*: data | zero=3"])
 def test_a_step_of_an_optimizer_is_fused(make, strategy):
