@@ -1,8 +1,13 @@
 """Sums of gradients in buckets: over several groups, in many small buckets, a few under way at a time."""
 
-import pytest
+import copy
 
+import pytest
+import torch
+
+import workbench as wb
 from tests.training.programs import training_equals_one_device
+from workbench.tensors.global_tensor import local_torch
 from workbench.testing import run_ranks
 from workbench.training.gradients import reduction
 from workbench.transport.threads import ThreadTransport
@@ -31,3 +36,24 @@ def test_many_small_buckets_give_the_same_training(strategy, monkeypatch):
     for losses, weights in run_ranks(lambda: training_equals_one_device("mlp", strategy, 4, steps=3), 4):
         assert losses < 1e-5 and weights < 1e-5
     assert under_way == [0] and most == [4]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_sum_is_not_used_for_a_later_gradient_at_the_same_address():
+    """With ``create_graph`` autograd makes a new gradient in every backward, where an earlier one may have been."""
+    module = torch.nn.Linear(1024, 1024, bias=False)
+
+    def program():
+        weight = wb.parallelize(copy.deepcopy(module), "*: data | 1x2x1").weight
+        addresses, norms = [], []
+        for number in range(1, 41):
+            weight.sum().mul(number).backward(create_graph=True)
+            with local_torch():
+                addresses.append(weight.grad.data_ptr())
+            if number % 2 == 0:
+                norms.append(torch.nn.utils.get_total_norm([weight.grad]).item() / (number * (number + 1) / 2))
+        return addresses, norms
+
+    for addresses, norms in run_ranks(program):
+        assert len(set(addresses)) < len(addresses), "else this test says nothing"
+        assert norms == pytest.approx([1024.0] * 20, rel=1e-2)

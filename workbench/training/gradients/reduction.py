@@ -58,8 +58,12 @@ def term_of(parameter: GlobalTensor, local: torch.Tensor) -> Term:
 
 
 class _Stamped(NamedTuple):
-    """A sum (or how to get it), the gradient that it was made of, and the number of rebuilds of the world before."""
+    """A sum (or how to get it), the gradient that it was made of, and the number of rebuilds of the world before.
 
+    The gradient is held: a later one could have its address, on some ranks only.
+    """
+
+    grad: torch.Tensor
     address: int
     version: int
     num_rebuilds: int
@@ -107,11 +111,11 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
 
 def _stamp(parameter: GlobalTensor, grad: torch.Tensor, finish: Finish) -> _Stamped:
     """After the world was rebuilt a sum counts no more: other ranks may not have made it."""
-    return _Stamped(grad.data_ptr(), grad._version, parameter._spec.world.num_rebuilds, finish)
+    return _Stamped(grad, grad.data_ptr(), grad._version, parameter._spec.world.num_rebuilds, finish)
 
 
 def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) -> bool:
-    return stamped == _stamp(parameter, grad, stamped.finish)
+    return stamped[1:] == _stamp(parameter, grad, stamped.finish)[1:]
 
 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
