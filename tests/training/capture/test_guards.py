@@ -6,6 +6,7 @@ from torch import nn
 
 import workbench as wb
 from tests.training.capture.captured_runs import assert_same, called, filled, step_of
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 
@@ -35,3 +36,23 @@ def test_what_changes_the_step_is_recorded_anew(name):
         return [*losses, *(parameter.full_tensor().detach() for parameter in module.parameters())]
 
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_after_a_rebuild_all_ranks_record_anew_because_not_all_may_have_a_recording(num_calls):
+    """Rank 1 was interrupted in the call that recorded on rank 0, or its process is new."""
+
+    def program(breaks_off):
+        module = wb.parallelize(filled(nn.Linear(4, 3)), "*: data | 1x2x1")
+        step = step_of(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+        captured = wb.capture(step, max_recordings=1)
+        losses = [called(captured, 1).full_tensor() for _ in range(num_calls)]
+        if breaks_off:
+            world = current()
+            captured = wb.capture(step, max_recordings=1) if world.rank == 1 else captured
+            world.rejoin(world.world_size, world.transport)
+        losses += [called(captured, 1).full_tensor() for _ in range(4)]
+        assert captured.num_replays >= 2
+        return losses
+
+    assert_same(*(run_ranks(lambda breaks_off=breaks_off: program(breaks_off)) for breaks_off in (True, False)))

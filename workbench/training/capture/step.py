@@ -135,7 +135,7 @@ def capture(
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if
     parameters have moved, or if a parallelized module has another strategy, mode (``train()``, ``eval()``) or set of
-    frozen parameters. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same
+    frozen parameters, and in a rebuilt world. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same
     calls, with inputs of equal logical shapes.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
@@ -186,6 +186,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         self._kinds: dict[Any, _InputKind] = {}
         self._guards = Guards()
         self.num_recordings = self.num_replays = 0
+        self._num_rebuilds = self._num_forgotten = 0
 
     @property
     def traces(self) -> list[Trace]:
@@ -210,6 +211,8 @@ class CapturedStep(Generic[_Arguments, _Result]):
         context = world.context
         if context.tracer is not None or context.recorder is not None:
             return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
+        if world.num_rebuilds != self._num_rebuilds:
+            self._forget_recordings(world.num_rebuilds)
         key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(_kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
@@ -225,13 +228,21 @@ class CapturedStep(Generic[_Arguments, _Result]):
         if recording is not None and recording.fits():
             self.num_replays += 1
             return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        if self.num_recordings >= self._max_recordings:
+        if self.num_recordings - self._num_forgotten >= self._max_recordings:
             self._warn(leaves)
             return self._step(*args, **kwargs)
         self.num_recordings += 1
         _log.info("capture: recording %d of %s", self.num_recordings, self._name)
         result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._backend)
         return result
+
+    def _forget_recordings(self, num_rebuilds: int) -> None:
+        """Begin anew in a rebuilt world: not all ranks may have a recording, as the call that broke off made it, or
+        as a rank was replaced. A replay sends with the tags of its recording, which ranks without one do not expect.
+        """
+        self._num_rebuilds, self._num_forgotten = num_rebuilds, self.num_recordings
+        self._kinds.clear()
+        self._guards = Guards()
 
     @property
     def _name(self) -> str:
