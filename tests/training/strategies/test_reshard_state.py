@@ -12,6 +12,7 @@ from tests.training.training_runs import OPTIMIZERS, Run, Setup, assert_runs_agr
 from workbench.errors import LayoutError, StrategyError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.gradients.stale_optimizer import mark_stateful, optimizers_of
 
 WAYS = {
     2: [("data", "1x2x1"), ("model", "1x1x2"), ("data", "2x1x1 1f1b")],
@@ -306,3 +307,22 @@ def test_a_loss_that_is_still_held_does_not_hold_on_to_the_old_shards():
             torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_all_ranks_find_the_same_optimizers_in_the_same_order():
+    """A rank may hold more of them, such as one in a traceback, and others know them in another order."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(8)))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def program(rank):
+        parallel = wb.parallelize(modules[rank], "*: data | 1x2x1")
+        left_over = [torch.optim.SGD(parallel[3].parameters(), lr=0.5) for _ in range(rank)]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in parallel]
+        others = torch.optim.SGD([torch.ones(1)], lr=0.1)
+        for optimizer in (*left_over, *(optimizers[::-1] if rank else optimizers), others):
+            mark_stateful(optimizer)
+        found = optimizers_of(parallel, current())
+        assert all(one is other for one, other in zip(found, optimizers, strict=True))
+        return len(left_over)
+
+    assert run_ranks(program, 2) == [0, 1]

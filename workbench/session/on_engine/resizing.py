@@ -46,7 +46,7 @@ def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) ->
     firsts = {name: next(other for other in alike if found[other] is found[name]) for name in alike}
     same = all_gather_object(firsts, world, "resize")
     alike = [name for name in alike if all(each[name] == same[0][name] for each in same)]
-    rows = [(name, _withdraw(found[name], num_ranks)) for name in alike if same[0][name] == name]
+    rows = [(name, _withdraw(found[name], num_ranks, world)) for name in alike if same[0][name] == name]
     others = sorted({name for each in told for name in each} - set(alike))
     return [row for row in rows if row[1]] + [(name, "not moved: it differs between ranks") for name in others]
 
@@ -61,13 +61,13 @@ def _describe(value: Any, num_ranks: int) -> str:
     return f"{_PARALLELIZED}: {strategies}; {tensors}" if strategies else tensors
 
 
-def _withdraw(value: Any, num_ranks: int) -> str:
+def _withdraw(value: Any, num_ranks: int, world: World) -> str:
     """Move a value; returns how it lies now, empty if it has moved with another one."""
     said = []
     for module in _parallelized(value, num_ranks):
         state = state_of(module)
         strategy = refitted(state.strategy, describe(module), num_ranks)
-        place(module, strategy, optimizers_of(module), num_ranks)
+        place(module, strategy, optimizers_of(module, world), num_ranks)
         said.append(f"under {strategy}" + ("" if strategy == state.strategy else f" in place of {state.strategy}"))
     for tensor in _beyond(value, num_ranks):
         split = next((each for each in tensor.sbp if isinstance(each, Split)), broadcast)
@@ -99,6 +99,6 @@ def _tensors(value: Any) -> Iterator[GlobalTensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (each for each in [*value.parameters(), *value.buffers()] if isinstance(each, GlobalTensor))
-    elif type(value) in (list, tuple, set, dict):
+    elif type(value) in (list, tuple, dict):  # the order in a set is another on each rank
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)

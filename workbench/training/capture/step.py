@@ -134,9 +134,9 @@ def capture(
     ran normally.
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if
-    parameters have moved, or if a parallelized module has another strategy, mode (``train()``, ``eval()``) or set of
-    frozen parameters, and in a rebuilt world. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same
-    calls, with inputs of equal logical shapes.
+    parameters have moved, if a parallelized module has another strategy, mode (``train()``, ``eval()``) or set of
+    frozen parameters, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
+    warning. All ranks make the same calls, with inputs of equal logical shapes.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
     Gradients are those that the step leaves in ``.grad``. Results have no history.

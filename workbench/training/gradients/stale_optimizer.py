@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,33 +14,39 @@ from workbench.errors import LayoutError
 from workbench.tensors.conversion import REPLACED
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.world import World
 from workbench.training.gradients.shard import state_spec
 
 MOVE_STATE = (
     "State lies where its parameter does: give the optimizer when the strategy changes, wb.parallelize(module, "
     "strategy, optimizer=optimizer), or make a new one."
 )
-_with_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers of global parameters that have stepped, or whose state was loaded."""
+_with_state: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+"""Optimizers of global parameters that have stepped, or whose state was loaded, the first one first."""
 
 
 def mark_stateful(optimizer: Optimizer) -> None:
     """Record that an optimizer has state in the layouts of its parameters."""
-    _with_state.add(optimizer)
+    _with_state[optimizer] = None
 
 
-def optimizers_of(module: nn.Module) -> list[Optimizer]:
-    """The optimizers that have state of parameters of a module, all of whose parameters are the module's."""
-    own = {id(parameter) for parameter in module.parameters()}
+def optimizers_of(module: nn.Module, world: World) -> list[Optimizer]:
+    """The optimizers that have state of parameters of a module, all of whose parameters are the module's, in the order
+    of these parameters. All ranks call it.
 
-    def find() -> list[Optimizer]:
-        return [o for o in _with_state if {id(p) for group in o.param_groups for p in group["params"]} <= own]
-
-    if len(found := find()) > 1:
-        found.clear()
-        gc.collect()  # Python frees a dropped optimizer at a different time on each rank
-        found = find()
-    return found
+    Ranks may hold others: Python frees a dropped optimizer at a different time on each rank, and a traceback may keep
+    one. So they compare which parameters each one has, and of several for the same parameters the newest counts first.
+    """
+    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    found: dict[tuple[tuple[int, ...], int], Optimizer] = {}
+    for optimizer in reversed(list(_with_state)):
+        numbers = tuple([number_of.get(id(p), -1) for group in optimizer.param_groups for p in group["params"]])
+        if -1 not in numbers:
+            found[numbers, sum(known == numbers for known, _ in found)] = optimizer
+    if world.device.type == "meta":  # a dry run has no other ranks
+        return list(found.values())
+    everywhere = set(found).intersection(*all_gather_object(list(found), world, "optimizers of a module"))
+    return [found[key] for key in sorted(everywhere)]
 
 
 def mark_replaced(parameter: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     strategy = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
     if strategy == state.strategy:
         return state
-    optimizers = [OptimizerState(optimizer, module, world) for optimizer in optimizers_of(module)]
+    optimizers = [OptimizerState(optimizer, module, world) for optimizer in optimizers_of(module, world)]
     parallelize(module, strategy)
     for optimizer in optimizers:
         optimizer.reshard({})
