@@ -1,4 +1,4 @@
-"""What a program does, and where it goes wrong: traces, memory, the first value that is not finite, rules.
+"""What a program does, and where it goes wrong: traces, profiles, memory, the first value that is not finite, rules.
 
 ``with wb.debug.trace() as trace: step()`` collects the boxings of a step; ``print(trace)`` lists them.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.training.diagnostics.memory_report import memory_report as memory_report
     from workbench.training.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from workbench.training.pipelining.timeline import timeline as timeline
+    from workbench.training.profiling.merging import profile as profile
     from workbench.training.runs.first_difference import first_difference as first_difference
 
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "workbench.tensors.proof": ["prove"],
     "workbench.training.pipelining.timeline": ["timeline"],
     "workbench.training.runs.first_difference": ["first_difference"],
+    "workbench.training.profiling.merging": ["profile"],
     "workbench.training.diagnostics.nonfinite": ["find_nonfinite"],
     "workbench.training.diagnostics.memory_report": ["memory_report"],
     "workbench.training.diagnostics.boxing_trace": ["trace"],

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.ui.reports import spans
+from workbench.core.trace_events import chrome_trace
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
-from workbench.ui.live.timeline_bars import chrome_trace, simulated_from, timeline_bars
+from workbench.ui.live.timeline_bars import simulated_from, timeline_bars
 
 RANKS = [spans(0), spans(1)]
 

@@ -44,6 +44,7 @@ class ExecutionContext:
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
         action_timer: records the forwards, backwards and optimizers' steps of a loop that a live view shows; else None.
+        profiler: counts steps for a profile; else None.
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
         batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
@@ -58,6 +59,7 @@ class ExecutionContext:
     checks_agreement: bool = field(default_factory=_checks_by_default)
     tracer: Any = None
     action_timer: Any = None
+    profiler: Any = None
     recorder: Any = None
     call: ModuleCall = OUTSIDE
     batch: str = ""
@@ -89,6 +91,12 @@ class ExecutionContext:
         """It ends, well or not."""
         if self.action_timer is not None and self.running is None:
             self.action_timer.end(kind)
+
+    def end_step(self, optimizer: Any) -> None:
+        """An optimizer has made its step, and the parameters are in their places."""
+        self.end_action("O")
+        if self.profiler is not None:
+            self.profiler.step_ends(optimizer)
 
     def forget_progress(self) -> None:
         """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""

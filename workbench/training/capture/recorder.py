@@ -288,13 +288,13 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedTransport:
-    """A transport whose calls are entries of a recording."""
+    """A transport whose calls are entries of a recording; ``recorded`` is the transport itself."""
 
     def __init__(self, recorder: Recorder, transport: Any) -> None:
-        self._recorder, self._transport = recorder, transport
+        self._recorder, self.recorded = recorder, transport
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._transport, name)
+        value = getattr(self.recorded, name)
         if not callable(value):
             return value
         recorder, world = self._recorder, self._recorder.world
@@ -305,7 +305,7 @@ class RecordedTransport:
             return _timed(world, getattr(transport, name), *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            world.transport = self._transport
+            world.transport = self.recorded
             try:
                 return recorder.call(f"transport.{name}", run, *args, **kwargs)
             finally:

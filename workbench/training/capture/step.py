@@ -373,6 +373,8 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         for placeholder, has_grad in recording.placeholders:
             gradient_state(placeholder).placeholder = has_grad
     recording.traffic.add_to(world.traffic)
+    if world.context.profiler is not None and recording.steps:  # its optimizers step without what follows a step
+        world.context.profiler.step_ends(recording.steps[0].optimizer)
     values = iter(made)
     parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]
     return tree_unflatten(parts, recording.structure)

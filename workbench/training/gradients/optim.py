@@ -280,7 +280,7 @@ def _after_step(self: Optimizer) -> None:
     for listener in after_steps:
         listener(self)
     _put_back(self)
-    _context().end_action("O")
+    _context().end_step(self)
 
 
 def _context() -> ExecutionContext:

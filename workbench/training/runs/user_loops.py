@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary
@@ -17,7 +17,6 @@ from torch import nn
 from workbench.core.metrics import LossTerm, StepSpans, joined
 from workbench.core.sbp import broadcast, partial_sum
 from workbench.errors import RunError
-from workbench.pipeline.schedules import Action
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World, at_shutdown, current
 from workbench.training.diagnostics.device_use import DeviceMeter
@@ -25,6 +24,7 @@ from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.recorded_actions import RecordedAction, read_actions
+from workbench.training.runs.action_timer import ActionTimer
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
 from workbench.transport.traffic import Moment
 from workbench.writers.choose import Log, writers
@@ -286,62 +286,3 @@ _loops: WeakKeyDictionary[World, _Loop] = WeakKeyDictionary()
 
 at_shutdown(_report_at_exit)
 atexit.register(_report_at_exit)  # a world of one rank needs no shutdown
-
-
-_MOST_ACTIONS = 1000
-
-
-class ActionTimer:
-    """Records actions from one ``take`` to the next, as ``world.context.action_timer``.
-
-    Forwards are the calls of parallelized modules with gradients. A forward lasts until its backward begins, so the
-    loss is in it, as in a scheduled step. An action inside another one belongs to that one. A scheduled step adds the
-    actions that it has timed itself.
-
-    Args:
-        world: this rank's world.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world, self._stage = world, 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._actions: list[RecordedAction] = []
-        self._open: tuple[Action, Moment] | None = None
-        self._depth = 0
-        self._counts = {"F": 0, "B": 0, "O": 0}
-
-    def begin(self, kind: str, stage: int | None = None) -> None:
-        """Record that an action begins. ``stage`` None means that of the last forward."""
-        self._depth += 1
-        if self._depth > 1:
-            return
-        now = self._world.traffic.moment()
-        if kind == "B" and self._actions and self._actions[-1].action.kind == "F":
-            self._actions[-1] = self._actions[-1]._replace(stop=now)
-        self._stage = self._stage if stage is None else stage
-        self._open = Action(self._stage, kind, self._counts[kind]), now
-        self._counts[kind] += kind != "O"
-
-    def end(self, kind: str) -> None:
-        """Record that the last action ends. Does nothing if no action of this kind has begun."""
-        if self._open is None or (self._depth == 1 and self._open[0].kind != kind):
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            if len(self._actions) < _MOST_ACTIONS:
-                self._actions.append(RecordedAction(*self._open, self._world.traffic.moment()))
-            self._open = None
-
-    def add(self, actions: Sequence[RecordedAction]) -> None:
-        """Add the actions of a scheduled step."""
-        self._stage = actions[0].action.stage if actions else self._stage
-        if len(self._actions) < _MOST_ACTIONS:
-            self._actions += actions
-
-    def take(self) -> tuple[RecordedAction, ...]:
-        """The actions since the last call, in the order in which they ended."""
-        found = tuple(self._actions)
-        self._forget()
-        return found

@@ -14,6 +14,7 @@ import ipywidgets as widgets
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
+from workbench.core.trace_events import chrome_trace
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError
 from workbench.session.comparison.comparison import RunStopped
@@ -23,7 +24,6 @@ from workbench.ui.failures import guarded
 from workbench.ui.live.history import Message
 from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
-from workbench.ui.live.timeline_bars import chrome_trace
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer

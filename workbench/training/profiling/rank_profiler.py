@@ -1,0 +1,176 @@
+"""Counts the steps of one rank and profiles some of them, without an exchange."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.core.profile import MemoryCurve, RankProfile
+from workbench.core.trace_events import encoded
+from workbench.errors import RunError
+from workbench.tensors.world import World
+from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.profiling.recording import Recording
+from workbench.training.runs.action_timer import ActionTimer
+from workbench.units import format_bytes
+
+DEFAULT_STEPS = 3
+DEFAULT_WARMUP = 3
+MOST_STEPS = 20
+"""More are profiled only where their size is no surprise: nobody knows it before."""
+_MOST_SNAPSHOT_ENTRIES = 100_000
+
+
+@dataclass
+class RankPart:
+    """A rank's part of a profile. ``events`` are compressed, ``snapshot`` is a pickle of torch's.
+
+    ``events_bytes`` is the size of the events in the file. ``num_wanted`` are the steps that were asked for.
+    """
+
+    profile: RankProfile
+    events: bytes
+    events_bytes: int
+    num_wanted: int
+    memory: MemoryCurve | None = None
+    snapshot: bytes = b""
+    notes: tuple[str, ...] = ()
+
+
+def check_numbers(what: str, steps: Any, warmup: Any) -> None:
+    """Raise ``RunError`` where a profile cannot have these numbers."""
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if type(value) is not int or value < least:
+            raise RunError(f"{what}: {name} is {value!r}; it is a whole number, at least {least}. E.g. {name}=3.")
+
+
+def size_note(num_wanted: int, num_steps: int, size_bytes: int, fix: str) -> str:
+    """What is said where fewer steps were profiled than asked for, because of their size; empty otherwise."""
+    if num_wanted <= MOST_STEPS or num_steps != MOST_STEPS:
+        return ""
+    each = size_bytes / num_steps
+    return (
+        f"{num_wanted} steps would be {format_bytes(each * num_wanted)}, {format_bytes(each)} per step: only the first "
+        f"{num_steps} were profiled. For all of them, {fix}."
+    )
+
+
+class RankProfiler:
+    """Profiles ``steps`` steps of this rank after ``warmup`` others, from ``begin`` on.
+
+    A step ends with the step of an optimizer, of the first one that steps where there are several. All ranks begin
+    together; after that each counts alone. What records is started one step before the first one that counts, since
+    starting it takes unlike times on the ranks, and the ranks meet in that step.
+
+    torch's profiler is started once. Another start while a ``record_function`` of before is open, such as an
+    optimizer's, would write to memory that the first one has freed.
+
+    Args:
+        world: of the rank.
+        steps, warmup, any_size: see ``wb.debug.profile``.
+    """
+
+    def __init__(
+        self, world: World, steps: int = DEFAULT_STEPS, warmup: int = DEFAULT_WARMUP, any_size: bool = False
+    ) -> None:
+        self.world, self.warmup, self.num_wanted = world, warmup, steps
+        self.num_steps = steps if any_size else min(steps, MOST_STEPS)
+        self.num_ended = 0
+        self.is_done = False
+        self._optimizer: Optimizer | None = None
+        self._recording: Recording | None = None
+        self._own_timer: ActionTimer | None = None
+        self._clock_offset = 0.0
+        self._snapshot = b""
+
+    def begin(self) -> None:
+        """Count steps from here on. All ranks call it.
+
+        Raises:
+            RunError: another profile counts them.
+        """
+        context = self.world.context
+        if context.profiler is not None:
+            raise RunError(
+                "profile: another profile of this rank is not done yet, and they exclude each other. End it."
+            )
+        self._clock_offset = clock_offset(self.world)
+        context.profiler = self
+        if context.action_timer is None:
+            self._own_timer = context.action_timer = ActionTimer(self.world)
+        self._prepare()
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer has made its step."""
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer or self.is_done:
+            return
+        self.num_ended += 1
+        if self._recording is not None and self.num_ended > self.warmup:
+            self._recording.step_ends()
+            if self._recording.num_steps == self.num_steps:
+                self.end()
+        if self._own_timer is not None:
+            self._own_timer.take()
+        if not self.is_done:
+            self._prepare()
+
+    def end(self) -> None:
+        """Count no more steps; safe to call twice."""
+        if self.is_done:
+            return
+        self.is_done = True
+        if self._recording is not None:
+            if self.warmup == self.num_ended == 0:  # without an optimizer all of it is one step
+                self._recording.step_ends()
+            self._recording.stop()
+            self._snapshot = _end_snapshot(self.world.device)
+        context = self.world.context
+        context.profiler = None
+        if self._own_timer is not None and context.action_timer is self._own_timer:
+            context.action_timer = None
+
+    def part(self) -> RankPart | None:
+        """This rank's part of the profile; None if no step was profiled."""
+        if self._recording is None or not self._recording.num_steps:
+            return None
+        host = socket.gethostname() if self.world.transport.scope == "network" else ""
+        events = encoded(self._recording.events(self._clock_offset, host))
+        return RankPart(
+            self._recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted,
+            snapshot=self._snapshot, notes=self._recording.notes,
+        )  # fmt: skip
+
+    def _prepare(self) -> None:
+        """Begin what the next step is for."""
+        if self.num_ended == max(0, self.warmup - 1):
+            is_simulated = self.world.transport.scope == "process" and self.world.world_size > 1
+            self._recording = Recording(self.world, sees_torch=not is_simulated)
+            self._recording.start()
+        if self.num_ended == self.warmup and self._recording is not None:
+            _begin_snapshot(self.world.device)
+            self._recording.begin_steps()
+
+
+def _begin_snapshot(device: torch.device) -> None:
+    """Let the allocator of a GPU record what it gives and takes back."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_SNAPSHOT_ENTRIES)
+
+
+def _end_snapshot(device: torch.device) -> bytes:
+    """What it has recorded, in the format of torch's own viewer."""
+    if device.type != "cuda":
+        return b""
+    found = pickle.dumps(torch.cuda.memory._snapshot())
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return found
+
+
+__all__ = ["DEFAULT_STEPS", "DEFAULT_WARMUP", "MOST_STEPS", "RankPart", "RankProfiler", "check_numbers", "size_note"]
