@@ -60,14 +60,14 @@ def moves(num_bytes: int, device: str) -> dict[str, tuple[Action, int]]:
     side = int((num_bytes / 4) ** 0.5) // 64 * 64
     source = torch.randn(side, side, device=device)
     out, size = torch.empty_like(source), source.nbytes
-    terms = [torch.randn(side // 4, side, device=device) for _ in range(4)]
-    quarter = torch.empty_like(terms[0])
+    terms = [torch.randn(side * 2 // 5, side, device=device) for _ in range(4)]
+    total = torch.empty_like(terms[0])  # four terms and their sum are as many bytes as both sides of the copy
     columns = [((0, side), (i * side // 4, (i + 1) * side // 4)) for i in range(4)]
     pieces = pack(source, columns)
     return {
         "plain copy": (partial(out.copy_, source), 2 * size),
         "pull of 4 slices": (lambda: move_blocks(list(out.chunk(4)), list(source.chunk(4)), [1] * 4, "none"), 2 * size),
-        "pull and sum of 4": (lambda: move_blocks([quarter], terms, [4], "sum"), 5 * quarter.nbytes),
+        "pull and sum of 4": (lambda: move_blocks([total], terms, [4], "sum"), 5 * total.nbytes),
         "pack by columns": (lambda: pack(source, columns), 2 * size),
         "unpack by columns": (lambda: unpack(pieces, columns, out), 2 * size),
     }

@@ -36,9 +36,9 @@ def compiled(cache, *arguments):
 
 
 LIMITS = {
-    "attention_dropout:_forward": 147,
-    "attention_dropout:_backward_queries": 162,
-    "attention_dropout:_backward_keys": 183,
+    "attention_dropout:_forward": 118,
+    "attention_dropout:_backward_queries": 133,
+    "attention_dropout:_backward_keys": 132,
     "blocks:_move": 24,
     "blocks:_move sum of 2": 19,
     "cross_entropy_terms:_forward": 26,
@@ -58,6 +58,8 @@ SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 
 """What a program may have. sm_80 has more, but its successors sm_86 and sm_89 run the same code."""
 
 
+SPILLED = {"120": 4}
+"""Registers that a kernel writes to memory at usual sizes: none but for the backward of attention there."""
 MOST_SPILLED = 64
 """Registers that rare variants write to memory: attention with addends, from a position within a counter."""
 
@@ -78,7 +80,7 @@ def assert_compiled_well(lines, capability):
 def test_kernels_of_training_are_short(capability, cache):
     lines = compiled(cache, capability)
     assert_compiled_well(lines, capability)
-    assert largest("spilled", lines) == 0
+    assert largest("spilled", lines) <= SPILLED.get(capability, 0)
     costs = {}
     for line in lines:
         name, _, rest = line.partition(" fused=")

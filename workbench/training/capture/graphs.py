@@ -70,8 +70,9 @@ def _copy_outputs(trace: Trace, copied: set[Slot], memory: Iterable[Slot]) -> No
     """Hand out copies of these slots: what graphs make, exchanges may return."""
     first = max((slot.number for slot in memory), default=0) + 1
     copies = {slot: Slot(number) for number, slot in enumerate(sorted(copied), first)}
-    for slot, made in copies.items():
-        trace.calls.append(Call(torch.clone, (slot,), {}, made, has_side_effect=False, name="clone"))
+    if copies:
+        made = tuple(copies.values())
+        trace.calls.append(Call(_copies, (list(copies),), {}, made, has_side_effect=False, name="copies"))
     trace.outputs = [copies.get(slot, slot) for slot in trace.outputs]
 
 
@@ -95,6 +96,12 @@ class _Operand(NamedTuple):
     def is_copied(self) -> bool:
         """Whether its address changes from replay to replay."""
         return not self.is_constant and (self.maker is None or not self.maker.is_graph)
+
+
+def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if all(tensor.is_floating_point() for tensor in tensors):
+        return torch._foreach_mul(tensors, 1)  # few launches for all of them
+    return [tensor.clone() for tensor in tensors]
 
 
 @dataclass
