@@ -5,10 +5,12 @@ import time
 
 import pytest
 
+import workbench as wb
 from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.divergence import LOCAL_S, REMOTE_S, Divergence
 from workbench.session.run import Outcome
+from workbench.transport.messaging.control_page import NUM_SLOTS
 
 
 def failure(was_stopped=False):
@@ -157,6 +159,42 @@ def test_a_rank_that_waits_for_one_that_is_done_is_stopped(session, code, ranks,
         caught.value
     )
     assert session.run("x.sum().item(), kept").values == [(4.0, 5)] * 2
+
+
+ONE_WAY = """
+import time
+first, second = (wb.placement("cpu", ranks=[rank]) for rank in (0, 1))
+x = wb.ones(4, placement=first, sbp="B")
+"""
+SEND_MORE_THAN_A_RING_HOLDS = f"for _ in range({3 * NUM_SLOTS}): y = x.to_global(placement=second, sbp='B')"
+
+
+@pytest.mark.engines
+def test_messages_leave_a_rank_that_has_finished_its_cell(session):
+    """They found the ring full, as their reader was late; the reader waited until this rank exchanged something."""
+    session.run(ONE_WAY)
+    late = f"if wb.rank() == 1: time.sleep(0.5)\n{SEND_MORE_THAN_A_RING_HOLDS}"
+    assert session.run(f"{late}\nwb.rank()", timeout=10).values == [0, 1]
+    assert session.submit(_sends_one_way).result(timeout=10) == [0, 1]
+    assert session.run("y.full_tensor().sum().item()").values == [4.0, 4.0]
+
+
+@pytest.mark.engines
+def test_a_rank_whose_messages_nobody_reads_is_stopped(session):
+    session.run(ONE_WAY)
+    with pytest.raises(CellError, match="rank 0 waits for other ranks, but rank 1 has finished it"):
+        session.run(f"if wb.rank() == 0:\n    {SEND_MORE_THAN_A_RING_HOLDS}", timeout=10)
+    assert session.run("x.full_tensor().sum().item()").values == [4.0, 4.0]
+
+
+def _sends_one_way():
+    first, second = (wb.placement("cpu", ranks=[rank]) for rank in (0, 1))
+    x = wb.ones(4, placement=first, sbp="B")
+    if wb.rank() == 1:
+        time.sleep(0.5)
+    for _ in range(3 * NUM_SLOTS):
+        x.to_global(placement=second, sbp="B")
+    return wb.rank()
 
 
 @pytest.mark.engines

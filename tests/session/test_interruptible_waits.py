@@ -59,7 +59,7 @@ def test_a_rank_that_has_not_taken_its_message_yet_does_not_wait(has_message, fo
 
     monkeypatch.setattr(waiter.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
-        waiter.Waiter.wait_for_room(None, None, 0.0)
+        waiter.Waiter.wait_for_room(SimpleNamespace(), None, 0.0)
     assert seen == [found]
 
 

@@ -16,6 +16,7 @@ from tests.training.programs import boxing_forward_and_backward, training_equals
 from workbench.errors import CollectiveAborted
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.world import current
+from workbench.transport.messaging.control_page import NUM_SLOTS
 
 pytestmark = pytest.mark.procs
 
@@ -101,6 +102,23 @@ def test_a_wait_names_the_peer_and_the_call(transport):
         for calls in (ranks[rank][0] for rank in range(3) if rank != late):
             (peer, call) = max(calls, key=lambda call: call[0] == late)
             assert peer == late and call.startswith("boxing S(0)") and "test_processes.py" in call
+
+
+def sending_one_way(num_messages):
+    first, second = (wb.placement("cpu", ranks=[rank]) for rank in (0, 1))
+    x = wb.full((4,), 3.0, placement=first, sbp="B")
+    if wb.rank() == 1:
+        time.sleep(0.5)
+    for _ in range(num_messages):
+        y = x.to_global(placement=second, sbp="B")
+    return None if wb.rank() == 0 else y.to_local().tolist()
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_rank_that_ends_leaves_its_last_messages(transport):
+    """More than a ring holds, so some of them wait in its own memory for a reader that is late."""
+    ranks = run_processes(sending_one_way, 2, 3 * NUM_SLOTS, environment=over(transport))
+    assert ranks == [None, [3.0] * 4]
 
 
 def traced():

@@ -24,6 +24,7 @@ from workbench.session.on_engine import deferred_interrupts as engine_imports
 from workbench.session.on_engine import displayed_values as engine_values
 from workbench.session.on_engine import failures as engine_failures
 from workbench.session.on_engine import interruptible_waits as engine_waits
+from workbench.session.on_engine import last_messages as engine_messages
 from workbench.session.on_engine.shell import current_tag, publish, shell, stop_requested
 from workbench.session.processes import oom_kills
 
@@ -131,7 +132,9 @@ def call(payload: bytes) -> bytes:
 
     function, arguments, keywords = protocol.load_strictly(payload)
     with restored_after_interrupt():
-        return protocol.dump(function(*arguments, **keywords))
+        result = protocol.dump(function(*arguments, **keywords))
+        engine_messages.deliver()
+        return result
 
 
 def push(payload: bytes) -> None:
@@ -163,6 +166,7 @@ def _install() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     engine_imports.install(here.kernel)
     here.events.register("post_run_cell", _report_remaining_steps)
+    engine_messages.install(here)
     engine_modes.install(here)  # before the hook that frees errors
     engine_values.install(here)
     engine_failures.install(here)

@@ -49,9 +49,15 @@ class MessageTransport(ABC):
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called with the reason when this rank fails: ranks of other hosts may wait for it."""
 
-    @closes_on_error
     def flush(self) -> None:
-        """Send the messages that had no room in their rings; all data was copied when it was sent."""
+        """Send the messages that had no room in their rings; all data was copied when it was sent. A world that has
+        ended sends nothing more.
+        """
+        if self._waiter.abort_reason is None and not all(link.send_queued() for link in self._links.values()):
+            self._wait_for_room()
+
+    @closes_on_error
+    def _wait_for_room(self) -> None:
         started = time.perf_counter()
         for link in self._links.values():
             while not link.send_queued():

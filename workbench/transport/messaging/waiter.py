@@ -23,6 +23,8 @@ SLICE_S = 0.05
 Ranks of a pipeline sleep for tens of milliseconds, and each check takes time from other ranks that share the core.
 """
 
+_ROOM_S = 1e-3
+
 
 class SpinLimit(NamedTuple):
     """Limits of the yields of a rank before it sleeps."""
@@ -60,6 +62,7 @@ class Waiter:
         self._shares_cores = (len(links) + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
         self._slept_long = dict.fromkeys(links, False)
         self._suspect: tuple[tuple[int, int], ...] | None = None
+        self._waits_for_room = False
 
     def close(self) -> None:
         """Close the file descriptors of the peers' processes."""
@@ -82,7 +85,11 @@ class Waiter:
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
         """Sleep for a moment, in which the peer may take messages out of its full ring."""
-        time.sleep(1e-3)
+        self._waits_for_room = True
+        try:
+            time.sleep(_ROOM_S)
+        finally:
+            self._waits_for_room = False
         reason = self.abort_reason or self._end_reason(link)
         if reason is None and waited_s > self.timeout_s:
             reason = f"it has read nothing for {self.timeout_s:g} s; {self._activity_of(link)}"
@@ -108,6 +115,8 @@ class Waiter:
 
     def has_pending_message(self) -> bool:
         """Whether the message that this rank waits for is in memory; if no wait is recorded yet, whether any is."""
+        if self._waits_for_room:
+            return False
         wait = self._own.wait()
         if wait is not None:
             return not self._has_received_all(self.rank, wait)

@@ -37,7 +37,7 @@ from workbench.transport.shared.shared_buffers import Lease, SharedBuffers
 
 FIRST_CHUNK_BYTES = 8 * 2**20 + PERSISTENT_BYTES
 """Memory for data that every rank starts with; the segment grows in larger and larger steps."""
-_LAST_MESSAGES_S, _LOOK_S = 1.0, 2e-3
+_LAST_MESSAGES_S, _QUEUED_MESSAGES_S, _LOOK_S = 1.0, 10.0, 2e-3
 
 
 class SharedTransport(MessageTransport, Transport):
@@ -183,7 +183,11 @@ class SharedTransport(MessageTransport, Transport):
         self._segment.close()
 
     def _let_peers_read(self) -> None:
-        """Wait for readers of the last messages: nobody can open this rank's files after it has ended."""
+        """Send the last messages, and wait for their readers: nobody can open this rank's files after it has ended."""
+        end = time.perf_counter() + _QUEUED_MESSAGES_S
+        for link in self._links.values():
+            while not link.send_queued() and time.perf_counter() < end and not self._waiter.is_gone(link):
+                time.sleep(_LOOK_S)
         end = time.perf_counter() + _LAST_MESSAGES_S
         for link in self._links.values():
             while link.has_files_to_open and time.perf_counter() < end and not self._waiter.is_gone(link):

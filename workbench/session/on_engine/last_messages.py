@@ -1,0 +1,37 @@
+"""A cell ends on a rank when its messages have left the rank. Otherwise those that found a ring of messages full would
+wait for the rank's next exchange, and their readers with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from workbench.errors import CollectiveAborted
+from workbench.session.on_engine.failures import failure_of
+from workbench.session.on_engine.shell import send
+
+
+def install(here: Any) -> None:
+    """Deliver messages behind every cell of an engine's shell that has succeeded."""
+    here.events.register("post_run_cell", _after_cell)
+
+
+def deliver() -> None:
+    """Wait until this rank's messages have left it.
+
+    Raises:
+        CollectiveAborted: a reader has ended, or reads nothing more.
+    """
+    worlds = sys.modules.get("workbench.tensors.world")
+    world = worlds.joined() if worlds is not None else None
+    if world is not None:
+        world.transport.flush()
+
+
+def _after_cell(result: Any) -> None:
+    try:
+        if result.success:
+            deliver()
+    except (KeyboardInterrupt, CollectiveAborted) as error:
+        send(failure_of(error))
