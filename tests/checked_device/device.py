@@ -98,7 +98,8 @@ for _module in (blocks, cross_entropy_terms, embedding_rows, random_slice):
         _op = getattr(_operator, "_opoverload", _operator)
         if isinstance(_op, torch._ops.OpOverload):  # one launch each, as on a GPU
             _workbench.impl(_op.name(), partial(kernels.run, _op))
-launch.OWN_KERNELS.add(DEVICE_TYPE)
+if launch.is_interpreted():
+    launch.OWN_KERNELS.add(DEVICE_TYPE)
 
 placement.DEVICE_TYPES = (*placement.DEVICE_TYPES, DEVICE_TYPE)
 DEVICE = torch.device(DEVICE_TYPE, 0)

@@ -11,6 +11,8 @@ def device(request, monkeypatch):
     if not launch.has_triton():
         pytest.skip("Triton is not installed (it exists for Linux only)")
     if (request.param == "interpreter") != launch.is_interpreted():
-        pytest.skip("this process runs Triton the other way; TRITON_INTERPRET=1 chooses the interpreter")
+        pytest.skip(
+            "kernels run compiled here (TRITON_INTERPRET=1 chooses the interpreter of Triton 3.7), or the other way"
+        )
     monkeypatch.setattr(launch, "requested", "triton")
     return "cpu" if request.param == "interpreter" else "cuda"

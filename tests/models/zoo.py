@@ -40,7 +40,8 @@ def _built(name: str, attention: str, dropout: float, experts: str) -> nn.Module
     config._attn_implementation = attention
     if name == "mixtral":
         config._experts_implementation = experts
-    model = model_class(config)
+    with torch.device("cpu"):  # kept for other callers, whatever device this one builds on
+        model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():  # biases start at zero and norms at one, where mistakes could hide
             parameter.add_(torch.randn_like(parameter) * 0.05)

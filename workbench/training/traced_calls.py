@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from workbench.core.rows import Layer
 from workbench.tensors import default_generator
+from workbench.tensors.fake_mode import fake_mode
 from workbench.training.batches import Batch, arguments, call
 from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.strategies.call_order import Calls, recorded_calls
@@ -33,7 +33,7 @@ def describe_with_calls(model: nn.Module, batch: Batch) -> list[Layer]:
 
 
 def _on_fake_tensors(model: nn.Module, batch: Batch) -> Calls:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode(allow_non_fake_inputs=True)
     state = fake_state(model, mode, None)
     args, kwargs = arguments(FakeTensorConverter(mode, None)(batch.inputs))
     with without_log(), mode, recorded_calls(model) as calls:

@@ -34,6 +34,8 @@ PROGRAMS = {
     "in_numpy": lambda x, y: fns.InNumpy.apply(x) * y,
     "rows": lambda x, y: fns.Norm.apply(x.view(5, 2, 3), y[:3], 0.1).flatten(1),
 }
+ON_ONE_DEVICE = {**PROGRAMS, "named": lambda x, y: fns.Two.apply(x, y)[0]}
+"""torch before 2.13 takes no argument of a custom function by name."""
 ELEMENTWISE = {"gelu", "two", "named", "in_place", "clamped"}
 
 
@@ -46,7 +48,7 @@ def test_values_and_gradients_are_those_of_one_device(name, sbp, ranks):
     generator = torch.Generator().manual_seed(0)
     x, y, seed = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((5, 6), (6,), (5, 6)))
     leaves = [tensor.clone().requires_grad_() for tensor in (x, y)]
-    expected = PROGRAMS[name](*leaves)
+    expected = ON_ONE_DEVICE[name](*leaves)
     expected_grads = torch.autograd.grad((expected * seed).sum(), leaves)
 
     def program():

@@ -72,7 +72,12 @@ def run_case(case, placement, sbps, num_ranks):
     weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).reshape(expected.shape)
     differentiable = expected.requires_grad
     if differentiable:
-        (expected * weight).sum().backward()
+        try:
+            (expected * weight).sum().backward()
+        except RuntimeError as error:  # torch 2.11 has no derivative of aminmax
+            if "derivative for" not in str(error):
+                raise
+            differentiable = False
 
     def program(rank):
         tensors = [spread(t, Layout.of(placement, sbp), rank) for t, sbp in zip(operands, sbps, strict=True)]

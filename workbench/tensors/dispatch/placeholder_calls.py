@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
 from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES
+from workbench.tensors.fake_mode import fake_mode
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
@@ -81,9 +82,7 @@ def _without_data() -> Any:
     """
     if not autocast_state():
         return torch.device("meta")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
+    return fake_mode()
 
 
 def saving_as_ever() -> Any:

@@ -21,6 +21,7 @@ from torch import fx
 
 from workbench.errors import CaptureWarning
 from workbench.kernels.operators import has_key, keyed
+from workbench.tensors.fake_mode import keep_device_guard
 from workbench.training.capture.compile_cache import broken_library, one_process
 from workbench.training.capture.parts import drawn_keys, keys_first, replace_parts
 from workbench.training.capture.trace import Call, Slot, Trace
@@ -80,6 +81,8 @@ class Compiler:
 
 def _compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Sequence[torch.Tensor]]:
     """By Inductor. It tries once more without a library in its cache that a killed compiler has left half written."""
+
+    keep_device_guard()
 
     def attempt() -> Any:
         return torch._inductor.standalone_compile(graph, values, dynamic_shapes="from_example_inputs")

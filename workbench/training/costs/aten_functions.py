@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from workbench.core.model_costs import AttentionSize
 
@@ -22,7 +22,6 @@ NAMES = {
 ATTENTION = "scaled_dot_product_attention"
 TO_COPY = torch.ops.aten._to_copy.default
 BY_EXPERT = torch.ops.aten._grouped_mm
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def name_of(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
@@ -38,14 +37,18 @@ def name_of(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
 def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int]:
     """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
     packet = func._overloadpacket
-    if packet is CPU_ATTENTION:
-        return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
+    base = func._schema.name.rpartition("::")[2]
+    if (
+        "scaled_dot_product" in base
+    ):  # torch's formula has as many heads of keys as of queries in 2.11, and none for CPUs
+        query, key, value = args[:3]
+        width, queries = query.shape[-1], query.numel() // query.shape[-1]
+        return 2.0 * queries * key.shape[-2] * (width + value.shape[-1]), width
     if packet is BY_EXPERT and args[0].ndim == 2:  # rows of all experts, one matrix each
         return 2.0 * args[0].numel() * args[1].shape[-1], args[0].shape[-1]
     if packet not in flop_registry:
         return 0.0, 0
     flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-    base = func._schema.name.rpartition("::")[2]
     if base in ("addmm", "baddbmm"):
         return flops, args[1].shape[-1]
     if base == "convolution":

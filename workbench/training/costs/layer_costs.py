@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
+from workbench.tensors.fake_mode import fake_mode
 from workbench.training.batches import Batch, arguments, own_loss
 from workbench.training.costs.even_experts import even_experts
 from workbench.training.costs.work_counter import WorkCounter
@@ -87,7 +88,7 @@ def _count(
 ) -> tuple[WorkCounter, tuple[int, ...]]:  # fmt: skip
     """A step under a counter, and the shape of a sample. ``is_cast``: forward runs under autocast, the loss does not,
     as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
     state, fakes = fake_state(module, mode, cast_to), FakeTensorConverter(mode, cast_to)
     given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
