@@ -11,6 +11,10 @@ from workbench.core.intervals import Interval, common, total, united, without
 from workbench.core.json_record import JsonRecord
 from workbench.units import counted, format_bytes, format_seconds
 
+DEFAULT_STEPS = 3
+DEFAULT_WARMUP = 3
+MOST_STEPS = 20
+"""More are profiled only where their size does not matter: nobody knows it before."""
 _SECONDS = ("compute_s", "exchange_s", "overlapped_s", "idle_s")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 """Kinds of memory over a step, in the order in which they are drawn."""
@@ -109,6 +113,22 @@ class MemoryCurve(JsonRecord):
 
 
 @dataclass
+class RankPart:
+    """A rank's part of a profile. ``events`` are compressed, ``snapshot`` is a pickle of torch's.
+
+    ``events_bytes`` is the size of the events in the file. ``num_wanted`` are the steps that were asked for.
+    """
+
+    profile: RankProfile
+    events: bytes
+    events_bytes: int
+    num_wanted: int
+    memory: MemoryCurve | None = None
+    snapshot: bytes = b""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
 class Profile:
     """A profile of some steps on all ranks; ``print`` it for the table. See ``wb.debug.profile``.
 
@@ -160,8 +180,7 @@ class Profile:
         table = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self._title, *table, *self.notes, *self._files()])
 
-    def __repr__(self) -> str:
-        return f"Profile({counted(self.num_steps, 'step')} of {counted(len(self.ranks), 'rank')})"
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         if not self.ranks:
@@ -169,8 +188,26 @@ class Profile:
         header, *rows = self._rows()
         cells = "".join(f"<th>{html.escape(text)}</th>" for text in header)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
-        files = [html.escape(text) for text in (*self.notes, *self._files())]
-        return f"<p>{self._title}</p><table><tr>{cells}</tr>{body}</table><p>{'<br>'.join(files)}</p>"
+        lines = [*map(html.escape, self.notes), *self._links()]
+        return f"<p>{self._title}</p><table><tr>{cells}</tr>{body}</table><p>{'<br>'.join(lines)}</p>"
+
+    def _links(self) -> Iterator[str]:
+        """The files, as links that a notebook in their folder follows."""
+        viewers = {self.path: "https://ui.perfetto.dev"} if self.path else {}
+        viewers |= dict.fromkeys(self.snapshots, "https://pytorch.org/memory_viz")
+        for file, viewer in viewers.items():
+            name = html.escape(str(file))
+            yield f'<a href="{name}" download>{name}</a>: open it in <a href="{viewer}" target="_blank">{viewer}</a>'
 
 
-__all__ = ["MEMORY_KINDS", "MemoryCurve", "Profile", "RankProfile", "rank_profile"]
+__all__ = [
+    "DEFAULT_STEPS",
+    "DEFAULT_WARMUP",
+    "MEMORY_KINDS",
+    "MOST_STEPS",
+    "MemoryCurve",
+    "Profile",
+    "RankPart",
+    "RankProfile",
+    "rank_profile",
+]

@@ -45,6 +45,10 @@ LINE_OPTIONS = (
     "--slurm",
     "--ranks",
     "--lines",
+    "--steps",
+    "--warmup",
+    "--any-size",
+    "--to",
 )
 
 

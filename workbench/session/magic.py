@@ -19,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from workbench.session import cluster, completion
+from workbench.session import cluster, completion, profiles
 from workbench.session.magic_commands import COMMANDS, describe_times
 from workbench.session.output.merging import Block, as_text
 from workbench.session.output.progress_bars import MergedBar
@@ -113,8 +113,12 @@ class SessionMagics(Magics):
     @argument("--slurm", metavar="OPTIONS", help='start: engines in a Slurm job, e.g. "nodes=2 gpus-per-node=8"')
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
+    @argument("--steps", type=int, metavar="N", help="profile: how many steps (default: 3)")
+    @argument("--warmup", type=int, metavar="N", help="profile: how many steps come before them (default: 3)")
+    @argument("--any-size", action="store_true", help="profile: more than 20 steps, however large the file becomes")
+    @argument("--to", metavar="FILE", help="profile: the file for Perfetto (default: profile-<time>.json.gz)")
     @line_magic("workbench")  # type: ignore[arg-type]
-    def line_workbench(self, line: str) -> None:
+    def line_workbench(self, line: str) -> Any:
         """Start, inspect, stop or restart the session: ``%workbench start --engines 2``.
 
         Engines started with ``--keep`` outlive the notebook: ``detach`` leaves them, ``attach`` in another notebook
@@ -126,21 +130,25 @@ class SessionMagics(Magics):
         ``debug --ranks 1`` opens a debugger on loopback. ``recover`` brings back what a replaced rank has lost.
         ``resize 6`` adds engines or gives some back; the others keep their variables.
 
+        ``profile --steps 3`` profiles steps of the next cell that trains, on all ranks, for Perfetto and as a table;
+        ``profile`` alone returns the last profile.
+
         ``start --hosts a,b --engines 8`` writes an ipyparallel profile and starts engines by it, after it has asked the
         hosts whether they can run some; ``start --slurm "partition=gpu nodes=2 gpus-per-node=8"`` does so in a job.
         """
         if line.strip() in _ASKS_FOR_HELP:
             print(_help(self.line_workbench.parser.format_help()))
-            return
+            return None
         options = _parse(self.line_workbench, line)
         if options.number is not None and options.action != "resize":
             raise UsageError(f"%workbench {line.strip()}: a number stands behind resize only: %workbench resize 6")
         given = [word.partition("=")[0] for word in arg_split(line) if word.startswith("--")]
         if twice := sorted({option for option in given if given.count(option) > 1}):
             raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
-        COMMANDS[options.action](options)
+        result = COMMANDS[options.action](options)
         if cluster.find_current() is not None:
             completion.load_early(self.shell)
+        return result
 
     @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:
@@ -246,6 +254,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
         shell.user_ns[options.save_name] = result
     if options.time:
         print(describe_times(result, ranks or range(here.num_engines)))
+    if ranks is None and (found := profiles.finish(here)) is not None:
+        print(found) if isinstance(found, str) else display(found)
 
 
 def _cell_name(shell: Any, code: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from IPython.core.error import UsageError
 
-from workbench.session import cluster, text_reports
+from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, Profile
+from workbench.session import cluster, profiles, text_reports
 from workbench.session.observed_session import ObservedSession, observe
 from workbench.session.processes import discovery, make_profile
 from workbench.session.ranks import parse_ranks
@@ -188,11 +189,53 @@ def debug(options: Namespace) -> None:
     print("Then breakpoint() in a %%global cell stops there. Anybody who may connect to this port may run code.")
 
 
+def profile(options: Namespace) -> Profile | None:
+    """Profile the next steps; without options, the profile that was made last."""
+    here = cluster.current()
+    if here.is_busy:
+        raise UsageError(
+            "%workbench profile: the engines train or run a cell now, and a profile begins before. Ask for it when "
+            "they are done; it then takes steps of the next run or cell."
+        )
+    given = (options.steps, options.warmup, options.to, options.any_size or None)
+    if given == (None,) * len(given):
+        found = profiles.finish(here) or profiles.last(here)
+        if isinstance(found, str):
+            print(found)
+            return None
+        if found is not None:
+            return found
+    steps = DEFAULT_STEPS if options.steps is None else options.steps
+    warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
+    if steps < 1 or warmup < 0:
+        raise UsageError(
+            f"%workbench profile --steps {steps} --warmup {warmup}: a profile has at least 1 step, after 0 or more "
+            "others. E.g. %workbench profile --steps 3"
+        )
+    print(profiles.begin(here, steps, warmup, options.any_size, options.to))
+    return None
+
+
 def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
 COMMANDS = {
     command.__name__: command
-    for command in (start, status, stop, restart, recover, resize, interrupt, attach, detach, clean, log, dump, debug)
+    for command in (
+        start,
+        status,
+        stop,
+        restart,
+        recover,
+        resize,
+        interrupt,
+        attach,
+        detach,
+        clean,
+        log,
+        dump,
+        debug,
+        profile,
+    )
 }

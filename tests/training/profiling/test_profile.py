@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import workbench as wb
+from tests.training.profiling.trace_files import assert_is_valid, assert_nested, named
+from workbench.core.profile import MOST_STEPS
 from workbench.core.trace_events import lanes
 from workbench.errors import RunError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.profiling.rank_profiler import MOST_STEPS
 from workbench.transport.threads import ThreadTransport
 from workbench.units import format_bytes
 
@@ -53,39 +54,10 @@ def profiled(tmp_path, strategy: str, captured: bool = False, num_calls: int = 8
     return profiles, json.loads((tmp_path / name).read_text())["traceEvents"]
 
 
-def assert_is_valid(events) -> None:
-    """What Perfetto and Chrome need of every event."""
-    assert {event["pid"] for event in events} == {0, 1}
-    for event in events:
-        assert {"name", "ph", "ts", "pid", "tid"} <= event.keys()
-        assert event["ph"] in "XMsf" and (event["ph"] != "X" or event["dur"] >= 0)
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {"rank 0", "rank 1"}
-    for rank in (0, 1):
-        for track in {event["tid"] for event in events}:
-            own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, track)]
-            assert_nested(own)
-
-
-def assert_nested(events) -> None:
-    """Spans of one track lie beside or inside one another."""
-    open_until = []
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        start, stop = event["ts"], event["ts"] + event["dur"]
-        while open_until and open_until[-1] <= start + 1e-3:
-            open_until.pop()
-        assert not open_until or stop <= open_until[-1] + 1e-3, event
-        open_until.append(stop)
-
-
 def test_spans_that_cross_are_found():
     assert_nested([{"ts": 0, "dur": 4}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 1}])
     with pytest.raises(AssertionError):
         assert_nested([{"ts": 0, "dur": 4}, {"ts": 1, "dur": 5}])
-
-
-def named(events, category: str, rank: int = 0):
-    return [event for event in events if event.get("cat") == category and event["pid"] == rank]
 
 
 def test_two_ranks_come_in_one_file(tmp_path):
@@ -196,6 +168,34 @@ def test_a_second_optimizer_ends_no_step(tmp_path):
         return profile.num_steps
 
     assert run_ranks(program, 2) == [2, 2]
+
+
+def test_another_optimizer_ends_steps_where_the_first_one_is_gone():
+    def program():
+        make_step("*: data")(X, Y)
+        with wb.debug.profile(steps=2) as profile:
+            make_step("*: data")(X, Y)
+            step = make_step("*: data")
+            for _ in range(8):
+                step(X, Y)
+        return profile.num_steps
+
+    assert run_ranks(program, 2) == [2, 2]
+
+
+def test_a_file_that_cannot_be_written_is_a_note(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+
+    def program():
+        step = make_step("*: data")
+        with wb.debug.profile(tmp_path / "file" / "p.json") as profile:
+            for _ in range(6):
+                step(X, Y)
+        return profile
+
+    for profile in run_ranks(program, 2):
+        assert profile.path is None and profile.num_steps == 3
+        assert "p.json was not written" in str(profile)
 
 
 def test_without_an_optimizer_the_context_is_one_step(tmp_path):

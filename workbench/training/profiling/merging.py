@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from workbench.core.profile import Profile
+from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, Profile, RankPart
 from workbench.errors import RunError
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks
 from workbench.tensors.world import World, current
-from workbench.training.profiling.rank_profiler import (  # fmt: skip
-    DEFAULT_STEPS,
-    DEFAULT_WARMUP,
-    RankPart,
-    RankProfiler,
-    check_numbers,
-    size_note,
-)
-from workbench.writers.trace_file import write_trace
-
-_ON_CPU = "allocator snapshots: none, the tensors are on the CPU and torch records its allocator on GPUs only"
+from workbench.training.profiling.rank_profiler import RankProfiler, check_numbers
+from workbench.writers.profile_files import fill
 
 
 @contextmanager
@@ -101,14 +91,10 @@ def _gather(found: Profile, part: RankPart, world: World, path: str | Path | Non
         for rank, (_, *sizes) in enumerate(small[1:], start=1):
             for name, size in zip(("events", "snapshot"), sizes, strict=True):
                 setattr(parts[rank], name, _send(getattr(part, name), size, rank, world))
-        parts[0].events, parts[0].snapshot = part.events, part.snapshot
-        if world.rank == 0:
-            write(found, parts, path)
-    found.ranks = tuple(each.profile for each in parts)
-    found.memory = tuple(each.memory for each in parts if each.memory is not None)
-    found.notes = notes_of(parts, world.device.type, "give any_size=True")
-    found.path, found.size_bytes, found.snapshots = all_gather_object(
-        (found.path, found.size_bytes, found.snapshots), world, "profile(): its files"
+        parts[0] = part if world.rank == 0 else parts[0]
+    fill(found, parts, path if world.rank == 0 else None, world.device.type, "give any_size=True")
+    found.path, found.size_bytes, found.snapshots, found.notes = all_gather_object(
+        (found.path, found.size_bytes, found.snapshots, found.notes), world, "profile(): its files"
     )[0]
 
 
@@ -126,24 +112,4 @@ def _send(data: bytes, size: int, source: int, world: World) -> bytes:
     return received.cpu().numpy().tobytes()
 
 
-def write(found: Profile, parts: Sequence[RankPart], path: str | Path) -> None:
-    """Write the file for Perfetto and the snapshots of the allocators, and say so in the profile."""
-    found.path = Path(path)
-    found.size_bytes = write_trace(found.path, (zlib.decompress(part.events) for part in parts))
-    stem, snapshots = found.path.name.split(".")[0], []
-    for part in parts:
-        if part.snapshot:
-            snapshots.append(found.path.with_name(f"{stem}-memory-rank{part.profile.rank}.pickle"))
-            snapshots[-1].write_bytes(part.snapshot)
-    found.snapshots = tuple(snapshots)
-
-
-def notes_of(parts: Sequence[RankPart], device_type: str, fix: str) -> tuple[str, ...]:
-    """What a reader of all ranks' table should know, each once. ``fix`` says how to profile more steps."""
-    num_steps, size_bytes = min(part.profile.num_steps for part in parts), sum(part.events_bytes for part in parts)
-    size = size_note(parts[0].num_wanted, num_steps, size_bytes, fix)
-    found = dict.fromkeys(note for part in parts for note in part.notes)
-    return (*([size] if size else []), *found, *([_ON_CPU] if device_type == "cpu" else []))
-
-
-__all__ = ["notes_of", "profile", "write"]
+__all__ = ["profile"]

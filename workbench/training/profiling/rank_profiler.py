@@ -5,42 +5,20 @@ from __future__ import annotations
 import pickle
 import socket
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from workbench.core.profile import MemoryCurve, RankProfile
+from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, MOST_STEPS, RankPart
 from workbench.core.trace_events import encoded
 from workbench.errors import RunError
 from workbench.tensors.world import World
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.profiling.recording import Recording
 from workbench.training.runs.action_timer import ActionTimer
-from workbench.units import format_bytes
 
-DEFAULT_STEPS = 3
-DEFAULT_WARMUP = 3
-MOST_STEPS = 20
-"""More are profiled only where their size is no surprise: nobody knows it before."""
 _MOST_SNAPSHOT_ENTRIES = 100_000
-
-
-@dataclass
-class RankPart:
-    """A rank's part of a profile. ``events`` are compressed, ``snapshot`` is a pickle of torch's.
-
-    ``events_bytes`` is the size of the events in the file. ``num_wanted`` are the steps that were asked for.
-    """
-
-    profile: RankProfile
-    events: bytes
-    events_bytes: int
-    num_wanted: int
-    memory: MemoryCurve | None = None
-    snapshot: bytes = b""
-    notes: tuple[str, ...] = ()
 
 
 def check_numbers(what: str, steps: Any, warmup: Any) -> None:
@@ -48,17 +26,6 @@ def check_numbers(what: str, steps: Any, warmup: Any) -> None:
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if type(value) is not int or value < least:
             raise RunError(f"{what}: {name} is {value!r}; it is a whole number, at least {least}. E.g. {name}=3.")
-
-
-def size_note(num_wanted: int, num_steps: int, size_bytes: int, fix: str) -> str:
-    """What is said where fewer steps were profiled than asked for, because of their size; empty otherwise."""
-    if num_wanted <= MOST_STEPS or num_steps != MOST_STEPS:
-        return ""
-    each = size_bytes / num_steps
-    return (
-        f"{num_wanted} steps would be {format_bytes(each * num_wanted)}, {format_bytes(each)} per step: only the first "
-        f"{num_steps} were profiled. For all of them, {fix}."
-    )
 
 
 class RankProfiler:
@@ -79,11 +46,12 @@ class RankProfiler:
     def __init__(
         self, world: World, steps: int = DEFAULT_STEPS, warmup: int = DEFAULT_WARMUP, any_size: bool = False
     ) -> None:
-        self.world, self.warmup, self.num_wanted = world, warmup, steps
+        self.world, self.warmup, self.num_wanted, self.any_size = world, warmup, steps, any_size
         self.num_steps = steps if any_size else min(steps, MOST_STEPS)
         self.num_ended = 0
         self.is_done = False
         self._optimizer: Optimizer | None = None
+        self._others: set[int] = set()  # that have stepped since the last step of this one
         self._recording: Recording | None = None
         self._own_timer: ActionTimer | None = None
         self._clock_offset = 0.0
@@ -108,9 +76,13 @@ class RankProfiler:
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has made its step."""
-        self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer or self.is_done:
+        if self.is_done:
             return
+        if optimizer is not self._optimizer and self._optimizer is not None and id(optimizer) not in self._others:
+            self._others.add(id(optimizer))
+            return
+        self._optimizer = optimizer  # the first one; where it steps no more, another that steps again and again
+        self._others.clear()
         self.num_ended += 1
         if self._recording is not None and self.num_ended > self.warmup:
             self._recording.step_ends()
@@ -173,4 +145,4 @@ def _end_snapshot(device: torch.device) -> bytes:
     return found
 
 
-__all__ = ["DEFAULT_STEPS", "DEFAULT_WARMUP", "MOST_STEPS", "RankPart", "RankProfiler", "check_numbers", "size_note"]
+__all__ = ["RankProfiler", "check_numbers"]

@@ -82,7 +82,8 @@ def run_one_device(
             draws = has_drawn()
         if draws:
             return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
-        optimizer.step()
+        with world.context.temporarily(profiler=None):  # a profile is of what all ranks do
+            optimizer.step()
         unread.append((terms, started, now()))
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
         if is_last or time.perf_counter() - reported_s >= INTERVAL_S:

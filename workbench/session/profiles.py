@@ -1,0 +1,68 @@
+"""``%workbench profile``: profiles of what the engines train next, written and shown by the notebook."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from workbench.core.profile import Profile
+from workbench.session.cluster import Session
+from workbench.session.on_engine.profiles import begin_profile, take_profile
+from workbench.units import counted
+from workbench.writers.profile_files import fill
+
+_MORE_STEPS = "%workbench profile --any-size"
+
+
+@dataclass
+class _Asked:
+    """A profile that was asked for."""
+
+    steps: int
+    warmup: int
+    path: Path
+
+
+_asked: WeakKeyDictionary[Session, _Asked] = WeakKeyDictionary()
+_last: WeakKeyDictionary[Session, Profile] = WeakKeyDictionary()
+
+
+def begin(session: Session, steps: int, warmup: int, any_size: bool, path: str | None) -> str:
+    """Profile the next steps of the engines; returns what to tell the user."""
+    file = Path(path or time.strftime("profile-%Y%m%d-%H%M%S.json.gz"))
+    session.submit(begin_profile, steps, warmup, any_size, label="profile").result()
+    _asked[session] = _Asked(steps, warmup, file)
+    before = f" after {counted(warmup, 'other')}" if warmup else ""
+    what = f"the next {counted(steps, 'step')}{before}"
+    return f"workbench: {what} are profiled. Run a cell that trains; the table follows its output."
+
+
+def finish(session: Session) -> Profile | str | None:
+    """After a cell: the profile that was asked for, or what to tell the user if the cell took too few steps; None if
+    none was asked for.
+    """
+    asked = _asked.get(session)
+    if asked is None:
+        return None
+    taken = session.submit(take_profile, label="profile").result()
+    parts = [part for _, part in taken if part is not None]
+    if len(parts) < session.num_engines:
+        steps = max(count for count, _ in taken)
+        return (
+            f"workbench: nothing is profiled yet. {counted(steps, 'step')} ended, and the first {asked.warmup} are for "
+            "warming up. The next cell is profiled instead; --warmup sets another number."
+        )
+    del _asked[session]
+    profile = _last[session] = Profile()
+    fill(profile, parts, asked.path, session.device, _MORE_STEPS)
+    return profile
+
+
+def last(session: Session) -> Profile | None:
+    """The profile that was made last; None before there is one."""
+    return _last.get(session)
+
+
+__all__ = ["begin", "finish", "last"]
