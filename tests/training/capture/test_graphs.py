@@ -4,6 +4,7 @@ Without a GPU, graphs are played: a launch runs the operators on the recorded op
 """
 
 from functools import partial
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.training.capture import captured_runs
 from tests.training.capture.captured_runs import start
 from workbench.errors import CaptureWarning
 from workbench.testing import run_ranks
+from workbench.training.capture import compiled as module_of_programs
 from workbench.training.capture import graphs
 from workbench.training.capture.graphs import GraphProgram
 
@@ -69,9 +71,9 @@ def train(model, strategy, state, batches, backend):
     return left, [call.name for call in calls], [program.is_graph for program in programs], steps[0].problem
 
 
-def assert_graphs_like_captured(model, strategy, num_ranks, num_steps=6, run=run_ranks):
+def assert_graphs_like_captured(model, strategy, num_ranks, num_steps=6, run=run_ranks, backend="cudagraphs"):
     given = (model, strategy, *start(model, num_steps))
-    before, after = (run(partial(train, *given, backend), num_ranks) for backend in (None, "cudagraphs"))
+    before, after = (run(partial(train, *given, backend), num_ranks) for backend in (None, backend))
     for (one, calls, _, _), (other, fewer_calls, are_graphs, problem) in zip(before, after, strict=True):
         assert not problem
         assert len(one) == len(other) > num_steps
@@ -84,6 +86,15 @@ def assert_graphs_like_captured(model, strategy, num_ranks, num_steps=6, run=run
 @pytest.mark.parametrize(("model", "strategy", "num_ranks"), CASES)
 def test_graphs_do_what_their_operators_do(played, model, strategy, num_ranks):
     assert_graphs_like_captured(model, strategy, num_ranks)
+
+
+@pytest.mark.parametrize(("model", "strategy", "num_ranks"), CASES[3:8:2])
+def test_graphs_of_compiled_operators(played, monkeypatch, model, strategy, num_ranks):
+    compiled = []
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, *_, **__: compiled.append(graph) or graph)
+    monkeypatch.setattr(module_of_programs, "_shared", WeakValueDictionary())
+    assert_graphs_like_captured(model, strategy, num_ranks, backend="inductor+cudagraphs")
+    assert compiled
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ import torch
 
 from workbench.errors import CaptureWarning
 from workbench.kernels.operators import TABLES_ON_HOST
+from workbench.training.capture.compiled import Compiler, Program
 from workbench.training.capture.parts import drawn_keys, keys_first, memory_of, replace_parts, written_by
 from workbench.training.capture.trace import Call, Slot, Trace
 
@@ -33,12 +34,14 @@ _one_at_a_time = threading.Lock()
 Run = Callable[..., Sequence[torch.Tensor]]
 
 
-def graph_parts(trace: Trace, num_results: int) -> Trace:
+def graph_parts(trace: Trace, num_results: int, is_compiled: bool = False) -> Trace:
     """The same trace with its parts as single calls of CUDA graphs, which replays record.
 
     Args:
         num_results: how many of the first outputs the caller gets; the others are gradients.
+        is_compiled: whether a graph launches what Inductor makes of its operators.
     """
+    compiler = Compiler() if is_compiled else None
     calls = keys_first(trace.calls)
     keys, memory, shared = drawn_keys(calls), memory_of(trace), _Shared()
     constants = {memory[slot] for slot in trace.constants}
@@ -53,7 +56,9 @@ def graph_parts(trace: Trace, num_results: int) -> Trace:
         operands = [
             _Operand(memory[slot] in constants, makers.get(memory[slot]), memory[slot] in written) for slot in inputs
         ]
-        program = GraphProgram(shared, operands, Trace(inputs, part, outputs).compile(), len(part))
+        whole = Trace(inputs, part, outputs)
+        run = whole.compile() if compiler is None else Program(compiler, inputs, part, outputs)
+        program = GraphProgram(shared, operands, run, len(part))
         makers.update((memory[slot], program) for call in part for slot in call.makes() if memory[slot] == slot)
         return program
 
@@ -171,8 +176,8 @@ class GraphProgram:
 
     @property
     def problem(self) -> str:
-        """Why a part of the step is no graph; else empty."""
-        return self._shared.problem
+        """Why a part of the step is no graph, or is not compiled; else empty."""
+        return self._shared.problem or (self._run.problem if isinstance(self._run, Program) else "")
 
     def __call__(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Results of the part for these inputs."""

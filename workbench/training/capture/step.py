@@ -33,7 +33,7 @@ from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
-BACKENDS = ("inductor", "cudagraphs")
+BACKENDS = ("inductor", "cudagraphs", "inductor+cudagraphs")
 """Ways to run the operators between two exchanges at once."""
 _log = logging.getLogger("workbench.capture")
 _Arguments = ParamSpec("_Arguments")
@@ -147,12 +147,13 @@ def capture(
 
     With ``backend="cudagraphs"``, a GPU gets torch's operators between two exchanges, optimizers and random numbers as
     one CUDA graph, which saves the time of launching small operators one by one. The second replay records the graphs.
-    Numbers equal those without it.
+    Numbers equal those without it. ``"inductor+cudagraphs"`` does both: graphs of compiled operators.
 
     Args:
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
         max_recordings: the most records that are kept.
-        backend: "inductor" to compile, "cudagraphs" for CUDA graphs; None to replay operator by operator.
+        backend: "inductor" to compile, "cudagraphs" for CUDA graphs, "inductor+cudagraphs" for both; None to replay
+            operator by operator.
 
     Raises:
         ValueError: there is no such backend.
@@ -325,8 +326,9 @@ def _record(
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
         if backend == "inductor":
             trace = compile_parts(trace)
-        elif backend == "cudagraphs":
-            trace = graph_parts(trace, sum(isinstance(part, torch.Tensor) for part in parts))
+        elif backend is not None:
+            num_results = sum(isinstance(part, torch.Tensor) for part in parts)
+            trace = graph_parts(trace, num_results, is_compiled="inductor" in backend)
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]

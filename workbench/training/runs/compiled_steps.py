@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import local_torch, plain
+from workbench.tensors.world import current
 from workbench.training.capture.step import capture
 
 
@@ -31,7 +32,8 @@ class CompiledSteps:
     def __init__(
         self, step: Callable[..., Any], model: nn.Module, optimizer: Optimizer, generator: torch.Generator
     ) -> None:
-        self._step, self._captured, self._is_refused = step, capture(step, backend="inductor"), False
+        backend = "inductor+cudagraphs" if current().device.type == "cuda" else "inductor"
+        self._step, self._captured, self._is_refused = step, capture(step, backend=backend), False
         self._model, self._optimizer, self._generator = model, optimizer, generator
         self._has_run = False
         self.problem = ""
