@@ -43,6 +43,10 @@ class ObservedCalls:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Know of no call."""
         self.found: list[tuple[str, LayerExtents]] = []
         self.are_followed = False
         self._recorded: list[tuple[str, LayerExtents]] | None = None

@@ -190,6 +190,12 @@ class ShardingPlan:
             self._is_settled, self.calls.are_followed = True, differs
         return self.calls.are_followed
 
+    def forget_calls(self) -> None:
+        """As if the model had not been called: the next call shows the order of its layers."""
+        self.calls.forget()
+        self._is_settled = False
+        self._followings.clear()
+
     def _following(self, name: str, in_order_of_calls: bool) -> ResolvedLayer | None:
         """The layer called, or listed, behind one, if it is on the same stage."""
         by_calls = in_order_of_calls and bool(self.calls.found)

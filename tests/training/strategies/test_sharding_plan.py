@@ -18,10 +18,12 @@ from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import forward_backward
+from workbench.training.strategies.state import state_of
 from workbench.ui.grid.boxing_column import boxings_of, end_of
 
 SPLIT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv2d)
@@ -168,6 +170,36 @@ def test_hooks_prices_and_dry_runs_go_by_the_order_of_calls(strategy: str) -> No
     assert estimate(costs, resolved, load_hardware("h200"), 24).sent.activations == pytest.approx(later, rel=1e-9)
     counted = wb.planner.dry_run(NormsFirst, strategy, ranks, batch, batch, square).by_kind
     assert sum(size for kind, size in counted.items() if kind != "gradients") == later
+
+
+@pytest.mark.parametrize("calls_module", [False, True])
+def test_after_a_rebuild_all_ranks_learn_the_order_of_calls_anew(calls_module: bool) -> None:
+    """Rank 1 was interrupted in the first call of the model, which has ended on rank 0."""
+    torch.manual_seed(0)
+    kept = NormsFirst().state_dict()
+    batch = torch.linspace(-1, 1, 24 * 12).reshape(24, 12)
+
+    def program(rank: int, breaks_off: bool) -> list[float]:
+        model = parallelize(loaded(kept), f"{BY_CALLS}data")
+
+        def step() -> float:
+            if not calls_module:
+                return forward_backward(model, square, batch, batch).item()
+            loss = square(model(batch), batch)
+            loss.backward()
+            return loss.item()
+
+        losses = [step()]
+        if breaks_off and rank == 1:
+            state = state_of(model)
+            state.layouts.plan.forget_calls()
+            state.has_compared_batch = False
+        if breaks_off:
+            current().rejoin(2, current().transport)
+        return losses + [step() for _ in range(3)]
+
+    broken, whole = (run_ranks(lambda rank, b=b: program(rank, b), 2) for b in (True, False))
+    assert broken[0] == broken[1] == pytest.approx(whole[0], rel=1e-6)
 
 
 def loaded(weights: dict[str, torch.Tensor]) -> NormsFirst:

@@ -64,6 +64,7 @@ class ParallelState:
         spans: the times of this rank's actions in the last scheduled step.
         on_interrupt: called when an interrupt ends a call of the module, for which torch calls no hooks.
         has_compared_batch: whether the ranks have compared the plain tensors of a first batch.
+        num_rebuilds: how often the world had been rebuilt when the module was called last.
         mean_loss: the code of the last loss that was found to be a mean over samples.
         preset: a preset whose stages follow the order of calls, until a batch has shown this order.
     """
@@ -79,6 +80,7 @@ class ParallelState:
     spans: list[RecordedAction] = field(default_factory=list)
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
     has_compared_batch: bool = False
+    num_rebuilds: int = 0
     mean_loss: Any = None
     preset: str | None = None
 
@@ -88,6 +90,10 @@ class ParallelState:
         Raises:
             LayoutError: the tensors differ.
         """
+        num_rebuilds = self.layouts.world.num_rebuilds
+        if self.num_rebuilds != num_rebuilds:  # perhaps a first call has ended on some ranks only: it begins anew
+            self.num_rebuilds, self.has_compared_batch = num_rebuilds, False
+            self.layouts.plan.forget_calls()
         if not self.has_compared_batch:
             check_same_batch(named_tensors(batch), self.layouts.world, call)
             self.has_compared_batch = True
