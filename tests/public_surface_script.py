@@ -69,7 +69,7 @@ def debug(x: wb.GlobalTensor, model: nn.Module) -> None:
     print(trace, wb.debug.timeline(model), wb.debug.memory_report(model))
     with wb.debug.profile("step.json", steps=3) as profile:
         model(x)
-    print(profile, profile.ranks[0].share("idle_s"))
+    print(profile, profile.ranks[0].share("idle_s"), wb.draw.memory(profile))
     with wb.debug.explicit_boxing(), wb.debug.find_nonfinite(model):
         wb.debug.check_agreement()
         print(wb.debug.first_difference(model, "*: data", batch=(x, x), loss_fn=F.mse_loss).layer)

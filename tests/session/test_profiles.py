@@ -114,7 +114,7 @@ def test_a_cell_with_too_few_steps(run):
 def test_captured_steps(run, tmp_path):
     run("%workbench profile --steps 2 --to found.json")
     _, _, error = run(
-        "%%global\ncaptured = wb.capture(step)\nfor _ in range(6): captured()\nassert captured.num_replays == 4"
+        "%%global\ncaptured = wb.capture(step)\nfor _ in range(6): captured()\nassert captured.num_replays == 3"
     )
     assert error is None
     events = json.loads((tmp_path / "found.json").read_text())["traceEvents"]

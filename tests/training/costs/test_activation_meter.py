@@ -56,4 +56,4 @@ def test_what_a_backward_has_used_counts_no_more():
         with meter.measure():
             loss = torch.tanh(layer(x)).sum()
         loss.backward()
-    assert meter.size_bytes == 2 * 2 * 4 * 4 and meter._held_bytes == 0
+    assert meter.size_bytes == 2 * 2 * 4 * 4 and meter.held_bytes == 0

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import workbench as wb
 from tests.training.profiling.trace_files import assert_is_valid, assert_nested, named
-from workbench.core.profile import MOST_STEPS
+from workbench.core.profile import MEMORY_KINDS, MOST_STEPS
 from workbench.core.trace_events import lanes
 from workbench.errors import RunError
 from workbench.tensors.world import current
@@ -125,6 +125,24 @@ def test_shares_add_up(tmp_path):
     text = str(profiles[1])
     assert "2 ranks" in text and "overlapped" in text and "ui.perfetto.dev" in text and "on the CPU" in text
     assert "<table>" in profiles[0]._repr_html_()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_memory_over_one_step(tmp_path, captured):
+    profiles, _ = profiled(tmp_path, PIPELINE, captured=captured)
+    first, second = profiles[0].memory
+    assert (first.rank, second.rank) == (0, 1) and set(first.size_bytes) == {*MEMORY_KINDS[:4]}
+    sizes = first.size_bytes
+    assert set(sizes["parameters"]) == {(4 * 8 + 8) * 4} and set(second.size_bytes["parameters"]) == {(8 * 2 + 2) * 4}
+    assert max(sizes["gradients"]) == (4 * 8 + 8) * 4 and set(sizes["optimizer"]) == {0}
+    assert sizes["activations"][0] == sizes["activations"][-1] == 0 < max(sizes["activations"])
+    assert list(first.time_s) == sorted(first.time_s) and first.time_s[0] == 0 and len(first.time_s) > 4
+    assert first.peak_bytes == max(map(sum, zip(*sizes.values(), strict=True)))
+
+
+def test_memory_needs_a_step_of_its_own(tmp_path):
+    profiles, _ = profiled(tmp_path, "*: data", warmup=2)
+    assert profiles[0].memory == ()
 
 
 def test_a_name_with_gz_is_compressed(tmp_path):

@@ -55,15 +55,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 class ActivationMeter:
     """Counts the bytes that autograd holds for backward, in one measured step: at the moment when they are most.
 
-    Under a schedule that is only some of the micro-batches: what a backward has used is given back.
+    Under a schedule that is only some of the micro-batches: what a backward has used is given back. ``held_bytes`` are
+    held now, ``size_bytes`` were held at most. ``parameters`` are none of them, nor are those of the models.
     """
 
-    def __init__(self, *models: nn.Module) -> None:
+    def __init__(self, *models: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+        own = [*parameters, *(p for model in models for p in model.parameters())]
         with local_torch():
-            self._own = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
+            self._own = {p.untyped_storage().data_ptr() for p in own}
         self._holders: dict[int, int] = {}  # by address of a storage
-        self._held_bytes = 0
-        self.size_bytes = 0
+        self.held_bytes = self.size_bytes = 0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -84,8 +85,12 @@ class ActivationMeter:
     def _count(self, address: int, size: int, change: int) -> None:
         before = self._holders.get(address, 0)
         self._holders[address] = before + change
-        self._held_bytes += size * ((before + change > 0) - (before > 0))
-        self.size_bytes = max(self.size_bytes, self._held_bytes)
+        self.held_bytes += size * ((before + change > 0) - (before > 0))
+        self.size_bytes = max(self.size_bytes, self.held_bytes)
+        self.has_changed()
+
+    def has_changed(self) -> None:
+        """Called after each change of ``held_bytes``."""
 
 
 class _SavedTensor:

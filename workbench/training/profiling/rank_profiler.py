@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import time
 import zlib
 from typing import Any
 
@@ -15,9 +16,12 @@ from workbench.core.trace_events import encoded
 from workbench.errors import RunError
 from workbench.tensors.world import World
 from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.profiling.memory_curve import MemoryMeter
 from workbench.training.profiling.recording import Recording
 from workbench.training.runs.action_timer import ActionTimer
 
+_MEMORY_BEFORE = 2
+"""Steps before the first profiled one: measuring memory takes time, and the step after lets the ranks meet again."""
 _MOST_SNAPSHOT_ENTRIES = 100_000
 
 
@@ -54,6 +58,8 @@ class RankProfiler:
         self._others: set[int] = set()  # that have stepped since the last step of this one
         self._recording: Recording | None = None
         self._own_timer: ActionTimer | None = None
+        self._meter: MemoryMeter | None = None
+        self._began_s = 0.0
         self._clock_offset = 0.0
         self._snapshot = b""
 
@@ -84,6 +90,8 @@ class RankProfiler:
         self._optimizer = optimizer  # the first one; where it steps no more, another that steps again and again
         self._others.clear()
         self.num_ended += 1
+        if self._meter is not None and self._recording is None:
+            self._meter.stop()
         if self._recording is not None and self.num_ended > self.warmup:
             self._recording.step_ends()
             if self._recording.num_steps == self.num_steps:
@@ -98,7 +106,10 @@ class RankProfiler:
         if self.is_done:
             return
         self.is_done = True
-        if self._recording is not None:
+        if self._recording is None:
+            if self._meter is not None:
+                self._meter.stop()
+        else:
             if self.warmup == self.num_ended == 0:  # without an optimizer all of it is one step
                 self._recording.step_ends()
             self._recording.stop()
@@ -116,11 +127,15 @@ class RankProfiler:
         events = encoded(self._recording.events(self._clock_offset, host))
         return RankPart(
             self._recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted,
-            snapshot=self._snapshot, notes=self._recording.notes,
+            None if self._meter is None else self._meter.curve(), self._snapshot, self._recording.notes,
         )  # fmt: skip
 
     def _prepare(self) -> None:
         """Begin what the next step is for."""
+        before_s, self._began_s = self._began_s, time.perf_counter()
+        if self.num_ended == self.warmup - _MEMORY_BEFORE and self._optimizer is not None:
+            self._meter = MemoryMeter(self.world, self._optimizer, self._began_s - before_s)
+            self._meter.start()
         if self.num_ended == max(0, self.warmup - 1):
             is_simulated = self.world.transport.scope == "process" and self.world.world_size > 1
             self._recording = Recording(self.world, sees_torch=not is_simulated)
