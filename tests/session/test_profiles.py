@@ -56,7 +56,7 @@ def run(session, tmp_path, monkeypatch):
 
 def test_three_steps_of_the_next_cell(run, tmp_path):
     captured, _, error = run("%workbench profile --steps 3")
-    assert error is None and "the next 3 steps after 3 others are profiled" in captured.stdout
+    assert error is None and "the next 3 steps after 4 others are profiled" in captured.stdout
     captured, _, error = run(LOOP.format(8))
     assert error is None
     [shown] = captured.outputs
@@ -104,8 +104,8 @@ def assert_all_of_it(events):
 def test_a_cell_with_too_few_steps(run):
     run("%workbench profile --steps 2 --to found.json")
     captured, _, _ = run(LOOP.format(2))
-    assert "nothing is profiled yet. 2 steps ended, and the first 3 are for warming up" in captured.stdout
-    captured, _, _ = run(LOOP.format(4))
+    assert "nothing is profiled yet. 2 steps ended, and the first 4 are for warming up" in captured.stdout
+    captured, _, _ = run(LOOP.format(5))
     [shown] = captured.outputs
     assert "1 step on 2 ranks" in shown.data["text/plain"], "the cell had one more than its warm-up"
     assert "found.json" in shown.data["text/plain"]
@@ -114,7 +114,7 @@ def test_a_cell_with_too_few_steps(run):
 def test_captured_steps(run, tmp_path):
     run("%workbench profile --steps 2 --to found.json")
     _, _, error = run(
-        "%%global\ncaptured = wb.capture(step)\nfor _ in range(6): captured()\nassert captured.num_replays == 3"
+        "%%global\ncaptured = wb.capture(step)\nfor _ in range(7): captured()\nassert captured.num_replays == 4"
     )
     assert error is None
     events = json.loads((tmp_path / "found.json").read_text())["traceEvents"]

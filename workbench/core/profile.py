@@ -12,7 +12,7 @@ from workbench.core.json_record import JsonRecord
 from workbench.units import counted, format_bytes, format_seconds
 
 DEFAULT_STEPS = 3
-DEFAULT_WARMUP = 3
+DEFAULT_WARMUP = 4
 MOST_STEPS = 20
 """More are profiled only where their size does not matter: nobody knows it before."""
 _SECONDS = ("compute_s", "exchange_s", "overlapped_s", "idle_s")

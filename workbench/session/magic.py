@@ -114,7 +114,7 @@ class SessionMagics(Magics):
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @argument("--steps", type=int, metavar="N", help="profile: how many steps (default: 3)")
-    @argument("--warmup", type=int, metavar="N", help="profile: how many steps come before them (default: 3)")
+    @argument("--warmup", type=int, metavar="N", help="profile: how many steps come before them (default: 4)")
     @argument("--any-size", action="store_true", help="profile: more than 20 steps, however large the file becomes")
     @argument("--to", metavar="FILE", help="profile: the file for Perfetto (default: profile-<time>.json.gz)")
     @line_magic("workbench")  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_a_name_with_gz_is_compressed(tmp_path):
     def program():
         step = make_step("*: data")
         with wb.debug.profile(tmp_path / "p.json.gz") as profile:
-            for _ in range(6):
+            for _ in range(7):
                 step(X, Y)
         return profile
 
@@ -163,7 +163,7 @@ def test_what_follows_the_last_step_runs_as_ever(tmp_path):
     def program():
         step, world = make_step("*: data"), current()
         with wb.debug.profile(steps=2):
-            for _ in range(5):
+            for _ in range(6):
                 step(X, Y)
             during = [world.context.profiler, world.context.action_timer, *(set(vars(world.transport)) & methods)]
             for _ in range(3):
@@ -180,7 +180,7 @@ def test_a_second_optimizer_ends_no_step(tmp_path):
         step = make_step("*: data")
         other = optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         with wb.debug.profile(steps=2) as profile:
-            for _ in range(6):
+            for _ in range(7):
                 step(X, Y)
                 other.step()
         return profile.num_steps
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_written_is_a_note(tmp_path):
     def program():
         step = make_step("*: data")
         with wb.debug.profile(tmp_path / "file" / "p.json") as profile:
-            for _ in range(6):
+            for _ in range(7):
                 step(X, Y)
         return profile
 
@@ -244,13 +244,13 @@ def test_more_steps_than_that_are_profiled_if_their_size_does_not_matter(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"steps": 0}, "steps is 0"), ({"steps": 2.5}, "steps is 2.5"), ({"warmup": -1}, "warmup is -1"),
-     ({"warmup": 9}, "5 steps ended here")],
+     ({"warmup": 9}, "6 steps ended here")],
 )  # fmt: skip
 def test_bad_numbers(options, message):
     def program():
         step = make_step("*: data")
         with wb.debug.profile(**options):
-            for _ in range(5):
+            for _ in range(6):
                 step(X, Y)
 
     with pytest.raises(RunError, match=message):

@@ -1,7 +1,8 @@
-"""Memory of one rank by kind over one step."""
+"""Memory of one rank by kind over one step, and the snapshot of its allocator."""
 
 from __future__ import annotations
 
+import pickle
 import time
 from contextlib import ExitStack
 
@@ -16,6 +17,8 @@ from workbench.training.diagnostics.boxing_trace import BoxingTrace
 from workbench.training.diagnostics.memory import ActivationMeter, optimizer_state, storage_bytes
 
 _SAMPLES_PER_STEP = 200
+_MOST_ENTRIES = 100_000
+"""Of the allocator's history."""
 
 
 class MemoryMeter:
@@ -29,6 +32,10 @@ class MemoryMeter:
         world: of the rank.
         optimizer: of the step, between two of its steps.
         step_s: roughly the seconds of a step.
+
+    Attributes:
+        snapshot: of a GPU's allocator after the step, with its history in it, as torch's own viewer reads it. Empty
+            elsewhere.
     """
 
     def __init__(self, world: World, optimizer: Optimizer, step_s: float) -> None:
@@ -39,12 +46,15 @@ class MemoryMeter:
         self._times_s: list[float] = []
         self._sizes: list[list[int]] = []
         self._around, self._is_over = ExitStack(), False
+        self.snapshot = b""
 
     def start(self) -> None:
         """Begin; a captured step runs normally, as under a trace of its boxings."""
         context = self.world.context
         self._around.enter_context(self._activations.measure())
         self._around.enter_context(context.temporarily(tracer=BoxingTrace(self.world, outer=context.tracer)))
+        if self.world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)
         self.sample()
 
     def stop(self) -> None:
@@ -53,6 +63,9 @@ class MemoryMeter:
             self.sample()
             self._is_over = True
             self._around.close()
+            if self.world.device.type == "cuda":
+                self.snapshot = pickle.dumps(torch.cuda.memory._snapshot())
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def sample_if_due(self) -> None:
         """Sample if some time has passed."""

@@ -36,10 +36,10 @@ def profile(
 
     Args:
         path: rank 0 writes this file; with ``.gz`` at the end it is compressed. None: the table only. On GPUs each
-            rank's allocator snapshot is written beside it, for torch's viewer.
+            rank's allocator snapshot of a warm-up step is written beside it, for torch's viewer.
         steps: how many steps are profiled.
-        warmup: how many steps come before. A captured step is recorded in its second one, and with at least 3 memory by
-            kind is measured in one of them.
+        warmup: how many steps come before. With at least 3, memory is measured in one of them. A captured step is
+            recorded in its second one, and its first replay takes longer than others.
         any_size: profile also more than 20 steps. Without it, only the first 20 are, and the profile says how large the
             file of all of them would be.
 

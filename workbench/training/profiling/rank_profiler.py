@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
 import zlib
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, MOST_STEPS, RankPart
@@ -22,7 +20,6 @@ from workbench.training.runs.action_timer import ActionTimer
 
 _MEMORY_BEFORE = 2
 """Steps before the first profiled one: measuring memory takes time, and the step after lets the ranks meet again."""
-_MOST_SNAPSHOT_ENTRIES = 100_000
 
 
 def check_numbers(what: str, steps: Any, warmup: Any) -> None:
@@ -61,7 +58,6 @@ class RankProfiler:
         self._meter: MemoryMeter | None = None
         self._began_s = 0.0
         self._clock_offset = 0.0
-        self._snapshot = b""
 
     def begin(self) -> None:
         """Count steps from here on. All ranks call it.
@@ -113,7 +109,6 @@ class RankProfiler:
             if self.warmup == self.num_ended == 0:  # without an optimizer all of it is one step
                 self._recording.step_ends()
             self._recording.stop()
-            self._snapshot = _end_snapshot(self.world.device)
         context = self.world.context
         context.profiler = None
         if self._own_timer is not None and context.action_timer is self._own_timer:
@@ -125,10 +120,11 @@ class RankProfiler:
             return None
         host = socket.gethostname() if self.world.transport.scope == "network" else ""
         events = encoded(self._recording.events(self._clock_offset, host))
-        return RankPart(
-            self._recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted,
-            None if self._meter is None else self._meter.curve(), self._snapshot, self._recording.notes,
-        )  # fmt: skip
+        part = RankPart(self._recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted)
+        part.notes = self._recording.notes
+        if self._meter is not None:
+            part.memory, part.snapshot = self._meter.curve(), self._meter.snapshot
+        return part
 
     def _prepare(self) -> None:
         """Begin what the next step is for."""
@@ -141,23 +137,7 @@ class RankProfiler:
             self._recording = Recording(self.world, sees_torch=not is_simulated)
             self._recording.start()
         if self.num_ended == self.warmup and self._recording is not None:
-            _begin_snapshot(self.world.device)
             self._recording.begin_steps()
-
-
-def _begin_snapshot(device: torch.device) -> None:
-    """Let the allocator of a GPU record what it gives and takes back."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_SNAPSHOT_ENTRIES)
-
-
-def _end_snapshot(device: torch.device) -> bytes:
-    """What it has recorded, in the format of torch's own viewer."""
-    if device.type != "cuda":
-        return b""
-    found = pickle.dumps(torch.cuda.memory._snapshot())
-    torch.cuda.memory._record_memory_history(enabled=None)
-    return found
 
 
 __all__ = ["RankProfiler", "check_numbers"]

@@ -41,12 +41,11 @@ class TorchRecording:
 
     def start(self) -> None:
         """Begin to record, in this thread."""
-        try:
-            with _quiet():
-                self._profile.start()
-        except RuntimeError as error:
-            self.problem = f"torch's profiler did not start: {str(error).splitlines()[0]}"
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self.problem = "torch's profiler was running already, so its events are not here"
             return
+        with _quiet():
+            self._profile.start()
         with hidden_from_modes():  # of a capture
             for _ in range(_NUM_CLOCKS):
                 with record_function(_CLOCK):
@@ -54,6 +53,8 @@ class TorchRecording:
 
     def stop(self) -> None:
         """End the recording."""
+        if not self.problem and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self.problem = "another profiler of torch has ended this one, so its events are not here"
         if not self.problem:
             with _quiet():
                 self._profile.stop()
@@ -66,7 +67,8 @@ class TorchRecording:
             path = Path(folder) / "events.json"
             self._profile.export_chrome_trace(str(path))
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        clocks = sorted((event for event in found if event["name"] == _CLOCK), key=lambda event: event["ts"])
+        marks = (e for e in found if e["name"] == _CLOCK and e.get("cat") == "user_annotation")
+        clocks = sorted(marks, key=lambda event: event["ts"])
         # Each time was taken inside its event: the shortest event knows it best.
         _, offset = min(
             (c["dur"], t * 1e6 - c["ts"] - c["dur"] / 2) for c, t in zip(clocks, self._times_s, strict=True)
