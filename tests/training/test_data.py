@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import UserDict
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 import workbench as wb
 from workbench.errors import LayoutError, RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
 from workbench.training.datasets import collate
@@ -327,3 +329,28 @@ class TestMistakes:
                 next(iter(wb.GlobalDataLoader(ragged, 4)))
 
         run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("batches_of_rank_0", [1, 3, 4])
+def test_after_a_rebuild_all_ranks_go_on_with_the_same_epoch(batches_of_rank_0):
+    """Rank 1 was interrupted before a batch that rank 0 has begun, perhaps that of another epoch."""
+
+    def program(rank):
+        loader = wb.GlobalDataLoader(TensorDataset(torch.arange(6.0)), 2, shuffle=True, seed=3)
+
+        def batches(count):
+            found = []
+            while len(found) < count:
+                found += [
+                    value_on_all_ranks(batch).tolist() for (batch,) in itertools.islice(loader, count - len(found))
+                ]
+            return found
+
+        batches(2)
+        if rank == 0:  # as if it alone had come so far
+            loader.epoch, loader._position, loader._starts_new_epoch = (*divmod(2 * batches_of_rank_0, 6), True)
+        current().rejoin(2, current().transport)
+        return batches(3), loader.epoch
+
+    first, second = run_ranks(program, 2)
+    assert first == second and sorted(itertools.chain(*first[0])) == [0, 1, 2, 3, 4, 5]

@@ -21,7 +21,7 @@ from workbench.tensors import default_generator
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
-from workbench.tensors.world import World, current
+from workbench.tensors.world import World, current, joined
 from workbench.training.batches import TARGET_KEYS, as_tensors
 from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
 from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read
@@ -98,6 +98,8 @@ class GlobalDataLoader:
         """The epoch of the current or the next iteration."""
         self._position = 0
         self._starts_new_epoch = False
+        here = joined()
+        self._num_rebuilds = 0 if here is None else here.num_rebuilds
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch."""
@@ -137,11 +139,22 @@ class GlobalDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of one epoch, or of its rest after ``load_state_dict``. All ranks iterate together."""
+        world = current()
+        if world.num_rebuilds != self._num_rebuilds:
+            self._agree_on_position(world)
         if self._starts_new_epoch:
             self.epoch, self._position = self.epoch + 1, 0
         self._starts_new_epoch = True
         batches = self._iterated if self._is_iterable else self._batches
-        return batches(current(), self.epoch, self._position)
+        return batches(world, self.epoch, self._position)
+
+    def _agree_on_position(self, world: World) -> None:
+        """Continue where the rank is that has come farthest: an interrupt between two epochs, or two batches, finds
+        the ranks on both sides.
+        """
+        own = self.epoch, self._position, not self._starts_new_epoch
+        self.epoch, self._position, continues = max(all_gather_object(own, world, "position of GlobalDataLoader"))
+        self._starts_new_epoch, self._num_rebuilds = not continues, world.num_rebuilds
 
     def _batches(self, world: World, epoch: int, start: int) -> Iterator[Any]:
         order = self._order(epoch)[start:]
