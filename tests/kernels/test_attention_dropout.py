@@ -20,6 +20,8 @@ CASES = {
     "choice": (40, 66, 16, 16, "choice", None, 1),
     "causal addends": (33, 40, 100, 128, "addends", 3, 2**35),
     "unaligned": (33, 35, 16, 80, None, 0, 2**35 + 3),
+    "heads of 32": (70, 72, 32, 32, None, 0, 4),
+    "heads of 64": (70, 72, 64, 64, None, 0, 0),
     "one": (1, 1, 1, 1, None, None, 0),
     "no rows": (0, 5, 16, 16, None, None, 0),
     "no keys": (5, 0, 16, 16, None, None, 0),

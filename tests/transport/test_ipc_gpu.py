@@ -1,4 +1,4 @@
-"""Several processes on one GPU exchange over CUDA IPC. These tests have not run yet: no GPU was available."""
+"""Several processes on one GPU exchange over CUDA IPC. """
 
 import os
 import signal

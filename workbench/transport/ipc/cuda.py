@@ -1,8 +1,7 @@
 """``Device`` for one NVIDIA GPU: memory of the driver's allocator, copies by ``kernels.blocks``, CUDA IPC handles.
 
-No GPU has run this yet: it was written from the documentation of the driver and of torch, and the modules above it are
-tested with another ``Device``. Therefore ``ipc`` tests the path between every two ranks with known bytes before it is
-used.
+Processes that share one GPU have run it; between GPUs it has not been tried. The modules above it are tested with
+another ``Device``, and ``ipc`` tests the path between every two ranks with known bytes before it is used.
 
 The memory does not come from torch's caching allocator. A handle names a whole allocation, which torch may split, reuse
 or free while peers still read it, and its expandable segments have no such handle. Memory of the driver is exported

@@ -8,8 +8,8 @@ The reader waits for the event on the host, not on its stream: a stream that wai
 continue, and nothing could free it. So every wait ends like those of ``shared``, which uses the same messages: by an
 abort, a dead or stopped peer, ranks that diverged, or a timeout. This costs the launch of one kernel per exchange.
 
-No GPU has run this yet. The tests run it with real processes on a fake device whose work runs late, and ranks read
-known bytes from one another before they use it. A rank without peer access to a device gets the data through pinned
+Ranks that share one GPU have run it; ranks with GPUs of their own have not. The tests run it with real processes on a
+fake device whose work runs late, and ranks read known bytes from one another before they use it. A rank without peer access to a device gets the data through pinned
 memory of the host; where events cannot be shared, the sender waits for its own device instead.
 """
 
