@@ -1,4 +1,4 @@
-"""Several processes on one GPU exchange over CUDA IPC. """
+"""Several processes on one GPU exchange over CUDA IPC."""
 
 import os
 import signal

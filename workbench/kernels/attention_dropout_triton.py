@@ -301,7 +301,7 @@ def backward(
 
 
 _WIDTHS = (16, 64, 128)
-"""Of heads in 16 bits. On an H100, Triton 3.6 gave right numbers for these, and wrong ones for heads of 24, whose numbers
+"""Of heads in 16 bits. On an H100, Triton 3.6 gave right numbers for these, and wrong ones for heads of 24, which
 cannot be loaded 16 bytes at a time.
 """
 

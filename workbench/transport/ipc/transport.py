@@ -9,8 +9,9 @@ continue, and nothing could free it. So every wait ends like those of ``shared``
 abort, a dead or stopped peer, ranks that diverged, or a timeout. This costs the launch of one kernel per exchange.
 
 Ranks that share one GPU have run it; ranks with GPUs of their own have not. The tests run it with real processes on a
-fake device whose work runs late, and ranks read known bytes from one another before they use it. A rank without peer access to a device gets the data through pinned
-memory of the host; where events cannot be shared, the sender waits for its own device instead.
+fake device whose work runs late, and ranks read known bytes from one another before they use it. A rank without peer
+access to a device gets the data through pinned memory of the host; where events cannot be shared, the sender waits for
+its own device instead.
 """
 
 from __future__ import annotations
