@@ -27,6 +27,7 @@ from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
 from workbench.training.capture.trace import Call, Slot, Trace
 from workbench.training.capture.value_reads import reject_value_read
+from workbench.training.costs.aten_functions import matmul_work
 from workbench.transport.user_code import user_frame
 
 _aten = torch.ops.aten
@@ -78,7 +79,8 @@ class Recorder(TorchDispatchMode):
         self._is_paused = 0
         self._stepping: OptimizerStep | None = None
         self._inputs = [*inputs, *grads]
-        self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [])
+        self._sizes: dict[Slot, int] = {}
+        self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [], sizes=self._sizes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,6 +107,7 @@ class Recorder(TorchDispatchMode):
                     operator=func,
                     draws=draws,
                     devices=_devices(args, kwargs, out),
+                    flops=matmul_work(func, args, kwargs, out)[0],
                 )
             )  # fmt: skip
             return out
@@ -250,6 +253,8 @@ class Recorder(TorchDispatchMode):
         _, places = self._memory.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
         if places is not None:
             places[_place_of(tensor)] = slot
+        with local_torch():
+            self._sizes[slot] = tensor.numel() * tensor.element_size()
         return slot
 
     def _slot(self, tensor: torch.Tensor) -> Slot:

@@ -17,13 +17,14 @@ from workbench.errors import CaptureError, CaptureWarning
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
-from workbench.training.capture.compiled import Program, compile_parts
+from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
-from workbench.training.capture.graphs import GraphProgram, graph_parts
+from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.parts import written_constants
 from workbench.training.capture.recorder import RecordedTransport, Recorder
+from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.gradients.overlap import GradientReducer
@@ -33,8 +34,6 @@ from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
-BACKENDS = ("inductor", "cudagraphs", "inductor+cudagraphs")
-"""Ways to run the operators between two exchanges at once."""
 _log = logging.getLogger("workbench.capture")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -121,7 +120,11 @@ class _InputKind:
 
 
 def capture(
-    step: Callable[_Arguments, _Result], *, max_recordings: int = 8, backend: str | None = None
+    step: Callable[_Arguments, _Result],
+    *,
+    max_recordings: int = 8,
+    backend: str | None = None,
+    memory_bytes: int | None = None,
 ) -> CapturedStep[_Arguments, _Result]:
     """A training step that runs as a local program: no layouts, no dispatch, no autograd, the same numbers.
 
@@ -154,9 +157,12 @@ def capture(
         max_recordings: the most records that are kept.
         backend: "inductor" to compile, "cudagraphs" for CUDA graphs, "inductor+cudagraphs" for both; None to replay
             operator by operator.
+        memory_bytes: the most that values of a replay may take on a rank at one time, without parameters, optimizer
+            state and inputs. Values that are cheap to compute are computed again in backward, as many as are needed. A
+            warning says if that is not enough.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or no memory.
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
             values, steps an optimizer with a closure, steps a scheduler, or keeps tensors for its next call.
 
@@ -167,9 +173,9 @@ def capture(
     >>> print(double.traces[0])
     v2 = aten.mul.Tensor(v1, 2)
     """
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"capture(backend={backend!r}): write {' or '.join(map(repr, BACKENDS))}, or leave it out.")
-    return CapturedStep(step, max_recordings, backend)
+    options = ReplayOptions(backend, memory_bytes)
+    options.check()
+    return CapturedStep(step, max_recordings, options)
 
 
 class CapturedStep(Generic[_Arguments, _Result]):
@@ -180,9 +186,9 @@ class CapturedStep(Generic[_Arguments, _Result]):
         num_replays: how often a recording was replayed.
     """
 
-    def __init__(self, step: Callable[_Arguments, _Result], max_recordings: int, backend: str | None = None) -> None:
+    def __init__(self, step: Callable[_Arguments, _Result], max_recordings: int, options: ReplayOptions) -> None:
         functools.update_wrapper(self, step)
-        self._backend = backend
+        self._options = options
         self._step, self._max_recordings = step, max_recordings
         self._kinds: dict[Any, _InputKind] = {}
         self._guards = Guards()
@@ -234,7 +240,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)
         self.num_recordings += 1
         _log.info("capture: recording %d of %s", self.num_recordings, self._name)
-        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._backend)
+        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._options)
         return result
 
     def _forget_recordings(self, num_rebuilds: int) -> None:
@@ -286,7 +292,7 @@ def _record(
     arguments: Sequence[Any],
     structure: TreeSpec,
     leaves: list[torch.Tensor],
-    backend: str | None,
+    options: ReplayOptions,
 ) -> tuple[Any, _Recording]:
     """Run the step and record it."""
     given = [_own(argument) for argument in arguments]
@@ -324,11 +330,7 @@ def _record(
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
         changed = written_constants(trace)
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
-        if backend == "inductor":
-            trace = compile_parts(trace)
-        elif backend is not None:
-            num_results = sum(isinstance(part, torch.Tensor) for part in parts)
-            trace = graph_parts(trace, num_results, is_compiled="inductor" in backend)
+        trace = options.prepare(trace, sum(isinstance(part, torch.Tensor) for part in parts))
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]

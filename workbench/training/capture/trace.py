@@ -40,6 +40,7 @@ class Call:
         draws: whether it changes a generator: it draws a key, which is a Python number, sets a seed, or is an operator
             that draws.
         devices: types of devices of the tensors that an operator takes and makes.
+        flops: floating point operations of a matrix product; else 0.
     """
 
     function: Callable[..., Any]
@@ -53,6 +54,7 @@ class Call:
     operator: Any = None
     draws: bool = False
     devices: frozenset[str] = frozenset()
+    flops: float = 0.0
 
     def reads(self) -> set[Slot]:
         """The slots among its arguments."""
@@ -93,12 +95,14 @@ class Trace:
         inputs: the slots of the step's tensors, in their order.
         constants: slots of tensors that the step did not make.
         outputs: the slots that a replay returns, in order.
+        sizes: bytes of the tensors that the step made.
     """
 
     inputs: Sequence[Slot]
     calls: list[Call]
     outputs: Sequence[Slot]
     constants: dict[Slot, Any] = field(default_factory=dict)
+    sizes: dict[Slot, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.calls))
