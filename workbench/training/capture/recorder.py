@@ -23,11 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
+from workbench.training.aten_functions import matmul_work
 from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
 from workbench.training.capture.trace import Call, Slot, Trace
 from workbench.training.capture.value_reads import reject_value_read
-from workbench.training.costs.aten_functions import matmul_work
 from workbench.transport.user_code import user_frame
 
 _aten = torch.ops.aten

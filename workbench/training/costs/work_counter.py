@@ -19,8 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
-from workbench.training.costs.activation_reads import ActivationReads
-from workbench.training.costs.aten_functions import (
+from workbench.training.aten_functions import (
     ATTENTION,
     BY_EXPERT,
     TO_COPY,
@@ -28,6 +27,7 @@ from workbench.training.costs.aten_functions import (
     matmul_work,
     name_of,
 )
+from workbench.training.costs.activation_reads import ActivationReads
 from workbench.training.costs.layer_calls import Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
 
