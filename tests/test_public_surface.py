@@ -76,7 +76,7 @@ def test_the_tree_of_errors_has_every_error() -> None:
     classes = [value for value in vars(wb.errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
     bases = {one: [base.__name__ for base in one.__bases__ if base.__module__ == "builtins"] for one in classes}
     expected = {(one.__name__, ", ".join(bases[one]).replace("Exception", "")) for one in classes}
-    assert set(re.findall(r"^[ │├└─]+(\w+)(?: \((\w+)\))?", tree, re.MULTILINE)) == expected
+    assert set(re.findall(r"^[ │├└─]+(\w+(?:Error|Aborted|Warning))(?: \((\w+)\))?", tree, re.MULTILINE)) == expected
 
 
 def test_texts_that_list_the_presets_name_all() -> None:

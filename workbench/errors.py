@@ -20,6 +20,7 @@
         ├── NotStartedError              no session is running
         ├── EngineStartError             engines did not come up
         └── CellError                    code failed on one or more ranks
+    CaptureWarning (UserWarning)         a captured step is slower than it could be
 
 Messages have four parts, in this order: what was asked, both numbers, the rule, the fix.
 Subclasses of ``ValueError`` and ``RuntimeError`` keep ``except ValueError`` in users' code working.
