@@ -216,3 +216,20 @@ def test_a_path_is_traced_and_counted_as_what_it_sends():
 
     grads = run_ranks(program, 4)
     assert all(torch.equal(grads[rank], torch.ones(300, 200)) for rank in (0, 1))
+
+
+def test_after_a_rebuild_no_rank_uses_an_implicit_boxing_that_others_may_not_have():
+    """Rank 1 was interrupted in the boxing that rank 0 remembers."""
+
+    def program(rank):
+        p = wb.placement.all("cpu")
+        x, w = wb.ones(8, 4, placement=p, sbp="S(0)"), wb.ones(4, 2, placement=p, sbp="S(0)")
+        products = [x @ w]
+        assert w._boxings is not None
+        if rank == 1:
+            w._boxings = None
+        current().rejoin(2, current().transport)
+        products += [x @ w, x @ w]
+        return [product.full_tensor().sum().item() for product in products]
+
+    assert run_ranks(program) == [[64.0] * 3] * 2

@@ -138,9 +138,11 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
         is_leaf = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
         if tensor._is_param or is_leaf or tensor.is_inference():
             return None
-        # A step that is being recorded must not use an earlier step's boxings.
-        recorder = tensor._spec.world.context.recorder
-        return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
+        # A step that is being recorded must not use an earlier step's boxings. Nor may a rank use one from before the
+        # world was rebuilt: others may have been interrupted before they had it.
+        world = tensor._spec.world
+        here = world.num_rebuilds, world.context.recorder
+        return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, *here
 
 
 def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:
