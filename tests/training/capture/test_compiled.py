@@ -98,6 +98,33 @@ def test_equal_programs_are_compiled_once(run_as_graphs):
     assert len(run_as_graphs) <= max(counts)  # ranks differ: one of them adds the biases
 
 
+def test_a_hundred_steps_are_recorded_and_compiled_once(run_as_graphs):
+    """A learning rate that changes with every step is no reason to do it again."""
+
+    def work():
+        torch.manual_seed(0)
+        model = wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2)), "*: data")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        captured = wb.capture(step, backend="inductor")
+        compiled = []
+        for number in range(102):
+            captured(torch.full((4, 4), float(number)))
+            scheduler.step()
+            compiled.append(len(run_as_graphs))
+        return captured.num_recordings, captured.num_replays, compiled
+
+    [(num_recordings, num_replays, compiled)] = run_ranks(work, 1)
+    assert (num_recordings, num_replays) == (1, 100)
+    assert compiled[2] == compiled[-1] > 0
+
+
 def test_keys_stay_behind_operators_that_draw_from_their_generator(run_as_graphs):
     def work(backend):
         layer = nn.Dropout(0.5)
