@@ -85,6 +85,26 @@ def test_exchanges_have_layouts_and_bytes(tmp_path):
     assert all(start <= event["ts"] < stop for event in exchanges)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "strategy",
+    ["*: data", "*: model", "*: data | zero=3", "0: data; 2: model@1 | 1x2+1x2 mb=2",
+     "0: data; 2: data@1 | 2x2x1 mb=2 interleaved", "*: data | context=2"],
+)  # fmt: skip
+def test_bytes_are_those_that_a_step_counts(strategy, captured):
+    def program():
+        step, traffic = make_step(strategy, captured), current().traffic
+        with wb.debug.profile(steps=2) as profile:
+            for _ in range(6):
+                step(X, Y)
+        before = traffic.sent_bytes
+        step(X, Y)
+        return profile.ranks[current().rank].sent_bytes, traffic.sent_bytes - before
+
+    for found, counted in run_ranks(program, 4):
+        assert found == counted > 0
+
+
 def test_actions_of_micro_batches_have_a_track(tmp_path):
     _, events = profiled(tmp_path, PIPELINE, steps=2)
     for rank in (0, 1):

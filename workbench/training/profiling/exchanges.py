@@ -45,6 +45,12 @@ def _of_ring(size_bytes: int, num_ranks: int) -> int:
     return 2 * (num_ranks - 1) * size_bytes // num_ranks
 
 
+def _of_sum(size_bytes: int, num_ranks: int, world: World) -> int:
+    """The same for a boxing, as its plan counts it: a small term goes to all other ranks."""
+    is_one_shot = num_ranks == 2 or size_bytes <= world.transport.cost.one_shot_bytes
+    return (num_ranks - 1) * size_bytes if is_one_shot else _of_ring(size_bytes, num_ranks)
+
+
 _Sizes = dict[str, Callable[..., int]]
 
 
@@ -55,7 +61,7 @@ def _sizes(world: World) -> _Sizes:
         "exchange": lambda sends, *_: _of_messages(sends),
         "start_exchange_in_place": lambda sends, *_: _of_messages(sends),
         "start_all_reduce": lambda tensors, group, *_: _of_ring(sum(t.nbytes for t in tensors), len(group)),
-        "all_reduce": lambda tensor, group, *_: _of_ring(tensor.nbytes, len(group)),
+        "all_reduce": lambda tensor, group, *_: _of_sum(tensor.nbytes, len(group), world),
         "start_all_gather": lambda part, _sizes, group, *_: part.nbytes * (len(group) - 1),
         "start_reduce_scatter": lambda terms, *_: sum(t.nbytes for t in terms) * (len(terms) - 1) // len(terms),
         "all_gather": lambda tensor, *_: tensor.nbytes * (world.world_size - 1),
@@ -64,6 +70,18 @@ def _sizes(world: World) -> _Sizes:
             sum(part.nbytes for part in parts) * (len(group) - 1)
         ),
     }
+
+
+@contextmanager
+def _unseen_by_torch() -> Iterator[None]:
+    """Without events of torch's profiler. A send of torch.distributed ends its event when it has ended itself, in a
+    thread of its own: after the end of the profiler that would write to memory which is no longer the event's.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 class ExchangeRecorder:
@@ -104,9 +122,10 @@ class ExchangeRecorder:
                 return method(*args, **kwargs)
             self._inside.any, now = True, self.world.traffic.now
             try:
-                started = now()
-                made = method(*args, **kwargs)
-                stopped = now()
+                with _unseen_by_torch():
+                    started = now()
+                    made = method(*args, **kwargs)
+                    stopped = now()
             finally:
                 self._inside.any = False
             what = (
@@ -129,9 +148,10 @@ class ExchangeRecorder:
 
         def finish(*args: Any, **kwargs: Any) -> Any:
             now = self.world.traffic.now
-            exchange.finishing = now()
-            result = made(*args, **kwargs)
-            exchange.ended = now()
+            with _unseen_by_torch():
+                exchange.finishing = now()
+                result = made(*args, **kwargs)
+                exchange.ended = now()
             return result
 
         return finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 import zlib
@@ -56,7 +57,7 @@ class RankProfiler:
         self._recording: Recording | None = None
         self._own_timer: ActionTimer | None = None
         self._meter: MemoryMeter | None = None
-        self._began_s = 0.0
+        self._began_s, self._shortest_s = 0.0, math.inf  # a step that is recorded or compiled takes long
         self._clock_offset = 0.0
 
     def begin(self) -> None:
@@ -128,9 +129,10 @@ class RankProfiler:
 
     def _prepare(self) -> None:
         """Begin what the next step is for."""
-        before_s, self._began_s = self._began_s, time.perf_counter()
+        began_s, self._began_s = self._began_s, time.perf_counter()
+        self._shortest_s = min(self._shortest_s, self._began_s - began_s)
         if self.num_ended == self.warmup - _MEMORY_BEFORE and self._optimizer is not None:
-            self._meter = MemoryMeter(self.world, self._optimizer, self._began_s - before_s)
+            self._meter = MemoryMeter(self.world, self._optimizer, self._shortest_s)
             self._meter.start()
         if self.num_ended == max(0, self.warmup - 1):
             is_simulated = self.world.transport.scope == "process" and self.world.world_size > 1

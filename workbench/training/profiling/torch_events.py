@@ -41,7 +41,7 @@ class TorchRecording:
 
     def start(self) -> None:
         """Begin to record, in this thread."""
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if torch._C._autograd._profiler_enabled():
             self.problem = "torch's profiler was running already, so its events are not here"
             return
         with _quiet():
@@ -53,7 +53,7 @@ class TorchRecording:
 
     def stop(self) -> None:
         """End the recording."""
-        if not self.problem and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if not self.problem and not torch._C._autograd._profiler_enabled():
             self.problem = "another profiler of torch has ended this one, so its events are not here"
         if not self.problem:
             with _quiet():
