@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.session.simulated_session import SimulatedSession
+from workbench.core.metrics import RunEvent
 from workbench.errors import CaptureWarning
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.on_engine import run_commands, shell
@@ -64,6 +65,16 @@ def test_compiled_runs_are_rows_beside_the_others(monkeypatch):
         assert fast.losses == pytest.approx(eager.losses, rel=1e-5)
         assert fast.boxed_bytes_per_step == eager.boxed_bytes_per_step
         assert "uncompiled" not in fast.settings
+
+
+def test_a_run_says_which_of_its_programs_is_compiled(monkeypatch):
+    said: list[Any] = []
+    monkeypatch.setattr(shell, "publish", said.append)
+    compile_by(monkeypatch, lambda graph: graph)
+    compared(model, ["*: model"])
+    events = [event.text for event in said if isinstance(event, RunEvent) and event.kind == "compiling"]
+    assert len(events) > 1
+    assert events == [f"{number} of {len(events)}" for number in range(1, len(events) + 1)]
 
 
 def test_a_wrong_program_is_noticed(monkeypatch):

@@ -235,7 +235,8 @@ class RunEvent(JsonRecord):
     """An event of a run before ``step``: pause, continuation, a change of strategy, a refused change, a step that is
     compiled, or one that could not be.
 
-    ``text`` is the new strategy, or the reason of a refusal or failure; ``time_s`` and ``boxed_bytes`` are the cost of
+    ``text`` is the new strategy, the reason of a refusal or failure, or which of the step's programs is compiled;
+    ``time_s`` and ``boxed_bytes`` are the cost of
     a change.
     """
 

@@ -33,7 +33,11 @@ _shared: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Compiled programs in use, by their code and their kinds of operands."""
 
 
-def compile_parts(trace: Trace) -> Trace:
+Tell = Callable[[int, int], object]
+"""Gets the number of a program and how many there are."""
+
+
+def compile_parts(trace: Trace, tell: Tell | None = None) -> Trace:
     """The same trace with its parts as single calls, which compile themselves when a replay first calls them."""
     calls = keys_first(trace.calls)
     keys = drawn_keys(calls)
@@ -41,17 +45,29 @@ def compile_parts(trace: Trace) -> Trace:
     def can_be(call: Call) -> bool:
         return not call.reads() & keys or has_key(call.operator)
 
-    return replace_parts(trace, calls, can_be, partial(Program, Compiler()), "compiled")
+    return replace_parts(trace, calls, can_be, partial(Program, Compiler(tell)), "compiled")
 
 
 class Compiler:
     """Inductor, for the programs of one trace.
 
+    Args:
+        tell: is called before a program is compiled, with its number and how many there are.
+
     Attributes:
         is_missing: whether there turned out to be no compiler on this machine.
+        num_programs: of the trace.
     """
 
-    is_missing = False
+    def __init__(self, tell: Tell | None = None) -> None:
+        self._tell, self._num_begun = tell, 0
+        self.is_missing, self.num_programs = False, 0
+
+    def begin(self) -> None:
+        """Say that one more program is compiled."""
+        self._num_begun += 1
+        if self._tell is not None:
+            self._tell(self._num_begun, self.num_programs)
 
     def __call__(self, graph: fx.GraphModule, values: list[Any]) -> Callable[..., Sequence[torch.Tensor]]:
         """The graph compiled for such values. Equal programs of blocks and of simulated ranks are compiled once, and
@@ -110,6 +126,7 @@ class Program:
         self._compiler, self._inputs, self._calls, self._outputs = compiler, inputs, calls, outputs
         self._run: Callable[..., Sequence[torch.Tensor]] | None = None
         self.num_operators, self.is_compiled, self.problem = len(calls), False, ""
+        compiler.num_programs += 1
 
     def __call__(self, *values: torch.Tensor | int) -> Sequence[torch.Tensor]:
         """Results of the part for these inputs: tensors, and keys of random numbers."""
@@ -121,6 +138,7 @@ class Program:
         """Compiled for such values; the operators one by one if that fails."""
         keys = [at for at, value in enumerate(values) if isinstance(value, int)]
         if not self._compiler.is_missing:
+            self._compiler.begin()
             try:
                 run = self._compiler(self._graph({self._inputs[at] for at in keys}), _as_tensors(values, keys))
             except Exception as error:  # noqa: BLE001 - whatever a compiler trips over, the step goes on

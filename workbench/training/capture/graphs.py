@@ -34,14 +34,13 @@ _one_at_a_time = threading.Lock()
 Run = Callable[..., Sequence[torch.Tensor]]
 
 
-def graph_parts(trace: Trace, num_results: int, is_compiled: bool = False) -> Trace:
+def graph_parts(trace: Trace, num_results: int, compiler: Compiler | None = None) -> Trace:
     """The same trace with its parts as single calls of CUDA graphs, which replays record.
 
     Args:
         num_results: how many of the first outputs the caller gets; the others are gradients.
-        is_compiled: whether a graph launches what Inductor makes of its operators.
+        compiler: a graph launches what Inductor makes of its operators; None for the operators themselves.
     """
-    compiler = Compiler() if is_compiled else None
     calls = keys_first(trace.calls)
     keys, memory, shared = drawn_keys(calls), memory_of(trace), _Shared()
     constants = {memory[slot] for slot in trace.constants}

@@ -6,7 +6,7 @@ import warnings
 from typing import NamedTuple
 
 from workbench.errors import CaptureWarning
-from workbench.training.capture.compiled import compile_parts
+from workbench.training.capture.compiled import Compiler, Tell, compile_parts
 from workbench.training.capture.graphs import graph_parts
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_memory import limit_memory, peak_bytes
@@ -17,10 +17,11 @@ BACKENDS = ("inductor", "cudagraphs", "inductor+cudagraphs")
 
 
 class ReplayOptions(NamedTuple):
-    """See ``wb.capture``."""
+    """See ``wb.capture``. ``tell``: is called before a program is compiled."""
 
     backend: str | None = None
     memory_bytes: int | None = None
+    tell: Tell | None = None
 
     def check(self) -> None:
         """Refuse a backend that there is not, and no memory.
@@ -50,7 +51,7 @@ class ReplayOptions(NamedTuple):
                     stacklevel=2,
                 )
         if self.backend == "inductor":
-            return compile_parts(trace)
+            return compile_parts(trace, self.tell)
         if self.backend is not None:
-            return graph_parts(trace, num_results, is_compiled="inductor" in self.backend)
+            return graph_parts(trace, num_results, Compiler(self.tell) if "inductor" in self.backend else None)
         return trace

@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import local_torch, plain
 from workbench.tensors.world import current
-from workbench.training.capture.step import capture
+from workbench.training.capture.compiled import Tell
+from workbench.training.capture.replay_options import ReplayOptions
+from workbench.training.capture.step import CapturedStep
+
+_MOST_RECORDINGS = 8
 
 
 class CompiledSteps:
@@ -24,16 +28,23 @@ class CompiledSteps:
         step: the step, of tensors and other values.
         model, optimizer: what it changes.
         generator: the one that it draws from.
+        tell: is called before a program is compiled, with its number and how many there are.
 
     Attributes:
         problem: why the step, or a part of it, is not compiled; empty if it is, or may be.
     """
 
     def __init__(
-        self, step: Callable[..., Any], model: nn.Module, optimizer: Optimizer, generator: torch.Generator
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Optimizer,
+        generator: torch.Generator,
+        tell: Tell | None = None,
     ) -> None:
         backend = "inductor+cudagraphs" if current().device.type == "cuda" else "inductor"
-        self._step, self._captured, self._is_refused = step, capture(step, backend=backend), False
+        self._captured = CapturedStep(step, _MOST_RECORDINGS, ReplayOptions(backend, tell=tell))
+        self._step, self._is_refused = step, False
         self._model, self._optimizer, self._generator = model, optimizer, generator
         self._has_run = False
         self.problem = ""

@@ -73,8 +73,10 @@ class LiveRun:
         self._sent: list[int] = []
         self._segment_start = 0
         self._compiled: CompiledSteps | None = None
+        self._compiling = 0  # the step that may be compiled
         if compiles:
-            self._compiled = CompiledSteps(self._take, self.model, self.optimizer, self.generator)
+            said = self._say_compiling
+            self._compiled = CompiledSteps(self._take, self.model, self.optimizer, self.generator, said)
             self._optimizer_meter.end()  # a replay calls optimizers without hooks
         self._around: Around = contextlib.nullcontext  # around the forward of each micro-batch
         measured = 0 if compiles else 1  # a compiled run's first step is the last one that runs the model
@@ -136,9 +138,7 @@ class LiveRun:
 
     def _take_compiled(self, step: int, compiled: CompiledSteps, parts: Sequence[Batch]) -> torch.Tensor:
         """The same by a compiled program, once there is one."""
-        compiles = compiled.compiles_next
-        if compiles:
-            self._report(RunEvent("compiling", step))
+        compiles, self._compiling = compiled.compiles_next, step
         loss: torch.Tensor = compiled([(part.inputs, part.targets, part.share, part.rows) for part in parts])
         if compiles:
             self.peak.start_again()  # the compiler's memory is not the run's
@@ -146,6 +146,9 @@ class LiveRun:
             self.result.uncompiled = compiled.problem
             self._report(RunEvent("uncompiled", step, compiled.problem))
         return loss
+
+    def _say_compiling(self, number: int, count: int) -> None:
+        self._report(RunEvent("compiling", self._compiling, f"{number} of {count}"))
 
     def _actions(self) -> list[RecordedAction]:
         """This rank's actions of the last step."""

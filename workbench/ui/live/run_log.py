@@ -63,6 +63,8 @@ class RunLog:
         elif event.kind == "refused":
             self.say(f"{step} \u00b7 strategy kept: {event.text}", warns=True)
         elif event.kind == "compiling":
+            if not event.text.startswith("1 "):
+                return
             self.say(f"{step} \u00b7 compiling its operators; later steps run as one program between exchanges")
         elif event.kind == "uncompiled":
             self.say(f"{step} \u00b7 {event.text}", warns=True)

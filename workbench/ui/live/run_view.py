@@ -121,7 +121,7 @@ class RunView:
         self.history = History(num_steps, self._num_ranks, title)
         self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
-        self._started_s, self._paused_s, self._paused_at, self._compiles_at = self._clock(), 0.0, None, -1
+        self._started_s, self._paused_s, self._paused_at, self._compiles = self._clock(), 0.0, None, (-1, "")
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
         self._num_runs += 1
         self._expected = self._limit_at = self._record = None
@@ -267,7 +267,7 @@ class RunView:
             names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
             self.title.value = title_html(names, event.text)
         elif event.kind == "compiling":
-            self._compiles_at = event.step
+            self._compiles = event.step, event.text
             self._show_progress()
         elif event.kind == "paused":
             self._paused_at = self._clock()
@@ -338,7 +338,7 @@ class RunView:
         assert self.history is not None
         step, num_steps = last_step or self.history.last_step, self.history.num_steps
         if self._paused_at is None and not self._ended:
-            word = "compiling" if step <= self._compiles_at else "running"
+            word = f"compiling part {self._compiles[1]}" if step <= self._compiles[0] else "running"
             self.status.show_state("running", word, f"step {step}" + (f" of {num_steps}" if num_steps else ""))
         so_far_s = self._clock() - self._started_s - self._paused_s
         self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
