@@ -21,6 +21,7 @@ from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.sbp import Partial
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TOLERANCES, Case, Distance, TensorChange
+from workbench.errors import CollectiveAborted
 from workbench.kernels.blocks import slice_region
 from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
@@ -232,6 +233,8 @@ class _Search:
         try:
             with KeepsFloat64():
                 return self._taken(wide[0], torch.float64), self._taken(wide[1], torch.float64)
+        except CollectiveAborted:
+            raise
         except (RuntimeError, TypeError, ValueError):  # the same on all ranks: a function without float64
             return None
 
