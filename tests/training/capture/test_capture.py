@@ -317,3 +317,26 @@ def test_what_a_replay_writes_is_boxed_anew(sbp):
         assert sums == (4.0, 12.0, 28.0, 60.0, 124.0)
         assert sorted(set(versions)) == list(versions)
         assert sorted(set(of_weights)) == list(of_weights)
+
+
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+def test_global_inputs_may_be_boxed_within_the_step(sbp):
+    """As the targets of a loader are, to the layout of the output."""
+
+    def program(capture):
+        module = wb.parallelize(filled(nn.Linear(4, 4)), "*: model")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        ranks = wb.placement.all("cpu")
+
+        def step(inputs, targets):
+            optimizer.zero_grad()
+            loss = F.mse_loss(module(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        called = capture(step)
+        batches = [[wb.full((8, 4), k + part, placement=ranks, sbp=sbp) for part in (0.5, 0.25)] for k in range(4)]
+        return [called(*batch).full_tensor() for batch in batches]
+
+    assert_same(run_ranks(lambda: program(wb.capture)), run_ranks(lambda: program(lambda step: step)))

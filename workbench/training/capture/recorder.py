@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.aten_functions import matmul_work
 from workbench.training.capture.gradients import held_grad
@@ -231,6 +232,9 @@ class Recorder(TorchDispatchMode):
 
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.trace.constants.keys()
+        for tensor in self._inputs:
+            if isinstance(tensor, GlobalTensor):
+                forget_derived(tensor)  # what the step has boxed it to
         gc.collect()  # graphs and their functions may form cycles
         made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_placeholder(tensor)]
         kept = _referred_to(made)
