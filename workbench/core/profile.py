@@ -20,6 +20,21 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 """Kinds of memory over a step, in the order in which they are drawn."""
 
 
+_OPEN_IN_PERFETTO = """
+const link = this.previousElementSibling, site = 'https://ui.perfetto.dev', page = window.open(site);
+fetch(link.href).then(answer => answer.arrayBuffer()).then(buffer => {
+  const timer = setInterval(() => page.postMessage('PING', site), 100);
+  window.addEventListener('message', function hear(event) {
+    if (event.source !== page || event.data !== 'PONG') return;
+    clearInterval(timer);
+    window.removeEventListener('message', hear);
+    page.postMessage({perfetto: {buffer, title: link.textContent}}, site);
+  });
+});
+"""
+"""Hands the file to a page of Perfetto once that answers (perfetto.dev, "Deep linking"). It stays in the browser."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankProfile(JsonRecord):
     """The mean step of one rank. ``step_s`` is ``compute_s + exchange_s - overlapped_s + idle_s``.
@@ -193,11 +208,16 @@ class Profile:
 
     def _links(self) -> Iterator[str]:
         """The files, as links that a notebook in their folder follows."""
-        viewers = {self.path: "https://ui.perfetto.dev"} if self.path else {}
-        viewers |= dict.fromkeys(self.snapshots, "https://pytorch.org/memory_viz")
-        for file, viewer in viewers.items():
-            name = html.escape(str(file))
-            yield f'<a href="{name}" download>{name}</a>: open it in <a href="{viewer}" target="_blank">{viewer}</a>'
+        if self.path is not None:
+            open_it = f'<button onclick="{html.escape(_OPEN_IN_PERFETTO)}">open in Perfetto</button>'
+            yield f"{_link(self.path)} {open_it} {format_bytes(self.size_bytes)}, for https://ui.perfetto.dev"
+        for file in self.snapshots:
+            yield f"{_link(file)} for https://pytorch.org/memory_viz"
+
+
+def _link(file: Path) -> str:
+    name = html.escape(str(file))
+    return f'<a href="{name}" download>{name}</a>'
 
 
 __all__ = [
