@@ -92,6 +92,7 @@ def planner(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     print(machine, wb.planner.plan(costs, "h200", 8, 64))
     wb.planner.partition_stages(model, F.cross_entropy, *batch, 2)
     wb.planner.dry_run(lambda: model, "*: data", 8, *batch, F.cross_entropy)
+    print(wb.planner.script("*: data | zero=3", 8, lambda: model, library="torch"))
     print(wb.planner.simulate(costs, "*: data", "h200", gpus=[8, 16], batch_size=64))
 
 

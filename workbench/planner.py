@@ -1,4 +1,5 @@
-"""The best strategy for a model and machines, and what strategies cost: searched, simulated, measured.
+"""The best strategy for a model and machines, and what strategies cost: searched, simulated, measured. And the chosen
+one as a script for a cluster.
 
 ``wb.planner.plan(costs, "h200", 8, 64).strategy`` goes into ``wb.parallelize``.
 """
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from workbench.session.calibration import calibrate as calibrate
     from workbench.session.planning import layer_costs as layer_costs
     from workbench.session.planning import plan as plan
+    from workbench.session.scripts import script as script
     from workbench.training.costs.dry_run import dry_run as dry_run
     from workbench.training.pipelining.balance import partition_stages as partition_stages
 
@@ -21,6 +23,7 @@ _HOMES = {
     "workbench.planning.sweep": ["simulate"],
     "workbench.session.calibration": ["calibrate"],
     "workbench.session.planning": ["layer_costs", "plan"],
+    "workbench.session.scripts": ["script"],
     "workbench.training.costs.dry_run": ["dry_run"],
     "workbench.training.pipelining.balance": ["partition_stages"],
 }

@@ -3,6 +3,7 @@
     workbench demo        four strategies on handwritten digits, checked against one device
     workbench compare     the same for your own model, from a Python file
     workbench plan        the best strategy for a model on a machine that need not be here
+    workbench script      a chosen strategy as a script for torchrun, with the workbench or with torch alone
     workbench simulate    predicted training steps for a table of transformers
     workbench status      what the engines of a notebook do now, also while a cell is stuck; also: dump, interrupt
     workbench doctor      checks this machine, and says how to repair what fails
@@ -18,13 +19,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from workbench.cli import compare, demo, doctor, dump, interrupt, lab, plan, simulate, status
+from workbench.cli import compare, demo, doctor, dump, interrupt, lab, plan, script, simulate, status
 from workbench.errors import WorkbenchError
 
 _COMMANDS = {
     "demo": demo,
     "compare": compare,
     "plan": plan,
+    "script": script,
     "simulate": simulate,
     "status": status,
     "dump": dump,

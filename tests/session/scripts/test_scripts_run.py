@@ -1,0 +1,86 @@
+"""Exported scripts run under torchrun, and print the losses of one device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import workbench as wb
+from tests.docs.pages import ROOT
+from tests.session.scripts.jobs import NUM_STEPS, fixed_heads, fused, losses_of_one_device, mlp, transformer, words_of
+from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
+
+SPLIT = "*: data; blocks: model; words: model:row; head: model:column"
+CASES: list[tuple[str, int, Callable[[], Any]]] = [
+    ("*: data; blocks: model | 1x1x2", 2, transformer),  # the two that always run
+    ("*: data | zero=3", 2, mlp),
+    ("*: data", 2, mlp),
+    ("*: data; 0: model; 2: model:row | 1x1x2", 2, mlp),
+    ("*: data | zero=2 recompute", 2, transformer),
+    ("*: data | zero=3 bf16", 2, mlp),
+    (f"{SPLIT} | 1x1x2", 2, transformer),
+    (f"{SPLIT} | 1x1x2", 2, fused),
+    (f"{SPLIT} | 1x1x2", 2, fixed_heads),
+    (f"{SPLIT} | 1x2x2", 4, transformer),
+    (f"{SPLIT} | 1x2x2 zero=3 recompute", 4, transformer),
+    ("*: data | zero=3 shards=2", 4, transformer),
+]
+
+
+def losses_printed(text: str, num_ranks: int, folder: Path) -> list[float]:
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [executable(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "script.py"],
+        capture_output=True, text=True, cwd=folder, timeout=PROGRAM_TIMEOUT_S, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+
+
+def assert_runs(
+    strategy: str, num_ranks: int, make: Callable[[], Any], library: Literal["workbench", "torch"], folder: Path
+) -> None:
+    text = wb.planner.script(strategy, num_ranks, **words_of(make), library=library)
+    rel = 1e-2 if "bf16" in strategy else 1e-5
+    assert losses_printed(text, num_ranks, folder) == pytest.approx(losses_of_one_device(make), rel=rel)
+
+
+@pytest.mark.procs
+def test_a_script_of_torch_has_the_losses_of_one_device(tmp_path: Path) -> None:
+    assert_runs(*CASES[0], "torch", tmp_path)
+
+
+@pytest.mark.procs
+def test_a_script_of_the_workbench_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    strategy, num_ranks, make = CASES[1]
+    text = wb.planner.script(strategy, num_ranks, **words_of(make))
+    right = losses_of_one_device(make)
+    assert losses_printed(text, num_ranks, tmp_path) == pytest.approx(right, rel=1e-5)
+    longer = text.replace(f"STEPS = {NUM_STEPS}", f"STEPS = {NUM_STEPS + 1}")
+    (further,) = losses_printed(longer, num_ranks, tmp_path)
+    assert further < right[0]
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_ranks", "make"), CASES[1:])
+def test_scripts_of_torch(strategy: str, num_ranks: int, make: Callable[[], Any], tmp_path: Path) -> None:
+    assert_runs(strategy, num_ranks, make, "torch", tmp_path)
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "make"),
+    [*CASES[2:], ("pipeline | mb=4", 2, transformer), ("hybrid", 4, transformer)],
+)
+def test_scripts_of_the_workbench(strategy: str, num_ranks: int, make: Callable[[], Any], tmp_path: Path) -> None:
+    assert_runs(strategy, num_ranks, make, "workbench", tmp_path)

@@ -1,0 +1,64 @@
+"""Write a strategy as a script that trains under torchrun, without a notebook.
+
+The file is as for workbench compare: model_fn, dataset, and if needed loss_fn, optimizer_fn, collate_fn and count. The
+script imports it.
+
+    workbench script mine.py "blocks: model; *: data" --ranks 8 --out train.py
+    workbench script mine.py "*: data | zero=3" --ranks 8 --torch
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from workbench.cli.results import positive
+from workbench.errors import CommandError
+
+_ROLES = ("model_fn", "dataset", "loss_fn", "optimizer_fn", "collate_fn", "count")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``workbench script``."""
+    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and, if needed, loss_fn")
+    parser.add_argument("strategy", help="the text of a strategy, a file in .strategy, or a preset")
+    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=64, help="samples per step (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    parser.add_argument("--torch", action="store_true", help="train with torch alone: DDP, FSDP2, DTensor")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there; default: print it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write the script. Returns 0; a mistake raises an error."""
+    path: Path = args.file
+    if not path.is_file() or not path.stem.isidentifier():
+        raise CommandError(f"{path}: not a Python file that a script can import. Give the path of one, e.g. mine.py")
+    sys.path.insert(0, str(path.resolve().parent))
+    module = importlib.import_module(path.stem)
+    missing = [role for role in _ROLES[:2] if not hasattr(module, role)]
+    if missing:
+        raise CommandError(f"{path}: {', '.join(missing)} not defined there; see workbench script --help.")
+    from workbench.session.scripts import script
+
+    text = script(
+        args.strategy,
+        args.ranks,
+        **{role: f"{path.stem}:{role}" for role in _ROLES if hasattr(module, role)},
+        batch_size=args.batch,
+        steps=args.steps,
+        seed=args.seed,
+        library="torch" if args.torch else "workbench",
+    )
+    if args.out is None:
+        print(text, end="")
+        return 0
+    try:
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--out {args.out}: {error.strerror}.") from error
+    print(f"script written to {args.out}: torchrun --nproc-per-node {args.ranks} {args.out}")
+    return 0

@@ -1,0 +1,238 @@
+"""A script that trains with torch alone, under torchrun."""
+
+from __future__ import annotations
+
+from workbench.errors import RunError
+from workbench.session.scripts.recipe import Recipe
+from workbench.session.scripts.sources import imports_of
+from workbench.session.scripts.torch_plan import TorchPlan, torch_plan
+from workbench.session.scripts.words import comment, options_with_words, rows_with_words
+
+_STYLE_WORDS = {
+    "ColwiseParallel()": "a part of the output features, which stay where they are",
+    "ColwiseParallel(output_layouts=Replicate())": "a part of the output features, gathered behind the layer",
+    "RowwiseParallel()": "the input features that are here; the results are added up",
+    "RowwiseParallel(input_layouts=Replicate())": "a part of the input features (a table: its rows), added up",
+}
+_STANDARD = """\
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+"""
+_TRAIN = """\
+def batches(part: int, num_parts: int) -> Iterator[Any]:
+    \"\"\"One part of each batch, epoch after epoch, in the order of the workbench.\"\"\"
+    samples = {samples}
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        order = torch.randperm(len(samples), generator=generator)
+        # Gradients are averaged over ranks, so parts are equal: the rest is left out.
+        whole = [rows for rows in order.split(BATCH_SIZE) if len(rows) == BATCH_SIZE]
+        own = [rows.chunk(num_parts)[part].tolist() for rows in whole]
+        yield from DataLoader(samples, batch_sampler=own{collate})
+
+
+def main() -> None:
+    dist.init_process_group()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.manual_seed(SEED)  # the same weights on every rank
+    model = parallelize(model_fn().to(device), device)
+    optimizer = {optimizer}
+{foreach}    part = dist.get_rank(){model}
+    torch.manual_seed(SEED + 1 + part)  # other parts of a batch have other dropout
+    own_batches = batches(part, num_parts={replicas})
+    for step, batch in enumerate(islice(own_batches, STEPS), 1):
+{forward}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        value = loss.detach().clone()
+        dist.all_reduce(value)  # for the log: the mean over all parts
+        if dist.get_rank() == 0:
+            mean = value.item() / dist.get_world_size()
+            print(f"step {step}  loss {mean:.8g}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+_FOREACH = """\
+    for group in optimizer.param_groups:
+        group["foreach"] = False  # split and whole parameters cannot share a launch
+"""
+_NORMS = """\
+    if device.type == "cuda":  # statistics of the whole batch, as on one device
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+"""
+
+
+def torch_script(recipe: Recipe) -> str:
+    """The text of the script.
+
+    Raises:
+        StrategyError: the strategy has parts without an equivalent in torch.
+        RunError: batches are dicts, and the loss is a function of their entries.
+    """
+    plan = torch_plan(recipe)
+    if recipe.is_dict and "loss_fn" in recipe.sources:
+        raise RunError(
+            'script(library="torch"): batches are dicts, and loss_fn takes one of their entries. Give a data set of '
+            "tuples (inputs, targets), or leave loss_fn out if the model returns its own loss."
+        )
+    note = "" if plan.axes.get("model", 1) == 1 else _MODEL_NOTE
+    blocks = [
+        recipe.head("Trains with torch alone: each layer lies on the ranks as the strategy says.", note),
+        _imports(recipe, plan),
+        recipe.numbers,
+        *recipe.places,
+    ]
+    return (
+        "\n\n".join(block for block in blocks if block)
+        + f"\n\n\n{_parallelize(recipe, plan)}\n\n{_train(recipe, plan)}"
+    )
+
+
+_MODEL_NOTE = """
+
+Layers of which nothing is split are computed alike by all model ranks. (The workbench
+shares out the samples there; the numbers are the same.)"""
+
+
+def _imports(recipe: Recipe, plan: TorchPlan) -> str:
+    """All imports, in their three blocks."""
+    text = " ".join(style for _, style in plan.styles)
+    styles = [name for name in ("ColwiseParallel", "RowwiseParallel") if name in text]
+    wanted = {
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ["checkpoint_wrapper"] * _recomputes(recipe),
+        "torch.distributed.device_mesh": ["init_device_mesh"] * _has_mesh(plan),
+        "torch.distributed.fsdp": ["fully_shard"] * plan.is_sharded,
+        "torch.distributed.tensor": ["Replicate"] * ("Replicate" in text),
+        "torch.distributed.tensor.parallel": [*styles, "parallelize_module"] if styles else [],
+        "torch.nn.parallel": ["DistributedDataParallel"] * _is_replicated(plan),
+        "torch.utils.data": ["DataLoader", *["TensorDataset"] * isinstance(recipe.samples, tuple)],
+    }
+    libraries = {module: names for module, names in wanted.items() if names}
+    plain = ["import torch", "import torch.distributed as dist"]
+    return _STANDARD + imports_of(recipe.sources.values(), plain, libraries)
+
+
+def _has_mesh(plan: TorchPlan) -> bool:
+    return plan.is_sharded or plan.axes.get("model", 1) > 1
+
+
+def _recomputes(recipe: Recipe) -> bool:
+    return bool(recipe.strategy.options.recompute)
+
+
+def _is_replicated(plan: TorchPlan) -> bool:
+    return plan.axes.get("data", 1) > 1
+
+
+def _parallelize(recipe: Recipe, plan: TorchPlan) -> str:
+    """The function that does to the model what the strategy says."""
+    lines = ["def parallelize(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:"]
+    lines += ['    """The model under the strategy."""']
+    for text, words in (
+        *rows_with_words(recipe.strategy, recipe.layers, recipe.resolved),
+        *options_with_words(recipe.strategy),
+    ):
+        lines += comment(f"{text} -- {words}")
+    if _has_mesh(plan):
+        names = ", ".join(f'"{name}"' for name in plan.axes) + ("," if len(plan.axes) == 1 else "")
+        lines += [f"    sizes = {tuple(plan.axes.values())}", f"    names = ({names})"]
+        lines += ["    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)"]
+    lines += _norms(recipe, plan)
+    if plan.styles:
+        lines += ["    styles = {"]
+        for name, style in plan.styles:
+            lines += [*comment(_STYLE_WORDS[style], 8), f'        "{name}": {style},']
+        lines += ["    }", '    parallelize_module(model, mesh["model"], styles)']
+    units = [f'        "{name}",' for name in plan.units]
+    if units and (plan.is_sharded or _recomputes(recipe)):
+        lines += ["    units = [", *units, "    ]"]
+    if units and _recomputes(recipe):
+        lines += ["    for name in units:"]
+        lines += ["        model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))"]
+    if plan.is_sharded:
+        lines += _fully_shard(plan)
+    if _is_replicated(plan):
+        lines += ["    return DistributedDataParallel(model)  # averages the gradients", ""]
+    else:
+        lines += ["    return model", ""]
+    return "\n".join(lines)
+
+
+def _norms(recipe: Recipe, plan: TorchPlan) -> list[str]:
+    assert recipe.layers is not None
+    has_norms = any(layer.kind.startswith("BatchNorm") for layer in recipe.layers)
+    return [_NORMS.rstrip()] if has_norms and plan.num_replicas > 1 else []
+
+
+def _fully_shard(plan: TorchPlan) -> list[str]:
+    """ZeRO over the data ranks. Copies of whole parameters are groups of one shard."""
+    axes = [axis for axis in plan.axes if axis != "model"]
+    mesh = "mesh[" + ", ".join(f'"{axis}"' for axis in axes) + "]"
+    lines = [f"    data_mesh = {mesh}"]
+    if plan.keeps_whole:
+        lines += ["    # Parameters stay whole from a forward to its backward.", "    again = False"]
+    elif plan.axes["shard"] == 1:
+        lines += ["    # Each shard is whole: ranks hold copies.", "    again = False"]
+    else:
+        lines += ["    # Parameters are gathered for a forward, and again for its backward.", "    again = True"]
+    if plan.units:
+        lines += ["    for name in units:"]
+        lines += ["        unit = model.get_submodule(name)"]
+        lines += ["        fully_shard(unit, mesh=data_mesh, reshard_after_forward=again)"]
+    return [*lines, "    fully_shard(model, mesh=data_mesh, reshard_after_forward=again)"]
+
+
+def _train(recipe: Recipe, plan: TorchPlan) -> str:
+    model = plan.axes.get("model", 1)
+    parts = {
+        "{samples}": _samples(recipe),
+        "{collate}": f", {recipe.collate_text}" if recipe.collate_text else "",
+        "{optimizer}": recipe.optimizer,
+        "{foreach}": _FOREACH if plan.styles else "",
+        "{model}": f" // {model}  # model ranks take the same samples" if model > 1 else "",
+        "{replicas}": str(plan.num_replicas),
+        "{forward}": _forward(recipe),
+    }
+    text = _TRAIN
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
+
+
+def _samples(recipe: Recipe) -> str:
+    """The data set as one that torch's loader reads."""
+    if isinstance(recipe.samples, tuple):
+        return f"TensorDataset(*map(torch.as_tensor, {recipe.dataset_text}))"
+    if isinstance(recipe.samples, dict):
+        name = recipe.dataset_text
+        return f"[dict(zip({name}, row)) for row in zip(*{name}.values())]"
+    return recipe.dataset_text
+
+
+def _forward(recipe: Recipe) -> str:
+    """The lines that move a batch to the device and compute its loss."""
+    if recipe.is_dict:
+        move, call = "batch = {name: values.to(device) for name, values in batch.items()}", "model(**batch)"
+        result = "loss = model(**batch).loss"
+    elif "loss_fn" in recipe.sources:
+        move, call = "*inputs, targets = (values.to(device) for values in batch)", "model(*inputs)"
+        result = "loss = loss_fn(output, targets)"
+    else:
+        move, call = "inputs = [values.to(device) for values in batch]", "model(*inputs)"
+        result = "loss = output"
+    is_bf16 = recipe.strategy.options.precision == "bf16"
+    forward = [f"output = {call}"]
+    if is_bf16:
+        forward = ["with torch.autocast(device.type, torch.bfloat16):", f"    output = {call}"]
+    result = result.replace(call, "output")
+    return "\n".join(f"        {line}" for line in (move, *forward, result))
