@@ -92,16 +92,16 @@ def words_of(make: Any) -> dict[str, Any]:
     return {role: f"{home}:{name}" for role, name in names.items()} | {"batch_size": BATCH_SIZE, "steps": NUM_STEPS}
 
 
-def losses_of_one_device(make: Any) -> list[float]:
-    """The losses of the same steps in plain torch: two epochs, each in an order of its own."""
+def losses_of_one_device(make: Any, num_steps: int = NUM_STEPS, seed: int = 0) -> list[float]:
+    """The losses of the same steps in plain torch: two epochs and more, each in an order of its own."""
     torch.manual_seed(0)
     model, data = make(), vectors if make is mlp else texts
-    optimizer, generator, losses = optimizer_fn(model.parameters()), torch.Generator().manual_seed(0), []
-    while len(losses) < NUM_STEPS:
+    optimizer, generator, losses = optimizer_fn(model.parameters()), torch.Generator().manual_seed(seed), []
+    while len(losses) < num_steps:
         for rows in torch.randperm(len(data[0]), generator=generator).split(BATCH_SIZE):
             loss = mean_over_words(model(data[0][rows]), data[1][rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return losses
+    return losses[:num_steps]

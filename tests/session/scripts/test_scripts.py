@@ -14,9 +14,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.session.scripts.jobs import BATCH_SIZE, fixed_heads, fused, mlp, texts, transformer, words_of
+from tests.session.scripts.jobs import (
+    BATCH_SIZE,
+    NUM_STEPS,
+    fixed_heads,
+    fused,
+    mean_over_words,
+    mlp,
+    texts,
+    transformer,
+    vectors,
+    words_of,
+)
 from workbench.cli import main
 from workbench.errors import RunError, StrategyError
+from workbench.training.runs.job import Job
 from workbench.training.strategies.paired_splits import takes_columns
 
 SPLIT = "*: data; blocks: model; words: model:row; head: model:column | 1x1x2"
@@ -206,3 +218,33 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["script", job, "model", "--batch", str(BATCH_SIZE)]) == 0
     assert "wb.parallelize" in capsys.readouterr().out
     assert main(["script", str(tmp_path / "none.py"), "data"]) == 2
+
+
+def test_no_weights_are_made_where_no_layer_is_split() -> None:
+    devices = []
+
+    def make() -> nn.Module:
+        model = mlp()
+        devices.append(model[0].weight.device.type)
+        return model
+
+    for library in ("workbench", "torch"):
+        wb.planner.script("*: data | zero=3", 2, make, library=library)  # type: ignore[arg-type]
+    assert devices == ["meta", "meta"]
+
+
+def test_batches_are_those_of_a_comparison() -> None:
+    job = Job(mlp, vectors, mean_over_words, None, BATCH_SIZE, NUM_STEPS)
+    generator = torch.Generator().manual_seed(0)
+    epochs = [torch.randperm(24, generator=generator).split(BATCH_SIZE) for _ in range(2)]
+    for batch, rows in zip(job.batches(), [rows for epoch in epochs for rows in epoch], strict=True):
+        assert torch.equal(batch.inputs, vectors[0][rows])
+
+
+def test_batch_norm_takes_the_whole_batch_on_gpus() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    for strategy, is_there in (("*: data", True), ("*: model | 1x1x2", False)):
+        text = wb.planner.script(strategy, 2, make, library="torch")
+        assert ("convert_sync_batchnorm(model)" in text) == is_there

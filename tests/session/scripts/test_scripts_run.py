@@ -53,6 +53,11 @@ def assert_runs(
     assert losses_printed(text, num_ranks, folder) == pytest.approx(losses_of_one_device(make), rel=rel)
 
 
+def test_another_order_of_samples_has_other_losses() -> None:
+    first, other = losses_of_one_device(transformer), losses_of_one_device(transformer, seed=1)
+    assert all(abs(one - two) > 1e-4 * one for one, two in zip(first, other, strict=True))
+
+
 @pytest.mark.procs
 def test_a_script_of_torch_has_the_losses_of_one_device(tmp_path: Path) -> None:
     assert_runs(*CASES[0], "torch", tmp_path)
@@ -62,11 +67,10 @@ def test_a_script_of_torch_has_the_losses_of_one_device(tmp_path: Path) -> None:
 def test_a_script_of_the_workbench_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     strategy, num_ranks, make = CASES[1]
     text = wb.planner.script(strategy, num_ranks, **words_of(make))
-    right = losses_of_one_device(make)
+    *right, further = losses_of_one_device(make, NUM_STEPS + 1)
     assert losses_printed(text, num_ranks, tmp_path) == pytest.approx(right, rel=1e-5)
     longer = text.replace(f"STEPS = {NUM_STEPS}", f"STEPS = {NUM_STEPS + 1}")
-    (further,) = losses_printed(longer, num_ranks, tmp_path)
-    assert further < right[0]
+    assert losses_printed(longer, num_ranks, tmp_path) == pytest.approx([further], rel=1e-5)
 
 
 @pytest.mark.procs

@@ -15,8 +15,6 @@ from workbench.session.scripts.recipe import Recipe
 from workbench.session.scripts.sources import Source
 
 if TYPE_CHECKING:
-    from torch import nn
-
     Function = Callable[..., Any] | str | None
 
 LIBRARIES = ("workbench", "torch")
@@ -52,7 +50,8 @@ def script(
         steps: training steps.
         seed: of the weights and the order of samples.
         library: ``"torch"`` writes a script without the workbench: DistributedDataParallel or ``fully_shard``,
-            ``parallelize_module``, a device mesh. It makes the model here, and runs it on two samples.
+            ``parallelize_module``, a device mesh. Where layers are split, the model is made here and run on two
+            samples.
 
     Raises:
         StrategyError: the strategy does not fit the model, or torch has no equivalent: it lists each row and option.
@@ -85,9 +84,10 @@ def _recipe(wanted: StrategyLike, num_ranks: int, sources: dict[str, Source], nu
             raise StrategyError(f"{wanted!r} is made for a model: give model_fn, or rows such as '*: data'.")
         recipe = Recipe(strategy_of(wanted, [], num_ranks), num_ranks, sources, *numbers)
     else:
+        from workbench.training.costs.layer_costs import made_for_shapes
         from workbench.training.strategies.state import describe
 
-        model = _made(make, numbers[2])
+        model = made_for_shapes(make)
         layers = describe(model)
         strategy = strategy_of(wanted, layers, num_ranks)
         resolved = strategy.resolve(layers, num_ranks)
@@ -98,13 +98,6 @@ def _recipe(wanted: StrategyLike, num_ranks: int, sources: dict[str, Source], nu
 
         check_batch_size(recipe.batch_size, num_samples_of(recipe.samples), recipe.samples)
     return recipe
-
-
-def _made(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    from workbench.tensors import default_generator
-
-    with default_generator.restored(), default_generator.seeded(seed):
-        return make()
 
 
 __all__ = ["LIBRARIES", "script"]

@@ -22,7 +22,7 @@ class Recipe:
 
     Attributes:
         sources: by role; those that are not given are missing, or have a place to fill in.
-        model: the model, for its layers; None if it is not known.
+        model: the model, maybe without data, for its layers; None if it is not known.
         layers, resolved: those of the model; None without it.
     """
 
@@ -35,6 +35,15 @@ class Recipe:
     model: nn.Module | None = None
     layers: Sequence[Layer] | None = None
     resolved: ResolvedStrategy | None = None
+
+    @cached_property
+    def model_with_data(self) -> nn.Module:
+        """The model with its first weights, on the CPU, in evaluation: nothing is dropped."""
+        from workbench.tensors import default_generator
+
+        with default_generator.restored(), default_generator.seeded(self.seed):
+            model: nn.Module = self.sources["model_fn"].value()
+        return model.eval()
 
     @cached_property
     def samples(self) -> Any:

@@ -154,20 +154,10 @@ def _is_pair(recipe: Recipe, columns: list[str], row: str, num_parts: int) -> bo
     from workbench.training.batches import Batch, call
     from workbench.training.strategies.paired_splits import takes_columns
 
-    assert recipe.model is not None
-    model, loss_fn = recipe.model, recipe.sources.get("loss_fn")
+    model, loss_fn = recipe.model_with_data, recipe.sources.get("loss_fn")
     batch = Batch.of(recipe.first_samples, None if loss_fn is None else loss_fn.value)
-    own, down = [_linear(model, name) for name in columns], _linear(model, row)
-    was_training = model.training
-    model.eval()
-    try:
-        return takes_columns(lambda: call(model, batch.inputs), own, down, num_parts)
-    finally:
-        model.train(was_training)
-
-
-def _linear(model: Any, name: str) -> Any:
-    return model.get_submodule(name)
+    layers: list[Any] = [model.get_submodule(name) for name in (*columns, row)]
+    return takes_columns(lambda: call(model, batch.inputs), layers[:-1], layers[-1], num_parts)
 
 
 def _units(recipe: Recipe) -> list[str]:

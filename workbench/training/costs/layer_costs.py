@@ -58,7 +58,7 @@ def layer_costs(
     >>> costs.rows[0].own[0].flops, costs.rows[0].output_shape
     (64.0, (8,))
     """
-    module = model if isinstance(model, nn.Module) else _build(model)
+    module = model if isinstance(model, nn.Module) else made_for_shapes(model)
     layers = describe(module)
     if not layers:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
@@ -117,7 +117,7 @@ def _count(
     return counter, given.sample_shape
 
 
-def _build(make: Callable[[], nn.Module]) -> nn.Module:
+def made_for_shapes(make: Callable[[], nn.Module]) -> nn.Module:
     """Make the model on meta, or with data if making it needs values (``linspace(...).tolist()``)."""
     try:
         return made_on_meta(make)
