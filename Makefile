@@ -12,6 +12,7 @@
 #   make check       format, lint, types, import directions, notebooks, documentation
 #   make docs        the documentation as a site, in out/site
 #   make zoo         hundreds of models of other libraries under five strategies; writes docs/models.md
+#   make matrix      the tests on simulated ranks with several versions of Python and torch; writes docs/versions.md
 #   make bench       all benchmarks and one table of them, in benchmarks/results
 #   make clean       remove .venv, caches and out
 #
@@ -33,7 +34,7 @@ ARGS ?=
 ifndef IN_CHECK
 .NOTPARALLEL:
 endif
-.PHONY: help install demo lab test test-full test-gpu test-cluster gpu sanitize zoo check docs format bench clean
+.PHONY: help install demo lab test test-full test-gpu test-cluster gpu sanitize zoo matrix check docs format bench clean
 .PHONY: check-format check-lint check-types check-user-types check-imports check-notebooks check-docs
 
 help:
@@ -109,6 +110,9 @@ $(STAMP_OF_ZOO): $(STAMP)
 
 zoo: $(STAMP_OF_ZOO)
 	@env OMP_NUM_THREADS=1 $(PY) -m tests.zoo $(ARGS)
+
+matrix: $(STAMP)
+	@$(PY) -m tools.matrix -m "$(ANYWHERE) and not slow and not $(REAL)" $(ARGS)
 
 # All of them run, two at a time, whatever the first one says.
 check: $(STAMP)
