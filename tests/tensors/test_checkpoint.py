@@ -177,3 +177,17 @@ def test_the_second_run_is_given_what_the_first_one_was(is_looked_at):
     for seen, grad in run_ranks(program, 2):
         assert len(seen) == 2 and seen[0] == seen[1] == [*[(wb.GlobalTensor, (4, 3))] * 2, (torch.Tensor, (3,))]
         torch.testing.assert_close(grad, 4 * (1 - torch.tanh(torch.full((4, 3), 2.0)) ** 2))
+
+
+def test_an_error_leaves_nothing_entered():
+    def program():
+        def fails(x):
+            raise ValueError("by the user's function")
+
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="B", requires_grad=True)
+        with pytest.raises(ValueError, match="by the user's function") as caught:
+            held_before(fails, x)
+        left = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return left, caught.value.__context__
+
+    assert run_ranks(program, 2) == [(None, None)] * 2

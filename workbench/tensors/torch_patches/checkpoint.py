@@ -62,6 +62,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
     triggers: list[torch.Tensor | None] = []
+    errors: list[BaseException] = []
     call = world.context.call
     given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     with local_torch():
@@ -75,7 +76,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         trigger = _RecomputeTrigger.apply(torch.zeros((), device=world.device, requires_grad=True))
         if not triggers:
             triggers.append(trigger)
-            return function(*inputs, **named)
+            try:
+                return function(*inputs, **named)
+            except BaseException as error:  # noqa: BLE001 - raised below: torch before 2.13 would keep its hooks entered
+                errors.append(error)
+                return None
         with hidden_from_modes():
             inputs, named = _wrapped(specs, inputs, named)
         before = _generator_state(world)
@@ -92,6 +97,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = _original(with_trigger, *args, **options)
     # The trigger's saved tensors keep this function alive, so the function must not hold the trigger.
     trigger, triggers[0] = triggers[0], None
+    if errors:
+        raise errors.pop()
     if trigger is not None and trigger.requires_grad:
         _start_at_the_end(result, trigger)
     return result

@@ -36,7 +36,8 @@ class TorchRecording:
 
     def __init__(self, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self._profile, self._times_s = profile(activities=activities), list[float]()
+        # There is one cycle. Without acc_events, torch before 2.13 warns that a second one would clear the events.
+        self._profile, self._times_s = profile(activities=activities, acc_events=True), list[float]()
         self.problem = ""
 
     def start(self) -> None:
