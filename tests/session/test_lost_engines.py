@@ -3,13 +3,14 @@
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.timeouts import WAIT_TIMEOUT_S
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.core.strategy import Strategy
 from workbench.errors import NotStartedError, SessionError
 from workbench.session.comparison.comparison import Comparison
@@ -57,9 +58,18 @@ def assert_runs(panel, comparison):
 
 
 def kill(session, rank):
-    """As when the machine runs out of memory; the panel has had no notice."""
+    """As when the machine runs out of memory; the panel has had no notice. With torch for CUDA it takes a moment."""
     (pid,) = session.run("import os; os.getpid()", ranks=[rank]).values
+    engine = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: has_ended(engine), "the end of the engine")
+
+
+def has_ended(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_after_a_restart_the_job_is_sent_again(own_session, panel, comparison):
