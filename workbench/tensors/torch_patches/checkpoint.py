@@ -121,8 +121,8 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> A
 def _start_at_the_end(result: Any, trigger: torch.Tensor) -> None:
     """Read the trigger before the first node of a result runs, once per backward.
 
-    The hooks hold the trigger, a tensor, and not its node: in torch 2.11 a node of a function in Python loses what it
-    saved together with the last tensor that it made.
+    The hooks hold the trigger, a tensor, and not its node: before torch 2.13 a node of a function in Python loses what
+    it saved together with the last tensor that it made.
 
     Nodes older than the trigger get no hook: they belong to arguments that the function returns, and a hook would
     make a cycle of references.
