@@ -51,12 +51,13 @@ torch.autograd.graph._engine_run_backward
 torch.utils.checkpoint._allowed_determinism_checks_to_fns
 torch.utils.checkpoint._default_meta_extractor
 
-# Memory
+# Memory, and torch's profiler
 torch.UntypedStorage._cdata
 torch._C._construct_storage_from_data_pointer
 torch._C._storage_Use_Count
 torch.cuda.memory._record_memory_history
 torch.cuda.memory._snapshot
+torch.autograd._profiler_enabled
 
 # Operators and their schemas
 torch._C._jit_get_schemas_for_operator
