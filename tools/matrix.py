@@ -89,6 +89,7 @@ def run(folder: Path, markers: str) -> Row:
         str(python),
         "-m",
         "pytest",
+        "--ignore=tests/tools/test_matrix.py",  # it wants rows that this run makes
         "-q",
         "-rfE",
         "--tb=short",

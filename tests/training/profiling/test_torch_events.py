@@ -72,7 +72,7 @@ def test_events_are_on_the_clock_of_the_rank(capfd):
 
 def test_a_profiler_of_the_users_own_is_left_in_peace():
     recording = TorchRecording(torch.device("cpu"))
-    with torch.profiler.profile(acc_events=True) as own:  # torch before 2.13 warns without
+    with torch.profiler.profile() as own:
         recording.start()
         torch.ones(3) + 1
         recording.stop()
