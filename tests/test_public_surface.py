@@ -74,7 +74,6 @@ def test_an_untyped_signature_is_found() -> None:
 def test_the_tree_of_errors_has_every_error() -> None:
     tree = str(wb.errors.__doc__).partition("Messages")[0]
     classes = [value for value in vars(wb.errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
-    classes = [value for value in classes if not issubclass(value, Warning)]
     bases = {one: [base.__name__ for base in one.__bases__ if base.__module__ == "builtins"] for one in classes}
     expected = {(one.__name__, ", ".join(bases[one]).replace("Exception", "")) for one in classes}
     assert set(re.findall(r"^[ │├└─]+(\w+(?:Error|Aborted|Warning))(?: \((\w+)\))?", tree, re.MULTILINE)) == expected

@@ -160,6 +160,7 @@ def test_a_library_that_a_killed_compiler_left_is_made_again(monkeypatch, tmp_pa
     assert not library.exists()
 
 
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor uses deprecated functions of torch
 def test_inductor_trains_alike():
     torch.manual_seed(0)
