@@ -53,11 +53,12 @@ torch.utils.checkpoint._default_meta_extractor
 
 # Memory, and torch's profiler
 torch.UntypedStorage._cdata
+torch._C._autograd._enable_record_function
+torch._C._autograd._profiler_enabled
 torch._C._construct_storage_from_data_pointer
 torch._C._storage_Use_Count
 torch.cuda.memory._record_memory_history
 torch.cuda.memory._snapshot
-torch.autograd._profiler_enabled
 
 # Operators and their schemas
 torch._C._jit_get_schemas_for_operator
