@@ -85,21 +85,9 @@ def run(folder: Path, markers: str) -> Row:
     asked = subprocess.run([python, "-c", _ASK], cwd=ROOT, env=variables, check=True, capture_output=True, text=True)
     version, torch, build = (*asked.stdout.split(), "PyPI")[:3]
     log = OUT / f"python-{version}-torch-{torch}-{build}.log"
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "--ignore=tests/tools/test_matrix.py",  # it wants rows that this run makes
-        "-q",
-        "-rfE",
-        "--tb=short",
-        "-n",
-        "auto",
-        "--dist",
-        "loadfile",
-        "-m",
-        markers,
-    ]
+    own = "--ignore=tests/tools/test_matrix.py"  # it wants rows that this run makes
+    options = ["-q", "-rfE", "--tb=short", "-n", "auto", "--dist", "loadfile", own]
+    command = [str(python), "-m", "pytest", *options, "-m", markers]
     OUT.mkdir(parents=True, exist_ok=True)
     print(f"==> Python {version}, torch {torch}+{build}: {log.relative_to(ROOT)}", flush=True)
     with log.open("w") as file:
