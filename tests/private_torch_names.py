@@ -136,8 +136,9 @@ torch.utils._pytree.tree_map
 torch.utils._pytree.tree_map_only
 torch.utils._pytree.tree_unflatten
 
-# Processes and files
+# Processes and files, and scripts that are written for torch alone
 torch._C._distributed_c10d.TCPStore
+torch.distributed.algorithms._checkpoint.checkpoint_wrapper
 torch.distributed.checkpoint.filesystem._StorageInfo
 torch.distributed.distributed_c10d._abort_process_group
 torch.distributed.distributed_c10d._world.pg_names
