@@ -56,6 +56,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             mean = value.item() / dist.get_world_size()
             print(f"step {step}  loss {mean:.8g}", flush=True)
+    dist.barrier()  # gloo's threads free the last tensors while Python still runs
     dist.destroy_process_group()
 
 
