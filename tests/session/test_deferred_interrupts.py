@@ -139,6 +139,35 @@ class TestEngines:
         )
         assert session.run("globals().get('kept')").values == [None, 7]
 
+    @pytest.mark.parametrize("slow", ["_publish_execute_input", "finish_metadata", "init_metadata"])
+    def test_an_interrupt_around_the_code_of_a_cell_costs_no_engine(self, session, slow):
+        """The kernel reads the request, or writes the reply: an interrupt there left it without one."""
+        kernel = "get_ipython().kernel"
+        session.run(
+            f"import time\nkept, plain = 7, {kernel}.{slow}\ndef slowly(*args):\n    time.sleep(0.5)\n"
+            f"    return plain(*args)\n{kernel}.{slow} = slowly"
+        )
+        threading.Timer(0.25, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt, match=r"(?s)^(?!.*killed)"):
+            session.run("ran = 1\nif wb.rank() >= 0 and plain.__name__ != 'finish_metadata':\n    while True: pass")
+        session.run(f"del {kernel}.{slow}")
+        assert session.run("kept").values == [7, 7]
+
+    @pytest.mark.parametrize("slow", ["kernel.do_apply", "showtraceback"])
+    def test_an_interrupt_around_a_call_costs_no_engine(self, session, slow):
+        """The second comes while the kernel handles the first: nothing replied then."""
+        session.run(
+            f"import time\nkept, plain = 7, get_ipython().{slow}\ndef slowly(*args, **kwargs):\n    time.sleep(0.8)\n"
+            f"    return plain(*args, **kwargs)\nget_ipython().{slow} = slowly"
+        )
+        call = session.submit(_run_on)
+        time.sleep(0.2)
+        call.cancel()
+        with pytest.raises(CellError, match=r"(?s)^(?!.*killed)"):
+            call.result(WAIT_TIMEOUT_S)
+        session.run(f"get_ipython().{slow} = plain")
+        assert session.run("kept").values == [7, 7]
+
     @pytest.mark.slow
     def test_an_import_that_hangs_ends_with_its_engine_after_a_while(self, session, hanging, monkeypatch):
         monkeypatch.setattr(run, "IMPORT_LIMIT_S", 2.0)
@@ -163,6 +192,11 @@ class TestEngines:
         session.run(program)
         loaded = session.run("[name for name in set(sys.modules) - before if name.startswith('sympy')]").values
         assert loaded == [[], []]
+
+
+def _run_on():
+    while True:
+        time.sleep(0.01)
 
 
 def _import_slow():

@@ -1,4 +1,10 @@
-"""Defers an interrupt to the end of an import. A package whose import breaks off may never work in this process again.
+"""Defers an interrupt to where it does no harm: out of imports, and into the code of a request.
+
+A kernel catches an interrupt of the code that it runs. One that comes while it reads the request or writes the reply
+ends this instead: nobody gets a reply, and the engine, which seems to be stuck, would be killed with its variables. So
+such an interrupt waits for the code of the request, or is forgotten with a request that has run.
+
+A package whose import breaks off may never work in this process again.
 
 Python forgets a package whose import has failed, but keeps its submodules that were complete. The next import finds
 them loaded and does not set them on the new package: ``module 'sympy' has no attribute 'core'``, until the process
@@ -14,12 +20,15 @@ from __future__ import annotations
 
 import _frozen_importlib
 import contextlib
+import functools
 import importlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 #: torch checks the shapes of results with it, so the first product loads it.
@@ -30,26 +39,74 @@ IDLE_S = 2.0
 _names: list[str] = []
 """The modules that the main thread is importing, outermost first."""
 _is_interrupted = False
+_interruptible: set[CodeType] = set()
+"""Functions whose callers catch an interrupt; where there are none, all code is interruptible."""
 
 
 def install(kernel: Any) -> None:
-    """Defer interrupts of requests during imports, and load in idle time what the first operation needs."""
+    """Defer interrupts that would end no code of a request, or an import, and load in idle time what the first
+    operation needs."""
     _count_imports()
-    plain_before, plain_after = kernel.pre_handler_hook, kernel.post_handler_hook
     idle_since_s = [math.inf]
 
+    # They replace hooks that set SIGINT's plain handler for a moment.
     def before() -> None:
         idle_since_s[0] = math.inf
-        plain_before()
+        _forget_interrupt()
         signal.signal(signal.SIGINT, interrupt)
 
     def after() -> None:
-        plain_after()
         idle_since_s[0] = time.monotonic()
 
     kernel.pre_handler_hook, kernel.post_handler_hook = before, after
-    signal.signal(signal.SIGINT, interrupt)  # of this request, whose end restores what was before
     _load_when_idle(lambda: idle_since_s[0])
+    run_cell, events = kernel.shell.run_cell_async, kernel.shell.events
+
+    async def run_cell_async(*args: Any, **kwargs: Any) -> Any:
+        raise_deferred()
+        return await run_cell(*args, **kwargs)
+
+    _interruptible.add(run_cell_async.__code__)
+    kernel.shell.run_cell_async = functools.wraps(run_cell)(run_cell_async)
+    kernel.do_apply = _catching(kernel.do_apply, lambda: _interrupted_reply(kernel))
+    events.trigger = _catching(events.trigger, lambda: None)
+    signal.signal(signal.SIGINT, interrupt)  # already of this request
+
+
+def _catching(function: Callable[..., Any], result_if_interrupted: Callable[[], Any]) -> Callable[..., Any]:
+    """Let interrupts end a function. Two may come: the second ends the function while it handles the first."""
+    _interruptible.add(function.__code__)
+
+    @functools.wraps(function)
+    def catching(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            return result_if_interrupted()
+
+    return catching
+
+
+def _interrupted_reply(kernel: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """What ``do_apply`` returns for a function that was interrupted."""
+    told = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": []}
+    return {**told, "engine_info": kernel.get_engine_info(method="apply")}, []
+
+
+def raise_deferred() -> None:
+    """Raise an interrupt that has come since the request began. Call it first in the code of a request.
+
+    Raises:
+        KeyboardInterrupt: there was one.
+    """
+    if _is_interrupted:
+        _forget_interrupt()
+        raise KeyboardInterrupt
+
+
+def _forget_interrupt() -> None:
+    global _is_interrupted
+    _is_interrupted = False
 
 
 def importing() -> str:
@@ -59,16 +116,23 @@ def importing() -> str:
     return ""
 
 
-def interrupt(signal_number: int, frame: Any) -> None:
-    """Handle SIGINT: raise KeyboardInterrupt, or record it for the end of the import.
+def interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT: raise KeyboardInterrupt, or record it for the end of the import or the code of the request.
 
     Raises:
-        KeyboardInterrupt: the main thread imports no module now.
+        KeyboardInterrupt: the main thread imports no module now, and runs the code of a request.
     """
     global _is_interrupted
-    if not _names:
+    if not _names and _is_in_code(frame):
         raise KeyboardInterrupt
     _is_interrupted = True
+
+
+def _is_in_code(frame: FrameType | None) -> bool:
+    """Whether an interrupt here is caught and gets a reply."""
+    while frame is not None and frame.f_code not in _interruptible:
+        frame = frame.f_back
+    return frame is not None or not _interruptible
 
 
 def _count_imports() -> None:
@@ -81,7 +145,6 @@ def _counted(load: Callable[..., Any], name_of: Callable[[Any], str]) -> Callabl
     main = threading.main_thread().ident
 
     def load_whole(what: Any, *others: Any) -> Any:
-        global _is_interrupted
         if threading.get_ident() != main:
             return load(what, *others)
         _names.append(name_of(what))
@@ -89,9 +152,8 @@ def _counted(load: Callable[..., Any], name_of: Callable[[Any], str]) -> Callabl
             return load(what, *others)
         finally:
             _names.pop()
-            if _is_interrupted and not _names:
-                _is_interrupted = False
-                raise KeyboardInterrupt
+            if not _names and _is_interrupted and _is_in_code(sys._getframe()):
+                raise_deferred()
 
     # Python leaves importlib's frames out of tracebacks, and does not count them for the stacklevel of a warning.
     load_whole.__code__ = load_whole.__code__.replace(co_filename=load.__code__.co_filename)
