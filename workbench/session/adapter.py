@@ -13,8 +13,10 @@ Private parts used, and why:
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import ipyparallel as ipp
 
 from workbench.session import protocol
+from workbench.session.held_interrupt import HeldInterrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,40 @@ class Event:
 
 
 class Request:
-    """One request to some ranks, with the queue of their events."""
+    """One request to some ranks, with the queue of their events.
+
+    Attributes:
+        interrupt: what holds interrupts of the main thread back until a run follows the request.
+    """
+
+    interrupt: HeldInterrupt | None = None
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._have_come = threading.Event()
+
+    @classmethod
+    @contextmanager
+    def sending(cls, ranks: Sequence[int]) -> Iterator[Request]:
+        """A new request; interrupts wait from here until a run follows it, or until it could not be sent."""
+        request = cls(ranks)
+        request.interrupt = HeldInterrupt()
+        try:
+            yield request
+        except BaseException:
+            request.interrupt.end()
+            raise
 
     def put(self, kind: str, rank: int, content: Any) -> None:
+        """Append an event; from any thread."""
         self.events.put(Event(kind, rank, content, time.monotonic()))
+        self._have_come.set()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until there are events that came after the last wait."""
+        self._have_come.wait(timeout_s)
+        self._have_come.clear()
 
     def attach(self, ranks: Sequence[int], result: ipp.AsyncResult) -> None:
         """Listen to the ranks of a result; runs on the client's I/O thread, before or after messages came."""
@@ -133,24 +162,24 @@ class Engines:
 
     def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Run code in the engines' namespace."""
-        request = Request(ranks)
-        result = self._view(request.ranks).execute(code, silent=False, block=False, label=str(tag))
-        self.client._io_loop.add_callback(request.attach, request.ranks, result)
+        with Request.sending(ranks) as request:
+            result = self._view(request.ranks).execute(code, silent=False, block=False, label=str(tag))
+            self.client._io_loop.add_callback(request.attach, request.ranks, result)
         return request
 
     def apply(self, ranks: Sequence[int], function: Callable, arguments: tuple, tag: protocol.CellTag) -> Request:
         """Call an importable function on the engines' main thread."""
-        request = Request(ranks)
-        self._send_call(request, ranks, function, arguments, tag)
+        with Request.sending(ranks) as request:
+            self._send_call(request, ranks, function, arguments, tag)
         return request
 
     def apply_each(
         self, ranks: Sequence[int], function: Callable, arguments: Sequence[tuple], tag: protocol.CellTag
     ) -> Request:
         """Call an importable function with each rank's own arguments."""
-        request = Request(ranks)
-        for rank, own in zip(ranks, arguments, strict=True):
-            self._send_call(request, [rank], function, own, tag)
+        with Request.sending(ranks) as request:
+            for rank, own in zip(ranks, arguments, strict=True):
+                self._send_call(request, [rank], function, own, tag)
         return request
 
     def signal(self, ranks: Sequence[int], name: str) -> dict[int, ControlCall]:

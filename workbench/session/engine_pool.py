@@ -31,6 +31,7 @@ from workbench.session.run import Listener, Outcome, Run
 from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
+_JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
 _MAX_NAMES = 12
@@ -138,6 +139,8 @@ class EnginePool:
         finally:
             self.active.discard(run)
             live.forget()
+            if request.interrupt is not None:
+                request.interrupt.end()
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         if self.losses.ranks:
@@ -291,7 +294,7 @@ class EnginePool:
             (rank, self.num_engines, store, self._device, sys.path, pids, on_hosts.get(rank)) for rank in self.ranks
         ]
         request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
-        outcome = self.follow(request, listener)
+        outcome = self.follow(request, listener, _JOIN_TIMEOUT_S)
         if outcome.stop_reason == "interrupt":
             raise Interrupted(outcome)
         if not outcome.ok:

@@ -6,7 +6,6 @@ returns within about two seconds, whatever the engines are doing. Only an import
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from ipyparallel.error import EngineError
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_PROBE_S, Divergence
+from workbench.session.held_interrupt import HeldInterrupt
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
 
@@ -157,6 +157,8 @@ class Run:
         error: BaseException | None = None
         while not self._finished():
             try:
+                if self._request.interrupt is not None:
+                    self._request.interrupt.release()
                 self._step()
             except KeyboardInterrupt:
                 self._waits_for_imports = not self._has_reported_import
@@ -197,12 +199,10 @@ class Run:
 
     def _step(self) -> None:
         """Handle the messages that have arrived, or wait until one arrives or a step is due."""
-        try:
-            self._handle(self._request.events.get(timeout=self._time_to_wait()))
-            while True:
+        self._request.wait(self._time_to_wait())
+        while not self._request.events.empty():
+            with HeldInterrupt():  # a reply that is taken is handled
                 self._handle(self._request.events.get_nowait())
-        except queue.Empty:
-            pass
         now = time.monotonic()
         self._listener.on_idle(now)
         self._decide(now)

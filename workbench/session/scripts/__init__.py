@@ -58,8 +58,8 @@ def script(
         RunError: a function that cannot be found.
 
     >>> text = wb.planner.script("*: data | zero=3", num_ranks=2)
-    >>> [line.strip() for line in text.splitlines() if "FILL IN" in line or "zero" in line][-1]
-    'raise NotImplementedError("FILL IN: dataset")'
+    >>> [line.strip() for line in text.splitlines() if "raise" in line and "dataset" in line]
+    ['raise NotImplementedError("FILL IN: dataset")']
     """
     if library not in LIBRARIES:
         raise RunError(f"script(library={library!r}): there are {' and '.join(LIBRARIES)}.")

@@ -58,7 +58,7 @@ def option_words(option: str) -> str:
 def row_words(row: Row, layers: Sequence[tuple[str, str | None]] | None) -> str:
     """What a row does. ``layers`` are those that it decides, with their splits; None if the model is not known.
 
-    >>> row_words(Row("fc*", "model"), [("fc1", "column"), ("fc2", "row")]).partition(",")[0]
+    >>> row_words(Row("fc*", "model"), [("fc1", "column")])
     'the model ranks share out the output features of fc1'
     """
     if layers is not None and not layers:

@@ -1,0 +1,97 @@
+"""An interrupt of the notebook while a request is sent: all ranks get it, and the loop that follows it stops it."""
+
+import signal
+import threading
+
+import pytest
+
+from tests.timeouts import WAIT_TIMEOUT_S
+from workbench.errors import CellError
+from workbench.session.adapter import Engines, Request
+from workbench.session.held_interrupt import HeldInterrupt
+from workbench.session.run import Run
+
+
+def test_an_interrupt_is_held_until_it_may_come():
+    reached = []
+
+    def work():
+        with HeldInterrupt():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("after it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["after it"]
+    with pytest.raises(KeyboardInterrupt):  # the handler is the one of before
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_without_an_interrupt_nothing_is_raised():
+    before = signal.getsignal(signal.SIGINT)
+    with HeldInterrupt() as held:
+        assert signal.getsignal(signal.SIGINT) is not before
+    held.release()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_of_the_context_passes_and_ends_the_holding():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="planned"), HeldInterrupt():
+        raise ValueError("planned")
+    with pytest.raises(ValueError, match="planned"), Request.sending([0]):
+        raise ValueError("planned")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_hold_nothing():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def hold():
+        with HeldInterrupt():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    thread.join(WAIT_TIMEOUT_S)
+    assert seen == [before]
+
+
+@pytest.mark.engines
+def test_a_join_that_is_interrupted_while_it_is_sent_reaches_all_ranks(session, monkeypatch):
+    session.run("kept = 5")
+    with pytest.raises(CellError):
+        session.run("while True: pass", timeout=0.2)  # so that the next request joins a new world
+    send, sent = Engines._send_call, []
+
+    def interrupted(self, request, ranks, *rest):
+        sent.append(ranks)
+        if len(sent) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return send(self, request, ranks, *rest)
+
+    monkeypatch.setattr(Engines, "_send_call", interrupted)
+    with pytest.raises((KeyboardInterrupt, CellError)):
+        session.run("1")
+    monkeypatch.undo()
+    assert len(sent) >= session.num_engines
+    assert session.run("kept", timeout=60).values == [5] * session.num_engines
+
+
+@pytest.mark.engines
+def test_an_interrupt_beside_a_reply_does_not_lose_it(session, monkeypatch):
+    handle, replies = Run._handle_reply, []
+
+    def interrupted(self, event):
+        replies.append(event.rank)
+        if len(replies) == 1:
+            signal.raise_signal(signal.SIGINT)
+        handle(self, event)
+
+    monkeypatch.setattr(Run, "_handle_reply", interrupted)
+    try:
+        assert session.run("2", timeout=60).values == [2] * session.num_engines
+    except (KeyboardInterrupt, CellError):
+        assert sorted(set(replies)) == list(range(session.num_engines))
+    monkeypatch.undo()
+    assert session.run("3", timeout=60).values == [3] * session.num_engines

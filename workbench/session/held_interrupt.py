@@ -1,0 +1,51 @@
+"""Interrupts of the notebook's main thread that wait until somebody can take them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class HeldInterrupt:
+    """Holds SIGINT back from its making to ``release``, which raises the KeyboardInterrupt; a context does both.
+
+    Between the sending of a request and the loop that follows it, an exception would leave ranks with a request that
+    nobody waits for. In other threads than the main one, which gets no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        found = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        self._before = found if callable(found) else None
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+
+    def end(self) -> bool:
+        """Stop holding; returns whether an interrupt came."""
+        before, self._before = self._before, None
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+        came, self._came = self._came, False
+        return came
+
+    def release(self) -> None:
+        """Stop holding, and raise what came meanwhile.
+
+        Raises:
+            KeyboardInterrupt: there was an interrupt.
+        """
+        if self.end():
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> HeldInterrupt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.release()
+        else:
+            self.end()
