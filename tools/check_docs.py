@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTERNAL = {"ipyparallel.readthedocs.io", "keepachangelog.com", "semver.org"}
+EXTERNAL = {"ipyparallel.readthedocs.io", "keepachangelog.com", "pytorch.org", "semver.org", "ui.perfetto.dev"}
 """Hosts that pages link to. Nobody visits them but a reader who clicks."""
 _LOADING = re.compile(
     r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="((?:https?:)?//[^"]+)"|url\([\'"]?(https?:[^)]*)|(@import[^;]*)'
