@@ -9,12 +9,15 @@ as the program ends. Where a test is about the start of a program, or about the 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.warm.client import read_at_load
 
 _NAME = "WORKBENCH_TEST_PYTHON"
 
@@ -24,6 +27,7 @@ def executable() -> str:
     if _NAME not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="workbench-warm-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "variables").write_text(json.dumps(read_at_load()), encoding="utf-8")
         client = Path(__file__).with_name("client.py")
         words = [sys.executable, "-IS", str(client), str(folder), str(os.getpid())]
         command = folder / "python"

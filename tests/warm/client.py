@@ -16,25 +16,29 @@ from pathlib import Path
 READ_AT_LOAD = ("PYTHON", "LD_", "MKL_", "MALLOC_", "TRITON_", "TORCHINDUCTOR_", "TORCH_LOGS")
 """Variables with these beginnings are read while an interpreter or a library loads. Of ``OMP_``, the number of
 threads matters, which the server sets."""
+READ_AT_USE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""But these are read when a program compiles; and a process that has compiled has them, whoever started it."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def read_at_load() -> list:
+def read_at_load() -> dict:
     """Those of this process, by name."""
-    return sorted([name, value] for name, value in os.environ.items() if name.startswith(READ_AT_LOAD))
+    names = [name for name in os.environ if name.startswith(READ_AT_LOAD) and name not in READ_AT_USE]
+    return {name: os.environ[name] for name in names}
 
 
 def connect(folder: Path, owner: str) -> socket.socket:
-    """A connection to the server, which the first of all commands starts."""
+    """A connection to the server, which the first of all commands starts, with the variables of the folder's owner."""
     connection = socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "socket").exists():
-            (folder / "variables").write_text(json.dumps(read_at_load()))
+            others = {name: value for name, value in os.environ.items() if name not in read_at_load()}
             with (folder / "log").open("w") as log:
                 server = subprocess.Popen(
                     [sys.executable, str(Path(__file__).with_name("server.py")), str(folder), owner],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                    env=others | json.loads((folder / "variables").read_text()),
                 )  # fmt: skip
             server.stdout.readline()
     connection.connect(str(folder / "socket"))

@@ -46,13 +46,24 @@ def test_programs_do_the_same(name: str, tmp_path: Path) -> None:
     assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
 
 
-def test_torch_is_there_unless_variables_are_read_while_it_loads() -> None:
+def test_torch_is_there_unless_variables_are_read_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")  # as it is where this process has compiled something
     program = ["-c", "import sys; print('torch' in sys.modules, sys.executable)"]
     for variables, is_there, python in (({}, True, executable()), ({"PYTHONHASHSEED": "5"}, False, sys.executable)):
         done = subprocess.run(
             [executable(), *program], env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True
         )
         assert done.stdout.split() == [str(is_there), python]
+
+
+def test_the_first_program_does_not_choose_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORKBENCH_TEST_PYTHON")
+    program = ["-c", "import sys; print('torch' in sys.modules)"]
+    for variables, is_there in (({"PYTHONHASHSEED": "5"}, "False\n"), ({}, "True\n")):
+        done = subprocess.run(
+            [executable(), *program], env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True
+        )
+        assert done.stdout == is_there
 
 
 def test_a_signal_reaches_the_program_which_ends_with_its_command() -> None:
