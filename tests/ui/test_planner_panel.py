@@ -7,12 +7,14 @@ import threading
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
+from workbench.planner import layer_costs
 from workbench.planning.plan import Plan
 from workbench.ui.planning.machine_factors import MachineFactors, factor_text, machine_number
 from workbench.ui.planning.plan_html import PricedPlan, priced_plan_html
@@ -47,6 +49,22 @@ def words(html: str) -> str:
 def ask(part: StrategyEditor) -> None:
     part.controls.planned.click()
     wait_until(lambda: not part.planner.is_searching and part.planner.box.value != "")
+
+
+def test_a_run_that_compiles_its_step_is_predicted_and_planned_so():
+    compiles = [False]
+    predictor = Predictor(MACHINE, 32, compiles=lambda: compiles[0])
+    plain = layer_costs(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Tanh(), nn.GELU(), nn.Linear(8, 8)), (2, 8))
+    predictor.costs = plain
+    strategy = Strategy("data").resolve(plain.layers, 2)
+    found = []
+    for compiles[0] in (False, True):
+        shown = predictor.predict(strategy, False)
+        assert not isinstance(shown, str)
+        assert search_for(predictor, 2, "fp32").problem.software.fuses == compiles[0]
+        found.append(shown.estimate.step_s)
+    assert found[1] < found[0]
+    assert shown.before is not None and shown.before.step_s == found[0]
 
 
 # ---- searching ------------------------------------------------------------------------------------------------------

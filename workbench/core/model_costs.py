@@ -51,6 +51,8 @@ class OpCost:
             boxed in between.
         passing_bytes: inputs and results of its backward, except saved tensors and gradients of weights.
         attention: its sizes, if it is attention.
+        fused_bytes: read and written by its forward and its backward, matrix products left out, where it is one program
+            with its neighbours, as in a compiled step; None if not counted.
     """
 
     name: str
@@ -63,6 +65,7 @@ class OpCost:
     again_bytes: float = 0.0
     passing_bytes: float = 0.0
     attention: AttentionSize | None = None
+    fused_bytes: tuple[float, float] | None = None
 
     @property
     def is_matmul(self) -> bool:

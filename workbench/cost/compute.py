@@ -2,6 +2,8 @@
 
 product   max(flops / (rate k / (k + k0)), moved bytes / memory bandwidth) + weights / their bandwidth + start
 others    moved bytes / memory bandwidth + start
+
+In a compiled step the others of one program share what they read and write, and what they compute remains.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Rates:
         usual_flops_per_s: the rate for which the hardware's ``matmul_half_size`` holds: in 16 bits if there is such a
             rate. The fixed part of a product is the same at every precision, so the half size grows with the rate.
         casts: whether operands of products are written again in 8 bits, plain and transposed.
+        fuses: whether functions between two products are one program.
         scale: bytes of an element at this precision, over those at which the works were counted.
     """
 
@@ -45,9 +48,10 @@ class Rates:
     usual_flops_per_s: float
     scale: float = 1.0
     casts: bool = False
+    fuses: bool = False
 
     @classmethod
-    def of(cls, hardware: Hardware, precision: str, scale: float) -> Rates:
+    def of(cls, hardware: Hardware, precision: str, scale: float, fuses: bool = False) -> Rates:
         """Rates of a precision.
 
         Raises:
@@ -62,7 +66,7 @@ class Rates:
             )
         rates = hardware.matmul_flops_per_s
         usual = rates.get("bf16", rates.get("fp16", rate))
-        return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8")
+        return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8", fuses)
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
         """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name has its own
@@ -103,7 +107,7 @@ def forward_s(
         moved = work.moved_bytes * share
         product_s = rates.product_s(work.flops * share, work.inner / inner_parts, moved, work.name)
         return product_s + rates.operands_s(weight_bytes, moved, work.name)
-    return _moving_s(work, work.moved_bytes * share, rates)
+    return _moving_s(work, work.moved_bytes, rates, share, 0)
 
 
 def backward_s(
@@ -124,8 +128,8 @@ def backward_s(
     """
     share = samples / parts
     if not work.is_matmul:
-        counted = work.backward_bytes
-        return _moving_s(work, (_BACKWARD_MOVES * work.moved_bytes if counted is None else counted) * share, rates), 0.0
+        moved = _BACKWARD_MOVES * work.moved_bytes if work.backward_bytes is None else work.backward_bytes
+        return _moving_s(work, moved, rates, share, 1), 0.0
     flops, moved = work.flops * share, work.moved_bytes * share
     inner = work.inner / inner_parts
     first = flops * (_FLASH_BACKWARD if work.name == FLASH else 1.0)
@@ -137,6 +141,13 @@ def backward_s(
     )
 
 
-def _moving_s(work: OpCost, moved_bytes: float, rates: Rates) -> float:
-    """Seconds of a function that is not a product. A view moves nothing and starts nothing."""
-    return rates.memory_s(moved_bytes, work.name) + rates.hardware.op_s if moved_bytes else 0.0
+def _moving_s(work: OpCost, moved_bytes: float, rates: Rates, share: float, way: int) -> float:
+    """Seconds of a function that is not a product, in forward (0) or backward (1). A view moves nothing and starts
+    nothing.
+    """
+    alone_s = rates.memory_s(moved_bytes * share, work.name)
+    if not rates.fuses or work.fused_bytes is None:
+        return alone_s + rates.hardware.op_s if moved_bytes else 0.0
+    fused = work.fused_bytes[way]
+    computed_s = max(0.0, alone_s - rates.memory_s(moved_bytes * share))  # what it takes longer than a copy
+    return computed_s + rates.memory_s(fused * share) + (rates.hardware.op_s if fused else 0.0)

@@ -39,6 +39,8 @@ class Software:
             them, and their sums take more memory.
         keeps_exponentials: with a vocabulary split over the model axis, the loss keeps logits and exponentials; else
             its kept bytes are counted with the model.
+        fuses: functions between two products are one program, as in a compiled step: a result that only they read is
+            not written.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
             attention.
     """
@@ -58,6 +60,7 @@ class Software:
     keeps_gathered: bool = True
     keeps_gradients: bool = False
     keeps_exponentials: bool = True
+    fuses: bool = False
     recompute: str = "full"
 
     def __post_init__(self) -> None:
@@ -86,6 +89,8 @@ class Software:
 
 WORKBENCH = Software()
 """The engines of this package."""
+COMPILED = Software("workbench, compiled", fuses=True)
+"""The same, with the step compiled."""
 
 
 def megatron(year: int, recompute: str = "full") -> Software:

@@ -82,7 +82,7 @@ def settings_of(
     """
     options = strategy.options
     scale = ITEMSIZES[options.precision] / ITEMSIZES[model.dtype]
-    rates = Rates.of(hardware, options.precision, scale)
+    rates = Rates.of(hardware, options.precision, scale, software.fuses)
     num_stages = strategy.num_stages
     settings = []
     for stage in range(num_stages):

@@ -149,6 +149,7 @@ def plan(
     precision: str | None = None,
     optimizer: str = "adamw",
     software: Software = WORKBENCH,
+    compile: bool = False,
     **constraints: Any,
 ) -> Plan:
     """The strategy with the best prediction for a model on a machine. The machine need not exist here.
@@ -166,6 +167,7 @@ def plan(
         precision: "fp32", "bf16" or "fp16". None: the model's.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: properties of the training program; default: the engines of this package.
+        compile: the step is compiled (``wb.capture``): functions between two products are one program.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, False, "attention",
             "cheap" or a number of blocks), ``sequence=`` (True or False),
@@ -188,7 +190,7 @@ def plan(
         memory_bytes=memory_bytes,
         precision=precision,
         optimizer=optimizer,
-        software=software,
+        software=replace(software, fuses=True) if compile else software,
         constraints=Constraints(**constraints),
     )
 

@@ -139,7 +139,9 @@ class Panel(widgets.VBox):
                 batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
                 collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
             )  # fmt: skip
-        predictor = Predictor(hardware, batch_size, offline_trainer.optimizer_name(optimizer_fn))
+        trained = trainer
+        optimizer = offline_trainer.optimizer_name(optimizer_fn)
+        predictor = Predictor(hardware, batch_size, optimizer, lambda: trained.compiles)
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._handle: Any = None
         self._timer: threading.Timer | None = None

@@ -22,6 +22,7 @@ from torch import fx
 from workbench.errors import CaptureWarning
 from workbench.kernels.operators import has_key, keyed
 from workbench.tensors.fake_mode import keep_device_guard
+from workbench.training.capture.channels_last import with_channels_last
 from workbench.training.capture.compile_cache import broken_library, one_process
 from workbench.training.capture.parts import drawn_keys, keys_first, replace_parts
 from workbench.training.capture.trace import Call, Slot, Trace
@@ -78,7 +79,7 @@ class Compiler:
         with _one_at_a_time, one_process(text):
             made = _shared.get(text)
             if made is None:
-                made = _shared[text] = _compile(graph, values)
+                made = _shared[text] = _compile(with_channels_last(graph, values), values)
         return made
 
     def failed(self, error: Exception) -> str:

@@ -26,6 +26,15 @@ class Entry:
     again_bytes: float = 0.0
     passing_bytes: float = 0.0
     attention: AttentionSize | None = None
+    fused_bytes: float = 0.0
+    fused_backward_bytes: float = 0.0
+
+    def add_fused(self, size_bytes: float, is_backward: bool) -> None:
+        """Count what it reads or writes where it is one program with its neighbours."""
+        if is_backward:
+            self.fused_backward_bytes += size_bytes
+        else:
+            self.fused_bytes += size_bytes
 
     def work(self, num_samples: int) -> OpCost:
         """The work of one sample."""
@@ -39,6 +48,7 @@ class Entry:
             again_bytes=self.again_bytes / num_samples,
             passing_bytes=self.passing_bytes / num_samples,
             attention=self.attention,
+            fused_bytes=(self.fused_bytes / num_samples, self.fused_backward_bytes / num_samples),
         )
 
     @property

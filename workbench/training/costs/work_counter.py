@@ -28,6 +28,7 @@ from workbench.training.aten_functions import (
     name_of,
 )
 from workbench.training.costs.activation_reads import ActivationReads
+from workbench.training.costs.fusion import Fusion
 from workbench.training.costs.layer_calls import Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
 
@@ -64,6 +65,7 @@ class WorkCounter(TorchDispatchMode):
         self._order: list[str] = []
         self._reads = ActivationReads()
         self._calls = LayerCalls()
+        self._fusion = Fusion()
         self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
@@ -89,6 +91,7 @@ class WorkCounter(TorchDispatchMode):
                 handle.remove()
         if self._entries:  # nodes without a function of their own
             self._entries[-1].saved_bytes += sum(self._early.values())
+        self._fusion.end()
 
     def go_backward(self, result: Any) -> None:
         """Run backward from every tensor of a result that takes gradients. The first gradients count for no layer."""
@@ -216,6 +219,10 @@ class WorkCounter(TorchDispatchMode):
             entry.attention = attention_size(func, args, kwargs or {})
         entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
+        if entry.flops or entry.inner or entry.name == ATTENTION:
+            self._fusion.record_product(inputs, outputs)
+        elif entry.moved_bytes:
+            self._fusion.record(entry, False, *self._counted(func, inputs, outputs))
         if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):
             self._record_output(entry.layer, outputs)
         return out
@@ -232,8 +239,14 @@ class WorkCounter(TorchDispatchMode):
         entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
         is_product = func._overloadpacket in flop_registry or func._overloadpacket is BY_EXPERT
         if is_product or name_of(func, inputs) == ATTENTION:
+            self._fusion.record_product(inputs, outputs)
             return
-        entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
+        moved = self._moved(func, inputs, outputs)
+        entry.backward_bytes += max(0.0, moved - sum(map(_bytes, of_weights.values())))
+        if moved:
+            reads, makes = self._counted(func, inputs, outputs)
+            makes = {at: (0.0 if at in of_weights else size, tensor) for at, (size, tensor) in makes.items()}
+            self._fusion.record(entry, True, reads, makes)
 
     def _is_cast_of_weight(self, is_forward: bool, inputs: Mapping[int, torch.Tensor], out: torch.Tensor) -> bool:
         """Whether autocast casts a weight or its gradient, which a batch has once. The copy counts as the layer's
@@ -294,9 +307,16 @@ class WorkCounter(TorchDispatchMode):
         is_written = func._schema.is_mutable
         if "empty" in func.__name__ or (not is_written and set(outputs) <= set(inputs)):
             return 0.0
-        read = sum(_bytes(tensor) for storage, tensor in inputs.items() if storage not in self._owners)
-        written = sum(map(_bytes, outputs.values()))
-        return float(read + written * (2 if name_of(func, inputs) == "embedding" else 1))
+        reads, makes = self._counted(func, inputs, outputs)
+        return sum(reads.values()) + sum(size for size, _ in makes.values())
+
+    def _counted(
+        self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, float], dict[int, tuple[float, torch.Tensor]]]:
+        """Bytes of what a function reads, parameters left out, and of what it makes, by address."""
+        reads = {address: float(_bytes(one)) for address, one in inputs.items() if address not in self._owners}
+        times = 2 if name_of(func, inputs) == "embedding" else 1
+        return reads, {address: (float(times * _bytes(one)), one) for address, one in outputs.items()}
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a saved tensor as ``ActivationMeter`` does: distinct storages, no parameters, expanded tensors too."""

@@ -33,6 +33,7 @@ def search_for(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
         predictor.batch_size,
         precision=precision,
         optimizer=predictor.optimizer,
+        software=predictor.software,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from workbench.core.model_costs import ModelCosts
@@ -9,6 +10,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate, SentBytes, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import known_machines, load_hardware
+from workbench.cost.software import COMPILED, WORKBENCH, Software
 from workbench.errors import StrategyError
 from workbench.ui.planning.machine_factors import MachineFactors
 from workbench.ui.planning.prediction_pictures import Prediction
@@ -27,6 +29,7 @@ class Predictor:
         hardware: a machine, its name or its file; None if unknown.
         batch_size: samples per step.
         optimizer: "adamw", "adam", "momentum" or "sgd".
+        compiles: whether the next run compiles its step.
 
     Attributes:
         machine: the unchanged machine; ``assumed`` has the sliders' factors, ``hardware`` is the machine with them.
@@ -36,7 +39,14 @@ class Predictor:
         HardwareError: no such machine or file.
     """
 
-    def __init__(self, hardware: Hardware | str | None, batch_size: int, optimizer: str = "momentum") -> None:
+    def __init__(
+        self,
+        hardware: Hardware | str | None,
+        batch_size: int,
+        optimizer: str = "momentum",
+        compiles: Callable[[], bool] = bool,
+    ) -> None:
+        self._compiles = compiles
         self.machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
         self.assumed = MachineFactors()
         self.batch_size, self.optimizer = batch_size, optimizer
@@ -48,7 +58,7 @@ class Predictor:
         )
         self.costs: ModelCosts | None = None
         self.problem = "counting what the layers cost\u2026"
-        self._last: tuple[ResolvedStrategy, Hardware, Estimate] | None = None
+        self._last: tuple[ResolvedStrategy, Hardware, bool, Estimate] | None = None
         self._last_sent: tuple[ResolvedStrategy, ModelCosts, SentBytes | None] | None = None
         self._before: Estimate | None = None
         self._before_label = _CHANGED
@@ -57,6 +67,11 @@ class Predictor:
     def hardware(self) -> Hardware | None:
         """The machine of the predictions."""
         return None if self.machine is None else self.assumed.of(self.machine)
+
+    @property
+    def software(self) -> Software:
+        """The program of the next run."""
+        return COMPILED if self._compiles() else WORKBENCH
 
     @property
     def memory_bytes(self) -> float | None:
@@ -92,6 +107,7 @@ class Predictor:
                 hardware,
                 self.batch_size,
                 optimizer=self.optimizer,
+                software=self.software,
                 with_timeline=with_timeline and num_actions <= _MAX_ACTIONS,
             )
         except StrategyError as error:
@@ -115,16 +131,16 @@ class Predictor:
         """
         if self.missing:
             return self.missing
-        hardware, last = self.hardware, self._last
+        hardware, last, compiles = self.hardware, self._last, self._compiles()
         assert hardware is not None
-        if last is None or last[:2] != (resolved, hardware):
+        if last is None or last[:3] != (resolved, hardware, compiles):
             found = self.estimate(resolved)
             if found is None:
                 return self.problem
             self._compare_with_before(resolved)
-            self._last = last = (resolved, hardware, found)
+            self._last = last = (resolved, hardware, compiles, found)
         return Prediction(
-            counted(last[2], sent),
+            counted(last[3], sent),
             resolved,
             self._before,
             hardware.memory_bytes,
@@ -136,8 +152,8 @@ class Predictor:
         """If only the machine has changed, compare with the step on the unchanged machine."""
         if self._last is None:
             return
-        if self._last[0] != resolved:
-            self._before, self._before_label = self._last[2], _CHANGED
+        if (self._last[0], self._last[2]) != (resolved, self._compiles()):
+            self._before, self._before_label = self._last[3], _CHANGED
         elif self.assumed == MachineFactors():
             self._before = None
         else:

@@ -310,6 +310,7 @@ class RunsSection:
 
     def _on_compile(self, change: Any) -> None:
         self._trainer.compiles = bool(change["new"])
+        self._callbacks.changed()
 
     def _on_trace(self) -> None:
         name = f"{self._run_name()}-trace.json"
