@@ -246,6 +246,8 @@ PICTURES: dict[str, Drawing] = {
     "1f1b": schedule("1f1b", 4, 4),
     "interleaved": schedule("interleaved", 8, 4),
     "zero-bubble": schedule("zero_bubble", 4, 4),
+    "zero-bubble-v": schedule("zero_bubble_v", 8, 4),
+    "dualpipe-v": schedule("dualpipe_v", 8, 4),
     "hybrid": hybrid,
     "zero": zero,
     "experts": experts,

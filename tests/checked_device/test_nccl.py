@@ -16,8 +16,10 @@ from tests.checked_device.counts import counts_of_thread
 from tests.transport.nccl_ranks import CPU, run_over_nccl
 from tests.transport.played_nccl import Call, PlayedNccl
 from tests.transport.shared_ranks import assert_all_returned
+from workbench.core.options import VIRTUAL_SCHEDULES
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.world import current
+from workbench.training.pipelining import stage_ranks
 
 _DATA = torch.Generator().manual_seed(5)
 X, Y = torch.randn(16, 8, generator=_DATA), torch.randint(0, 8, (16,), generator=_DATA)
@@ -44,6 +46,8 @@ STRATEGIES = {
     "1f1b": _pipeline("1f1b"),
     "interleaved": _pipeline("interleaved"),
     "zero bubble": _pipeline("zero_bubble"),
+    "zero_bubble_v": _pipeline("zero_bubble_v"),
+    "dualpipe_v": _pipeline("dualpipe_v"),
     "mixed": {
         4: f"{STAGES.format('data', 'data')} | 2x2x1 mb=4 zero=2",
         8: f"{STAGES.format('model', 'model')} | 2x2x2 mb=4 1f1b zero=1",
@@ -106,7 +110,7 @@ def run_training(strategy, num_ranks, num_layers=8):
 def assert_trains(name, num_ranks):
     strategy = STRATEGIES[name]
     text = strategy if isinstance(strategy, str) else strategy[num_ranks]
-    num_layers = 2 * num_ranks if name == "interleaved" else 8
+    num_layers = 2 * num_ranks if name in VIRTUAL_SCHEDULES else 8
     for losses in assert_all_returned(run_training(text, num_ranks, num_layers)):
         assert losses == pytest.approx(plain_losses(num_layers), rel=1e-4)
 
@@ -186,6 +190,8 @@ PLANTED = {
         4,
         {(PlayedNccl, "new_group"): lambda *args, **options: None},
     ),
+    "a V has no channels": ("zero_bubble_v", 4, {(stage_ranks, "open_channels"): lambda *args: {}}),
+    "another V has no channels": ("dualpipe_v", 4, {(stage_ranks, "open_channels"): lambda *args: {}}),
 }
 
 
@@ -266,7 +272,7 @@ class Skipping(Tied):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"])
 def test_tied_weights_on_distant_stages(schedule, num_ranks):
     built = Tied(num_ranks)
     expected = F.cross_entropy(built(Y), Y)

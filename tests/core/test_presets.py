@@ -21,7 +21,7 @@ def test_blocks_stay_whole_while_there_are_enough(num_stages):
 
 def test_more_stages_than_blocks_cut_between_layers():
     assert sorted(set(stage_cuts(LAYERS, 6))) == list(range(6))
-    with pytest.raises(StrategyError, match="9 ranks, but the model has 8 layers"):
+    with pytest.raises(StrategyError, match="9 stages, but the model has 8 layers"):
         stage_cuts(LAYERS, 9)
 
 
@@ -61,6 +61,10 @@ def test_degrees_behind_a_pipeline_say_how_many_stages_there_are():
     assert (uneven.rows, str(uneven.options)) == (preset("pipeline", LAYERS, 2).rows, "2x1+1x1 mb=2 1f1b")
     rounds = strategy_of("pipeline | interleaved", LAYERS, 2).resolve(LAYERS, 2)
     assert (rounds.num_stages, rounds.degrees, rounds.num_micro_batches) == (4, (2, 1, 1), 4)
+    turning = strategy_of("pipeline | zero_bubble_v", LAYERS, 2).resolve(LAYERS, 2)
+    assert (turning.stages_by_slice(), turning.degrees, turning.num_micro_batches) == ([[0, 3], [1, 2]], (2, 1, 1), 4)
+    with pytest.raises(StrategyError, match=r"pipeline of 12 stages, but the model has \d layers"):
+        strategy_of("pipeline | dualpipe_v", LAYERS, 6)
 
 
 def test_a_strategy_is_given_as_a_file(tmp_path):

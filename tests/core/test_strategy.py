@@ -1,9 +1,11 @@
 """Strategies: text, patterns, mistakes, presets."""
 
 import pickle
+import re
 
 import pytest
 
+from workbench.core.options import V_SCHEDULES
 from workbench.core.presets import PRESETS, balanced_cuts, preset
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
@@ -171,7 +173,7 @@ def test_presets_fit_and_round_trip(name, num_ranks):
 
 
 def test_the_pipeline_preset_refuses_more_stages_than_layers():
-    with pytest.raises(StrategyError, match="5 ranks, but the model has 4 layers"):
+    with pytest.raises(StrategyError, match="5 stages, but the model has 4 layers"):
         preset("pipeline", LAYERS, 5)
 
 
@@ -279,6 +281,40 @@ def test_interleaved_stages_go_round_the_slices():
     mistakes = Strategy(f"{rows} | 3x1x1 interleaved").check(layers, 3)
     assert "3, but the rows use 4 stages; interleaved takes a multiple" in str(mistakes[0])
     assert "pipeline degree 2, but the rows use 4 stages" in str(Strategy(f"{rows} | 2x1x1 1f1b").check(layers, 2)[0])
+
+
+@pytest.mark.parametrize("schedule", V_SCHEDULES)
+def test_stages_of_a_v_go_forth_and_back(schedule):
+    layers = [Layer(str(k), "Linear", {"weight": (4, 4)}, 16) for k in range(6)]
+    rows = "; ".join(f"{k}: data@{k}" for k in range(4))
+    resolved = Strategy(f"{rows} | 2x1x2 mb=4 {schedule}").resolve(layers, 4)
+    assert [resolved.stage_ranks(stage) for stage in range(4)] == [[0, 1], [2, 3], [2, 3], [0, 1]]
+    assert resolved.stages_by_slice() == [[0, 3], [1, 2]]
+    wide = Strategy(f"{rows} | 1x2+1x1 mb=4 {schedule}").resolve(layers, 3)
+    assert [wide.stage_grid(stage) for stage in range(4)] == [[[0, 1]], [[2]], [[2]], [[0, 1]]]
+    assert Strategy(f"{rows} | {schedule}").resolve(layers, 4).degrees == (2, 2, 1)
+    assert Strategy(f"*: data | {schedule}").resolve(layers, 2).degrees == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "options", "num_ranks", "found", "fixes"),
+    [
+        (4, "4x1x1", 4, "pipeline degree 4, but the rows use 4 stages: {} puts 2 stages on each rank of .* takes 8",
+         ["use 2x2x1", "number the stages 0 to 7"]),
+        (3, "2x1x1", 2, "pipeline degree 2, but the rows use 3 stages: {} .* takes 4", ["number the stages 0 to 3"]),
+        (3, "", 2, "pipeline degree 2, but the rows use 3 stages: {} .* takes 4", ["number the stages 0 to 3"]),
+        (1, "2x1x1", 2, "pipeline degree 2, but the rows use 1 stage: {} .* takes 4", ["number the stages 0 to 3"]),
+        (6, "", 2, "6 stages on 2 ranks: {} puts 2 stages on each", ["number the stages 0 to 3"]),
+        (4, "2x1x1", 4, "2 x 1 x 1 = 2, but there are 4 ranks", ["use 2x2x1"]),
+    ],
+)  # fmt: skip
+def test_one_error_says_how_many_stages_a_v_takes(num_stages, options, num_ranks, found, fixes):
+    layers = [Layer(str(k), "Linear", {"weight": (4, 4)}, 16) for k in range(8)]
+    rows = "; ".join(f"{k}: data@{min(k, num_stages - 1)}" for k in range(8))
+    for schedule in V_SCHEDULES:
+        (mistake,) = Strategy(f"{rows} | {options} {schedule}").check(layers, num_ranks)
+        assert re.match(found.format(schedule), str(mistake)), mistake
+        assert list(mistake.fixes) == fixes
 
 
 def test_stages_of_different_width():

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from workbench.core.options import Options
+from workbench.core.options import SCHEDULES, V_SCHEDULES, Options
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.cost import schedule
+from workbench.cost import table_makespan
 from workbench.cost.memory import live_micro_batches
 from workbench.cost.schedule import makespan_s
 from workbench.pipeline.schedules import GENERATORS, Action, make_table
@@ -29,15 +29,15 @@ def simulated(
 
 CASES = [
     (schedule, ranks, virtual_stages, m, seed)
-    for schedule in ("gpipe", "1f1b", "zero_bubble", "interleaved")
+    for schedule in SCHEDULES
     for ranks in (1, 2, 3, 5)
-    for virtual_stages in ((1, 2, 3) if schedule == "interleaved" else (1,))
+    for virtual_stages in ((1, 2, 3) if schedule == "interleaved" else (2,) if schedule in V_SCHEDULES else (1,))
     for m in (1, 2, 3, 7, 10, 40)
     for seed in (0, 1)
 ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_makespan_is_that_of_the_simulated_table(schedule: str) -> None:
     for _, ranks, virtual_stages, m, seed in (case for case in CASES if case[0] == schedule):
         draw = random.Random(f"{ranks} {virtual_stages} {m} {seed}")
@@ -51,29 +51,34 @@ def test_makespan_is_that_of_the_simulated_table(schedule: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "virtual_stages", "m"), [("1f1b", 8, 1, 64), ("interleaved", 4, 3, 64)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "virtual_stages", "m"),
+    [("1f1b", 8, 1, 64), ("interleaved", 4, 3, 64), ("zero_bubble_v", 4, 2, 64), ("dualpipe_v", 4, 2, 64)],
+)
 def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, virtual_stages: int, m: int) -> None:
     draw = random.Random(0)
-    f, b = ([draw.uniform(1, 1.5) for _ in range(ranks * virtual_stages)] for _ in range(2))
-    none = [0.0] * len(f)
-    expected = simulated(schedule, ranks, m, f, b, none, 0.05)
-    assert makespan_s(schedule, ranks, m, f, b, none, 0.05) == pytest.approx(expected, rel=1e-9)
+    for _ in range(3):
+        f, b = ([draw.uniform(1, 1.5) for _ in range(ranks * virtual_stages)] for _ in range(2))
+        w = [draw.uniform(0.5, 1.5) if schedule in V_SCHEDULES else 0.0 for _ in f]
+        expected = simulated(schedule, ranks, m, f, b, w, 0.05)
+        assert makespan_s(schedule, ranks, m, f, b, w, 0.05) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_schedule_without_a_recurrence_runs_its_table(monkeypatch) -> None:
     """A new one needs none; here it is zero bubble under another name."""
-    monkeypatch.setattr(schedule, "make_table", lambda name, *sizes: make_table({"mine": "zero_bubble"}[name], *sizes))
+    mine = lambda name, *sizes: make_table({"mine": "zero_bubble"}[name], *sizes)  # noqa: E731
+    monkeypatch.setattr(table_makespan, "make_table", mine)
     seconds = [1.0, 1.5], [0.5, 1.0], [0.25, 0.5]
     assert makespan_s("mine", 2, 4, *seconds, 0.1) == pytest.approx(makespan_s("zero_bubble", 2, 4, *seconds, 0.1))
     assert makespan_s("mine", 2, 4, *seconds, 0.1) != pytest.approx(makespan_s("1f1b", 2, 4, *seconds, 0.1))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_that_share_cores_take_between_their_bounds(name: str) -> None:
     """One core: all work, one after the other. As many cores as ranks: the makespan. Between: not below either."""
     draw = random.Random(name)
-    for ranks, virtual_stages, m in ((1, 1, 3), (2, 1, 4), (4, 1, 4), (3, 2, 6), (4, 1, 9)):
-        if virtual_stages > 1 and name != "interleaved":
+    for ranks, virtual_stages, m in ((1, 1, 3), (2, 1, 4), (4, 1, 4), (3, 2, 6), (4, 1, 9), (2, 2, 5)):
+        if virtual_stages not in {"interleaved": (1, 2)}.get(name, (1 + (name in V_SCHEDULES),)):
             continue
         f, i, w = ([draw.uniform(0.2, 2) for _ in range(ranks * virtual_stages)] for _ in range(3))
         transfer = draw.uniform(0, 0.1)
@@ -110,19 +115,23 @@ def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("virtual_stages", [2, 3])
-def test_what_interleaved_stages_keep_is_what_their_table_has_at_its_fullest(ranks: int, virtual_stages: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("interleaved", 2), ("interleaved", 3), ("zero_bubble_v", 2), ("dualpipe_v", 2)]
+)
+def test_what_stages_keep_is_what_their_table_has_at_its_fullest(
+    ranks: int, schedule: str, virtual_stages: int
+) -> None:
     stages = ranks * virtual_stages
     layers = tuple(ResolvedLayer(str(stage), "data", None, stage) for stage in range(stages))
-    for m in (1, 2, ranks, ranks + 1, 2 * ranks, 3 * ranks):
-        options = Options((ranks, 1, 1), m, "interleaved")
-        found = live_micro_batches(ResolvedStrategy(layers, (ranks, 1, 1), options))
-        for rank, actions in enumerate(make_table("interleaved", stages, m, ranks)):
+    for m in (1, 2, ranks, ranks + 1, 2 * ranks, 3 * ranks, 5 * ranks):
+        resolved = ResolvedStrategy(layers, (ranks, 1, 1), Options((ranks, 1, 1), m, schedule))
+        found = live_micro_batches(resolved)
+        for own, actions in zip(resolved.stages_by_slice(), make_table(schedule, stages, m, ranks), strict=True):
             live, fullest = Counter[int](), Counter[int]()
             for action in actions:
-                live[action.stage] += 1 if action.kind == "F" else -1
+                live[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
                 fullest = live.copy() if live.total() > fullest.total() else fullest
-            assert found[rank::ranks] == [fullest[stage] for stage in range(rank, stages, ranks)], (m, rank)
+            assert [found[stage] for stage in own] == [fullest[stage] for stage in own], (m, own)
 
 
 def test_memory_of_a_schedule_of_ones_own_is_counted_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

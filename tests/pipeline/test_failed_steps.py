@@ -7,6 +7,7 @@ from torch import nn
 
 import workbench as wb
 from tests.processes import run_processes
+from workbench.core.options import VIRTUAL_SCHEDULES
 from workbench.errors import CollectiveAborted
 from workbench.pipeline.schedules import GENERATORS
 from workbench.testing import run_ranks
@@ -18,7 +19,7 @@ def make():
 
 
 def strategy(schedule):
-    stages = [0, 1, 2, 3] if schedule == "interleaved" else [0, 0, 1, 1]
+    stages = [0, 1, 2, 3] if schedule in VIRTUAL_SCHEDULES else [0, 0, 1, 1]
     layers = "; ".join(f"{layer}: data@{stage}" for layer, stage in zip((0, 2, 4, 5), stages, strict=True))
     return f"{layers} | 2x1x1 mb=4 {schedule}"
 

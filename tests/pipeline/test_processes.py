@@ -15,12 +15,14 @@ from workbench.training.pipelining.running_step import ValueReadWarning
 pytestmark = pytest.mark.procs
 
 TWO = "0: data; 2: data; 4: data@1; 6: data@1 | 2x1x1 mb=3 {}"
-ROUND = "0: data; 2: data@1; 4: data@2; 6: data@3 | 2x1x1 mb=3 interleaved"
+FOUR = "0: data; 2: data@1; 4: data@2; 6: data@3 | 2x1x1 mb={} {}"
 
 
 def train_under_every_schedule():
     differences = [training_equals_one_device("mlp", TWO.format(name), 2, 2) for name in ("1f1b", "zero_bubble")]
-    return max(max(pair) for pair in [*differences, training_equals_one_device("mlp", ROUND, 2, 2)])
+    for num_micro_batches, name in ((3, "interleaved"), (3, "zero_bubble_v"), (5, "dualpipe_v")):
+        differences.append(training_equals_one_device("mlp", FOUR.format(num_micro_batches, name), 2, 2))
+    return max(map(max, differences))
 
 
 @pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as published
 
+from workbench.core.options import V_SCHEDULES, VIRTUAL_SCHEDULES
 from workbench.pipeline.check import check_table
 from workbench.pipeline.schedules import GENERATORS, KINDS, Action, make_table
 
@@ -70,10 +71,35 @@ def test_equal_schedules_have_the_order_of_torch(size):
             assert make_table(name, num_ranks, num_micro_batches)[printed] == table[printed], name
 
 
+def merged(table):
+    """The actions as text, a backward where its two parts touch."""
+    rows = [published._merge_bw([published._Action.from_str(str(action)) for action in row]) for row in table]
+    return [[str(action) for action in row] for row in rows]
+
+
+def without_weights(table):
+    """The same; of gradients of weights alone, only that they are computed."""
+    return [["W" if "W" in text else text for text in row] for row in merged(table)]
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "num_ranks"), [(2, 2), (5, 2), (4, 4), (7, 4), (12, 4), (10, 5), (24, 8)]
+)
+def test_a_v_has_the_order_of_torch(num_micro_batches, num_ranks):
+    """Zero bubble but for the last gradients of weights, which have an order of their own; DualPipeV wholly."""
+    sizes = 2 * num_ranks, num_micro_batches, num_ranks
+    found = make_table("zero_bubble_v", *sizes)
+    theirs = published_table(published.ScheduleZBVZeroBubble, 2, num_micro_batches, num_ranks)
+    assert without_weights(found) == without_weights(theirs)
+    if num_micro_batches >= 2 * num_ranks:  # torch takes no fewer
+        theirs = published_table(published.ScheduleDualPipeV, 2, num_micro_batches, num_ranks)
+        assert merged(make_table("dualpipe_v", *sizes)) == merged(theirs)
+
+
 def test_torch_finds_no_mistake_in_any_table_of_ours():
     for schedule in GENERATORS:
         for stages_per_rank, num_micro_batches, num_ranks in SIZES:
-            num_stages = num_ranks * (stages_per_rank if schedule == "interleaved" else 1)
+            num_stages = num_ranks * {"interleaved": stages_per_rank}.get(schedule, 1 + (schedule in V_SCHEDULES))
             table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
             assert checked_by_torch(table, num_stages, num_micro_batches), (schedule, num_stages, num_micro_batches)
 
@@ -112,7 +138,7 @@ def test_both_checkers_refuse_the_same_damaged_tables():
     for _ in range(300):
         schedule = draw.choice([*GENERATORS])
         num_ranks, num_micro_batches = draw.randint(2, 4), draw.randint(1, 5)
-        num_stages = num_ranks * (2 if schedule == "interleaved" else 1)
+        num_stages = num_ranks * (2 if schedule in VIRTUAL_SCHEDULES else 1)
         table = damaged(make_table(schedule, num_stages, num_micro_batches, num_ranks), draw)
         found = check_table(table, num_stages, num_micro_batches)
         assert checked_by_torch(table, num_stages, num_micro_batches) == (not found), (schedule, found, table)

@@ -149,6 +149,8 @@ def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
     assert str(few.strategy.options) == "3x1x1 mb=2 1f1b"
     costs = list(few.costs_s.values())
     assert list(few.stages.values()) == fastest_partition(costs, 3, 2, "1f1b")
+    turned = wb.planner.partition_stages(model, F.mse_loss, *batch, 4, schedule="zero_bubble_v", num_repeats=1)
+    assert str(turned.strategy.options) == "2x1x1 zero_bubble_v" and set(turned.stages.values()) == {0, 1, 2, 3}
     with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
         wb.planner.partition_stages(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
     for number in (0, 2.5):
@@ -176,6 +178,11 @@ def test_of_many_cuts_a_descent_finds_one_no_slower_than_with_even_stages():
     costs = [2.0, *[4.0] * 16, 7.0]
     even, found = balanced_cuts(costs, 4), fastest_partition(costs, 4, 4, "1f1b")
     assert step_s(totals(costs, found, 4), 4, "1f1b") < step_s(totals(costs, even, 4), 4, "1f1b")
+
+
+def test_a_full_pipeline_in_a_v_goes_on_at_the_pace_of_its_slowest_rank():
+    longer, shorter = (step_s([3.0, 5.0, 4.0, 1.0], number, "zero_bubble_v") for number in (40, 39))
+    assert longer - shorter == 5.0 + 4.0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

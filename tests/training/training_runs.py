@@ -23,6 +23,7 @@ import workbench as wb
 from tests.models.training import whole
 from tests.models.zoo import WORDS
 from tests.models.zoo import make as make_transformer
+from workbench.core.options import VIRTUAL_SCHEDULES
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
@@ -129,10 +130,10 @@ def rows_of(model: nn.Module, options: str, parallel_of: Callable[[], str]) -> s
 
 
 def num_stages_of(options: str, num_layers: float = math.inf) -> int:
-    """As many as the options' first degree says; interleaved, two for every rank where there are layers for them."""
+    """As many as the options' first degree says, or two for every rank where the schedule and the layers allow it."""
     degrees = options.split()[0]
     stages = degrees.count("+") + 1 if "+" in degrees else int(degrees.partition("x")[0])
-    return 2 * stages if "interleaved" in options and 2 * stages <= num_layers else stages
+    return 2 * stages if {*options.split()} & {*VIRTUAL_SCHEDULES} and 2 * stages <= num_layers else stages
 
 
 def train(setup: Setup, model: nn.Module, optimizer: Any, run: Run, steps: range, graded: tuple[int, ...]) -> None:

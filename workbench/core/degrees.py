@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.core.options import Options, format_widths
+from workbench.core.options import V_SCHEDULES, Options, format_widths
 
 Found = tuple[str, tuple[str, ...]]
 """A message, and fixes."""
@@ -20,6 +20,8 @@ def mistakes_of_degrees(
     """
     pipeline, data, model = degrees
     product, widths = pipeline * data * model, options.widths
+    is_v = options.schedule in V_SCHEDULES and (num_stages, pipeline) != (1, 1)
+    num_slices = (num_stages + 1) // 2 if is_v else num_stages
     mistakes = list[Found]()
     if widths:
         total = sum(rows * columns for rows, columns in widths)
@@ -33,10 +35,12 @@ def mistakes_of_degrees(
             f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
             f"model must be the ranks"
         )
-        mistakes.append((message, (_fitting_degrees(num_stages, 1, num_ranks),)))
+        mistakes.append((message, (_fitting_degrees(num_slices, 1, num_ranks),)))
     datas = list(dict.fromkeys(data for data, _ in widths or ((data, model),)))
     mistakes += _mistakes_of_context(options, degrees, datas, num_ranks) + _mistakes_of_shards(options, datas)
     goes_round = options.schedule == "interleaved" and num_stages % pipeline == 0
+    if is_v:
+        return mistakes + _mistakes_of_a_v(options, degrees, num_stages, num_ranks)
     if pipeline > num_ranks:
         message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
         return [*mistakes, (message, (f"number the stages 0 to {num_ranks - 1}",))]
@@ -45,6 +49,22 @@ def mistakes_of_degrees(
         message += "; interleaved takes a multiple" * (options.schedule == "interleaved")
         mistakes.append((message, (_fitting_degrees(num_stages, model, num_ranks),)))
     return mistakes
+
+
+def _mistakes_of_a_v(options: Options, degrees: tuple[int, int, int], num_stages: int, num_ranks: int) -> list[Found]:
+    """Stages that are not two on each slice of the pipeline axis."""
+    pipeline, _, model = degrees
+    rule, stages = f"{options.schedule} puts 2 stages on each rank of the pipeline", f"stage{'s' * (num_stages > 1)}"
+    if pipeline > num_ranks:
+        message = f"{num_stages} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: {rule}"
+        return [(message, (f"number the stages 0 to {2 * num_ranks - 1}",))]
+    if num_stages == 2 * pipeline:
+        return []
+    message = f"pipeline degree {pipeline}, but the rows use {num_stages} {stages}: {rule}, so it takes {2 * pipeline}"
+    fixes = [f"number the stages 0 to {2 * pipeline - 1}"]
+    if num_stages % 2 == 0 and num_ranks % (num_stages // 2) == 0 and not options.widths:
+        fixes.insert(0, _fitting_degrees(num_stages // 2, model, num_ranks))
+    return [(message, tuple(fixes))]
 
 
 def _mistakes_of_context(

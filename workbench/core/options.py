@@ -13,7 +13,11 @@ from workbench.errors import StrategyError
 
 PRESETS = ("data", "model", "pipeline", "hybrid")
 """Names of strategies that are made for a model."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
+V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
+"""Schedules with two stages on each of P ranks, in a V: stages r and 2P - 1 - r on rank r."""
+VIRTUAL_SCHEDULES = ("interleaved", *V_SCHEDULES)
+"""Schedules with several stages on a rank."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 _OTHER_OPTIONS = (
     "recompute",

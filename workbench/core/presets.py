@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from workbench.core.compress_patterns import compress_patterns
-from workbench.core.options import PRESETS, parse_options
+from workbench.core.options import PRESETS, VIRTUAL_SCHEDULES, parse_options
 from workbench.core.rows import Layer, Row, in_order_of_calls
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
@@ -108,9 +108,9 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     """One of the classic strategies for a model.
 
     data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks (or as the degrees
-    among the options say; under ``interleaved`` two on every rank), cut by parameters; by ``gpipe`` where every cut
-    goes through layers that a forward comes back to. hybrid: the first layers data, the last ones (with most of the
-    parameters, usually) model parallel.
+    among the options say; two on every rank under schedules that take several), cut by parameters; by ``gpipe`` where
+    every cut goes through layers that a forward comes back to. hybrid: the first layers data, the last ones (with most
+    of the parameters, usually) model parallel.
 
     Args:
         options: words that say more than the preset, or something else: ``"mb=8 gpipe"``.
@@ -134,7 +134,7 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
     degree = given.degrees[0] if given.degrees else len(given.widths or range(num_ranks))
-    cuts = stage_cuts(layers, 2 * degree if given.schedule == "interleaved" else degree)
+    cuts = stage_cuts(layers, 2 * degree if given.schedule in VIRTUAL_SCHEDULES else degree)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
     schedule = "gpipe" if _comes_back(layers, cuts) else "1f1b"
     base = Options((degree, 1, 1), num_micro_batches=2 * degree, schedule=schedule)
@@ -156,7 +156,7 @@ def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
     """
     if num_stages > len(layers):
         raise StrategyError(
-            f"pipeline over {num_stages} ranks, but the model has {len(layers)} layers; each stage needs one."
+            f"pipeline of {num_stages} stages, but the model has {len(layers)} layers; each stage needs one."
         )
     kinds: list[tuple[Callable[[str], str], bool]]
     kinds = [(block_of, True), (_itself, True), (block_of, False), (_itself, False)]

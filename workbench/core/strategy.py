@@ -26,7 +26,7 @@ from typing import Any
 
 from workbench.core.degrees import mistakes_of_degrees
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
-from workbench.core.options import PRECISIONS, SCHEDULES, Options, parse_options
+from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
 from workbench.core.row_text import parse_rows
 from workbench.core.rows import Layer, Row, in_order_of_calls
 from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
@@ -84,13 +84,25 @@ class ResolvedStrategy:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages; under ``interleaved`` a multiple of the pipeline degree, else equal to it."""
+        """Pipeline stages; several on a rank under the schedules of ``VIRTUAL_SCHEDULES``, else one."""
         return max((layer.stage for layer in self.layers), default=0) + 1
+
+    def slice_of(self, stage: int) -> int:
+        """The slice of the pipeline axis on which a stage lies: stages go round the slices, or forth and back (V)."""
+        turn, place = divmod(stage, self.degrees[0])
+        return self.degrees[0] - 1 - place if turn % 2 and self.schedule in V_SCHEDULES else place
+
+    def stages_by_slice(self) -> list[list[int]]:
+        """The stages of every slice of the pipeline axis."""
+        found: list[list[int]] = [[] for _ in range(self.degrees[0])]
+        for stage in range(self.num_stages):
+            found[self.slice_of(stage)].append(stage)
+        return found
 
     def stage_width(self, stage: int) -> tuple[int, int]:
         """Data and model degree of a stage."""
         widths = self.options.widths
-        return widths[stage % len(widths)] if widths else self.degrees[1:]
+        return widths[self.slice_of(stage)] if widths else self.degrees[1:]
 
     def shard_groups(self, stage: int) -> int:
         """Into how many groups a stage's data ranks are cut, each of which holds all of ZeRO's shards."""
@@ -103,12 +115,9 @@ class ResolvedStrategy:
         return {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
 
     def stage_grid(self, stage: int) -> list[list[int]]:
-        """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis.
-
-        Stages go round the slices of the pipeline axis: stage ``k`` lies on slice ``k % pipeline degree``.
-        """
+        """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis."""
         data, model = self.stage_width(stage)
-        before = (self.stage_width(slice_) for slice_ in range(stage % self.degrees[0]))
+        before = (self.stage_width(slice_) for slice_ in range(self.slice_of(stage)))
         first = sum(rows * columns for rows, columns in before)
         return [[first + d * model + m for m in range(model)] for d in range(data)]
 
@@ -278,6 +287,8 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
         num_stages = next(
             (n for n in range(num_stages // 2, 0, -1) if num_stages % n == num_ranks % n == 0), num_stages
         )
+    if strategy.options.schedule in V_SCHEDULES:
+        num_stages = (num_stages + 1) // 2
     width = max(1, num_ranks // num_stages)
     uses_model = any(row.parallel == "model" for row in strategy.rows_of(layers))
     context = strategy.options.context

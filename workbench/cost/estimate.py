@@ -132,14 +132,13 @@ def combine(
     with_timeline: bool = False,
 ) -> Estimate:
     """A step from the prices of its stages: schedule, gradient reduction, optimizer, and memory at the peak."""
-    m, num_ranks, hardware = strategy.num_micro_batches, strategy.degrees[0], settings[0].hardware
+    m, hardware, slices = strategy.num_micro_batches, settings[0].hardware, strategy.stages_by_slice()
     stages = _with_statistics(stages, statistics_of(model, strategy, settings))
     hop_s, hop_bytes = _hops(model, strategy, settings)
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
     times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
-    makespan = makespan_s(strategy.schedule, num_ranks, m, *times, hop_s, hardware.alone_speedup)
-    slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
+    makespan = makespan_s(strategy.schedule, len(slices), m, *times, hop_s, hardware.alone_speedup)
     compute = [m * sum(stages[s].compute_s for s in mine) for mine in slices]
     boxing = [m * sum(stages[s].boxing_s for s in mine) for mine in slices]
     busy = [a + b for a, b in zip(compute, boxing, strict=True)]
@@ -166,7 +165,7 @@ def combine(
         gradient,
         bubble,
         update,
-        memory_of(stages, alive, m, num_ranks),
+        memory_of(stages, alive, m, slices),
         SentBytes(boxed, reduced),
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,

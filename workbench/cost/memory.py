@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
+from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.peaks import Alive
 from workbench.cost.stages import StagePrice
-from workbench.pipeline.check import max_live_micro_batches
+from workbench.pipeline.check import live_when_fullest
 from workbench.pipeline.schedules import make_table
 
 _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -17,14 +20,11 @@ _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     """For each stage, the number of micro-batches with live activations when its rank has most of them.
 
-    Stages that share a rank are not full at the same time. For a counted table, the rank's maximum is divided evenly
-    among them.
+    Stages that share a rank are not full at the same time.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
     if strategy.schedule not in _FORMULAS:
-        table = make_table(strategy.schedule, stages, m, ranks)
-        most = [max_live_micro_batches(table[stage % ranks]) for stage in range(stages)]
-        return [number * ranks / stages for number in most]
+        return list(_counted_in_table(strategy.schedule, stages, m, ranks))
     if strategy.schedule == "gpipe":
         return [float(m)] * stages
     if strategy.schedule == "zero_bubble":
@@ -32,6 +32,17 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     if stages == ranks:
         return [float(min(m, ranks - stage)) for stage in range(stages)]
     return [_live_of_interleaved(stage, ranks, stages // ranks, m) for stage in range(stages)]
+
+
+@lru_cache(maxsize=1024)
+def _counted_in_table(schedule: str, stages: int, num_micro_batches: int, ranks: int) -> list[float]:
+    """By stage, from the table; that of a V has its peak before three times as many micro-batches as ranks."""
+    few = min(num_micro_batches, 3 * ranks) if schedule in V_SCHEDULES else num_micro_batches
+    table = make_table(schedule, stages, few, ranks)
+    found: Counter[int] = Counter()
+    for actions in table:
+        found += live_when_fullest(actions)
+    return [float(found[stage]) for stage in range(stages)]
 
 
 def _live_of_interleaved(stage: int, ranks: int, virtual_stages: int, m: int) -> float:
@@ -44,14 +55,14 @@ def _live_of_interleaved(stage: int, ranks: int, virtual_stages: int, m: int) ->
 
 
 def memory_of(
-    stages: Sequence[StagePrice], alive: Sequence[float], num_micro_batches: int, num_ranks: int
+    stages: Sequence[StagePrice], alive: Sequence[float], num_micro_batches: int, slices: Sequence[Sequence[int]]
 ) -> tuple[Mapping[str, float], ...]:
-    """Bytes by kind of every rank of the pipeline axis, at the fullest moment of its step.
+    """Bytes by kind of every rank of the pipeline axis, which has the stages of ``slices``, at the fullest moment of
+    its step.
 
     That moment is in the first backward, in a later one, in the last one, or while the optimizer steps. A rank with
     several stages is assumed to have all gradients when it is fullest.
     """
-    slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
     return tuple(_fullest(stages, mine, alive, num_micro_batches) for mine in slices)
 
 

@@ -2,7 +2,7 @@
 
 Every stage takes the same time for every micro-batch. The tables are therefore recurrences over rounds, with one
 forward and one backward per rank, and a round is a few operations on arrays of all ranks. Once a round adds the same
-time to all ranks, all later rounds do so too and are skipped.
+time to all ranks, all later rounds do so too and are skipped. ``table_makespan`` has those without a recurrence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.table_makespan import table_makespan_s
 from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.pipeline.simulate import Duration, Timeline, simulate
@@ -62,8 +63,7 @@ def makespan_s(
         if len(f) > num_ranks:
             return _interleaved(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
         return _one_forward_one_backward(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
-    table = make_table(schedule, len(f), num_micro_batches, num_ranks)
-    return _simulated(table, forward_s, input_s, weight_s, transfer_s).makespan_s
+    return table_makespan_s(schedule, num_ranks, num_micro_batches, forward_s, input_s, weight_s, transfer_s)
 
 
 def timeline_of(
@@ -75,7 +75,7 @@ def timeline_of(
 ) -> Timeline:
     """The timeline action by action, for pictures. It takes about 10 us per action."""
     table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
-    return _simulated(table, forward_s, input_s, weight_s, transfer_s)
+    return simulate(table, strategy.num_stages, _duration(forward_s, input_s, weight_s), transfer_s)
 
 
 def _shared_cores_s(
@@ -110,12 +110,6 @@ def _shared_cores_s(
                 place[rank] += 1
         now = soonest
     return now
-
-
-def _simulated(
-    table: Table, forward_s: Sequence[float], input_s: Sequence[float], weight_s: Sequence[float], transfer_s: float
-) -> Timeline:
-    return simulate(table, len(forward_s), _duration(forward_s, input_s, weight_s), transfer_s)
 
 
 def _duration(forward_s: Sequence[float], input_s: Sequence[float], weight_s: Sequence[float]) -> Duration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from workbench.pipeline.schedules import Action, Table
@@ -127,8 +128,14 @@ def dependencies(action: Action, num_stages: int, listed: set[Action]) -> set[Ac
 
 def max_live_micro_batches(actions: list[Action]) -> int:
     """The largest number of micro-batches (of its stages) for which a rank holds activations at once."""
-    live = most = 0
+    return live_when_fullest(actions).total()
+
+
+def live_when_fullest(actions: list[Action]) -> Counter[int]:
+    """By stage, the number of micro-batches for which a rank holds activations, when it holds most of them."""
+    live, fullest = Counter[int](), Counter[int]()
     for action in actions:
-        live += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, live)
-    return most
+        live[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        if live.total() > fullest.total():
+            fullest = live.copy()
+    return fullest

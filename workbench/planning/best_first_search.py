@@ -178,9 +178,10 @@ class _BestFirstSearch:
         for unit in units:
             seconds[stages[row]] += unit.seconds
             row += unit.num_rows
-        m, ranks = candidate.options.num_micro_batches, candidate.degrees[0]
+        m = candidate.options.num_micro_batches
         # the wait for the stages before, at the start and at the end
         waits = {**WAITS, "interleaved": 1.0}.get(candidate.options.schedule, 0.0)
-        slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
+        slices = self._chooser.shape_of(candidate).stages_by_slice()
+        slowest = max(waits * sum(seconds[: own[0]]) + m * sum(seconds[stage] for stage in own) for own in slices)
         bound = slowest / self.problem.hardware.alone_speedup + self._bounds.update_s(candidate)
         return self.incumbents.cannot_improve(candidate.degrees, bound)

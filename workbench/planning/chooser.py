@@ -96,9 +96,13 @@ class Chooser:
         options = candidate.options
         key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages)
         if key not in self._alive:
-            layers = tuple(ResolvedLayer("", "data", None, stage) for stage in range(candidate.num_stages))
-            self._alive[key] = live_micro_batches(ResolvedStrategy(layers, candidate.degrees, options))
+            self._alive[key] = live_micro_batches(self.shape_of(candidate))
         return self._alive[key]
+
+    def shape_of(self, candidate: Candidate) -> ResolvedStrategy:
+        """The stages of a candidate, without layers."""
+        layers = tuple(ResolvedLayer("", "data", None, stage) for stage in range(candidate.num_stages))
+        return ResolvedStrategy(layers, candidate.degrees, candidate.options)
 
     def _best(self, prices: LayerPrices, recompute: str, rates: Rates) -> tuple[Choice, ...] | None:
         key = (id(prices), recompute, rates)

@@ -30,6 +30,8 @@ _OPTIONS = {
     "1f1b": "the schedule: a stage alternates forwards and backwards, and holds few micro-batches",
     "interleaved": "the schedule: a rank has several stages, which shortens the wait at both ends of a step",
     "zero_bubble": "the schedule: backwards of weights fill the wait at the end of a step",
+    "zero_bubble_v": "the schedule: a rank has two stages, in a V, and backwards of weights fill the waits",
+    "dualpipe_v": "the schedule: a rank has two stages, in a V: a forward of one, a backward of the other by turns",
     "zero=1": "data ranks share out the optimizer's state",
     "zero=2": "data ranks share out the optimizer's state and the gradients",
     "zero=3": "data ranks share out parameters, gradients and the optimizer's state",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from workbench.core.options import V_SCHEDULES
 from workbench.core.presets import block_of, stage_parts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
@@ -77,7 +78,8 @@ def partition_stages(
         loss_fn, inputs, targets: the loss and one micro-batch, as for ``wb.forward_backward``.
         num_stages: number of stages.
         num_micro_batches: micro-batches per step; default: the number of stages.
-        schedule: with one stage per rank; default ``1f1b``. Values that you give become options of the strategy.
+        schedule: with one stage per rank, or two in a V; default ``1f1b``. Values that you give become options of the
+            strategy.
         num_repeats: repetitions, after one that does not count.
 
     Raises:
@@ -109,7 +111,8 @@ def partition_stages(
         (unit, stage) for part, stage in zip(parts, cuts, strict=True) for unit in dict.fromkeys(map(block_of, part))
     ]
     rows = [Row(unit, "data", None, stage) for unit, stage in units]
-    options = Options((num_stages, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
+    num_ranks = num_stages // 2 if schedule in V_SCHEDULES else num_stages
+    options = Options((num_ranks, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
     strategy = Strategy.from_rows(rows, options)
     names = [block_of(part[0]) for part in parts]
     return Balance(strategy, dict(zip(names, costs, strict=True)), dict(zip(names, cuts, strict=True)))

@@ -59,12 +59,13 @@ def fastest_partition(costs: Sequence[float], num_stages: int, num_micro_batches
 def step_s(stages: Sequence[float], num_micro_batches: int, schedule: str) -> float:
     """Seconds of a simulated step, from the seconds of forward and backward of one micro-batch on every stage.
 
-    Once the pipeline is full, each further micro-batch takes as long as on the slowest stage.
+    Once the pipeline is full, each further micro-batch takes as long as on the slowest rank.
     """
     simulated = min(num_micro_batches, 2 * len(stages))
     table = make_table(schedule, len(stages), simulated)
     timeline = simulate(table, len(stages), lambda action: stages[action.stage] * _SHARES[action.kind])
-    return timeline.makespan_s + (num_micro_batches - simulated) * max(stages)
+    slowest = max(sum(stages[stage] for stage in {action.stage for action in actions}) for actions in table)
+    return timeline.makespan_s + (num_micro_batches - simulated) * slowest
 
 
 def _beside(ends: tuple[int, ...], num_parts: int) -> Iterator[tuple[int, ...]]:

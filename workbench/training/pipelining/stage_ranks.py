@@ -8,9 +8,7 @@ module holds its view of the parameters: the rank's own shards with another spec
 from __future__ import annotations
 
 import copy
-import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +19,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
-from workbench.errors import CollectiveAborted, StrategyError
+from workbench.errors import StrategyError
 from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.gradient_state import gradient_state
@@ -32,154 +30,9 @@ from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.shard import Shard
 from workbench.training.pipelining.forward_cache import cached_forwards
 from workbench.training.pipelining.local_forward import forward_caches_of
+from workbench.training.pipelining.stage_transport import MessageQueues, Numbering, StageTransport, open_channels
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.transport.base import PeerShape, PeerTensor, Received, Transport, do_nothing
-
-MessageQueues = dict[tuple[int, int, int], deque[torch.Tensor]]
-"""(source, destination, tag) -> messages between stages of one rank."""
-
-
-class Numbering:
-    """The ranks of stages: those of stage 0 first, in the stage's order, then those of stage 1, and so on."""
-
-    def __init__(self, resolved: ResolvedStrategy, device_type: str) -> None:
-        members = [resolved.stage_ranks(stage) for stage in range(resolved.num_stages)]
-        self.rank_of = [rank for ranks in members for rank in ranks]
-        self.stage_of = [stage for stage, ranks in enumerate(members) for _ in ranks]
-        self.first = [sum(map(len, members[:stage])) for stage in range(len(members))]
-        self._members, self._device_type = members, device_type
-
-    def of(self, stage: int, rank: int) -> int:
-        """The number of a rank as a member of a stage."""
-        return self.first[stage] + self._members[stage].index(rank)
-
-    def placement(self, stage: int, like: Placement) -> Placement:
-        """The placement of a stage in terms of stage ranks, of the same shape as the one in terms of ranks."""
-        return Placement(like.device_type, tuple(self.of(stage, rank) for rank in like), like.shape)
-
-    def everywhere(self) -> Placement:
-        """All ranks of all stages."""
-        return Placement.of(self._device_type, list(range(len(self.rank_of))))
-
-
-class StageTransport(Transport):
-    """The transport of a stage rank, over that of its rank."""
-
-    def __init__(self, rank_world: World, own: int, numbering: Numbering, queues: MessageQueues) -> None:
-        self.rank_world, self.own, self.queues = rank_world, own, queues
-        self.rank_of, self._stage_of = numbering.rank_of, numbering.stage_of
-        self.channels: dict[tuple[int, int], str] = {}
-        self.rank, self.world_size = own, len(self.rank_of)
-        self.name, self.cost = self.base.name, self.base.cost
-
-    @property
-    def base(self) -> Transport:
-        """The transport of the rank."""
-        return self.rank_world.transport
-
-    def start_exchange(
-        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
-    ) -> Callable[[], None]:
-        wanted = [(source, tuple(out.shape)) for source, out in receives]
-        dtype = receives[0][1].dtype if receives else torch.float32
-        receive = self.start_exchange_in_place(sends, wanted, dtype, tag, header)
-
-        def finish() -> None:
-            pieces, release = receive()
-            for (_, out), piece in zip(receives, pieces, strict=True):
-                out.copy_(piece)
-            release()
-
-        return finish
-
-    def start_exchange_in_place(
-        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
-    ) -> Callable[[], Received]:
-        self._check_peers({other for other, _ in sends}, header)
-        self._check_peers({other for other, _ in wanted}, header)
-        pairs = [*((self.own, other) for other, _ in sends), *((other, self.own) for other, _ in wanted)]
-        in_order = self._in_order(pairs, header)
-        for destination, tensor in sends:
-            if self._is_here(destination):
-                kept = tensor.clone(memory_format=torch.contiguous_format)
-                self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
-        away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
-        from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
-        receive: Callable[[], Received] = lambda: ([], do_nothing)  # noqa: E731
-        if away or from_away:
-            with in_order:
-                receive = self.base.start_exchange_in_place(away, from_away, dtype, tag, header)
-
-        def finish() -> Received:
-            pieces, release = receive()
-            received = iter(pieces)
-            return [
-                self._take(other, tag, header) if self._is_here(other) else next(received) for other, _ in wanted
-            ], release
-
-        return finish
-
-    def _is_here(self, other: int) -> bool:
-        return self.rank_of[other] == self.rank_of[self.own]
-
-    def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
-        waiting = self.queues.get((source, self.own, tag))
-        if not waiting:
-            raise CollectiveAborted(
-                f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
-                f"later in its table. Stages hand over forward only; use the schedule gpipe with one stage per rank."
-            )
-        return waiting.popleft()
-
-    def _check_peers(self, others: Collection[int], header: str) -> None:
-        ranks = [self.rank_of[other] for other in others]
-        if len(set(ranks)) < len(ranks):
-            raise StrategyError(
-                f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. Inside a step with "
-                f"several stages per rank a tensor goes from one to one other: read it after the step, or use 1f1b."
-            )
-
-    def _in_order(self, pairs: Sequence[tuple[int, int]], header: str) -> AbstractContextManager[None]:
-        """Context of one exchange. NCCL matches messages by their order, in which stages that are no neighbours call in
-        unlike ways: those of shared weights have channels, others are refused.
-        """
-        stages = {(self._stage_of[a], self._stage_of[b]) for a, b in pairs if self.rank_of[a] != self.rank_of[b]}
-        distant = sorted(pair for pair in stages if abs(pair[0] - pair[1]) > 1)
-        if not self.base.matches_by_order or not distant:
-            return nullcontext()
-        if len(stages) == 1 and distant[0] in self.channels:
-            return self.base.in_channel(self.channels[distant[0]])
-        first, last = sorted(distant[0])
-        raise StrategyError(
-            f"{header}: a tensor goes between stages {first} and {last}, past {last - first - 1} others. Over NCCL, "
-            "with several stages per rank, tensors go between neighbours, or stages that share a weight. Use 1f1b, "
-            "with 1 stage per rank, or WORKBENCH_TRANSPORT=gloo."
-        )
-
-    def start_all_reduce(
-        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> Callable[[], torch.Tensor]:
-        return self.base.start_all_reduce(tensors, self._group(group, header), reduction, tag, header)
-
-    def _group(self, group: Sequence[int], header: str) -> list[int]:
-        self._check_peers(group, header)
-        return [self.rank_of[other] for other in group]
-
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        raise StrategyError(
-            f"{header}: a call of all ranks inside a step whose ranks have several stages each, which run at their own "
-            f"times. Make it outside of the step, or use a schedule with 1 stage per rank."
-        )
-
-    def flush(self) -> None:
-        self.base.flush()
-
-    def abort(self, reason: str) -> None:
-        self.base.abort(reason)
-
-    def close(self) -> None:
-        pass
 
 
 class StageRank:
@@ -374,25 +227,8 @@ def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: S
     if not still_right or not all(still_right):
         queues: MessageQueues = {}
         kept = {stage: StageRank(module, state, world, stage, queues) for stage in stages}
-        state.stage_ranks, channels = kept, _open_channels(module, state.resolved, world)
+        state.stage_ranks, channels = kept, open_channels(module, state.resolved, world)
         for stage in kept.values():
             stage.transport.channels = channels
             stage.refresh()
     return kept
-
-
-def _open_channels(module: nn.Module, resolved: ResolvedStrategy, world: World) -> dict[tuple[int, int], str]:
-    """By source and destination, channels over NCCL between stages that are no neighbours and share a weight."""
-    home, channels = parameter_stages(module, resolved), dict[tuple[int, int], str]()
-    if not world.transport.matches_by_order:
-        return channels
-    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
-        for parameter in layer.parameters(recurse=False):
-            first = home[id(parameter)]
-            if choice.stage - first > 1:
-                pairs = (first, choice.stage), (choice.stage, first)
-                channels |= {pair: f", stage {pair[0]} -> {pair[1]}" for pair in pairs}
-    for (source, destination), name in sorted(channels.items()):
-        peers = itertools.product(resolved.stage_ranks(source), resolved.stage_ranks(destination))
-        world.transport.open_channel(name, [pair for pair in peers if pair[0] != pair[1]])
-    return channels

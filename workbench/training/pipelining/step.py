@@ -193,8 +193,8 @@ def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:
     return next(s for s in range(resolved.degrees[0]) if rank in resolved.stage_ranks(s))
 
 
-def _stages_of(rank: int, resolved: ResolvedStrategy) -> range:
-    return range(_slice_of(rank, resolved), resolved.num_stages, resolved.degrees[0])
+def _stages_of(rank: int, resolved: ResolvedStrategy) -> list[int]:
+    return resolved.stages_by_slice()[_slice_of(rank, resolved)]
 
 
 def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Action]:

@@ -1,0 +1,127 @@
+"""Seconds of a table of actions, for schedules without a recurrence.
+
+Every stage takes the same time for every micro-batch, so a table is analysed once for all durations: its actions have
+*levels*, each above the actions that it waits for, and a level is a few operations on arrays of ranks. In the tables of
+a V, more micro-batches repeat the middle part: once that adds the same time to all ranks, the rest is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from workbench.core.options import V_SCHEDULES
+from workbench.errors import StrategyError
+from workbench.pipeline.check import dependencies
+from workbench.pipeline.schedules import KINDS, Table, make_table
+
+_NEVER = -1.0e300
+_FEW = 4
+"""So many micro-batches for each rank, at least, are run in a V."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Actions that can run at the same time: their numbers, ranks and durations (stage and kind, numbered), and the
+    number of an action of another rank that each waits for.
+    """
+
+    actions: np.ndarray
+    ranks: np.ndarray
+    durations: np.ndarray
+    waits_for: np.ndarray
+
+
+def table_makespan_s(
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    forward_s: Sequence[float],
+    input_s: Sequence[float],
+    weight_s: Sequence[float],
+    transfer_s: float = 0.0,
+) -> float:
+    """Seconds from the first action's start to the last one's end; arguments as for ``makespan_s``.
+
+    >>> table_makespan_s("zero_bubble_v", 2, 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
+    25.0
+    """
+    num_stages, few = len(forward_s), _FEW * num_ranks
+    by_kind = {"F": forward_s, "B": np.add(input_s, weight_s), "I": input_s, "W": weight_s}
+    durations = np.stack([np.asarray(by_kind[kind], float) for kind in KINDS], axis=1).reshape(-1)
+
+    def ends(number: int) -> list[np.ndarray]:
+        return _ends(schedule, num_stages, number, num_ranks, durations, transfer_s)
+
+    if schedule in V_SCHEDULES and num_micro_batches > few:
+        less, more = ends(few - 1), ends(few)
+        # the later half has all of the drain, and rounds before it
+        steps = np.concatenate([b[-len(a) // 2 :] - a[-len(a) // 2 :] for a, b in zip(less, more, strict=True)])
+        if float(np.ptp(steps)) <= 1e-9 * abs(float(steps[0])):
+            return float(max(each[-1] for each in more) + (num_micro_batches - few) * steps[0])
+    return float(max(each[-1] for each in ends(num_micro_batches)))
+
+
+def _ends(
+    schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int, durations: np.ndarray, transfer_s: float
+) -> list[np.ndarray]:
+    """When the actions of each rank end."""
+    levels, lengths = _analysed(schedule, num_stages, num_micro_batches, num_ranks)
+    ended, free = np.full(sum(lengths) + 1, _NEVER), np.zeros(num_ranks)
+    for level in levels:
+        start = np.maximum(free[level.ranks], ended[level.waits_for] + transfer_s)
+        free[level.ranks] = ended[level.actions] = start + durations[level.durations]
+    return np.split(ended[:-1], np.cumsum(lengths)[:-1])
+
+
+@lru_cache(maxsize=128)
+def _analysed(
+    schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int
+) -> tuple[list[_Level], tuple[int, ...]]:
+    """The levels of a table, and the number of actions of each rank.
+
+    Raises:
+        StrategyError: the table cannot run to its end.
+    """
+    table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
+    waits_for, levels = _levels(table, num_stages)
+    ranks = np.repeat(np.arange(num_ranks), [len(actions) for actions in table])
+    durations = np.array([a.stage * len(KINDS) + KINDS.index(a.kind) for actions in table for a in actions])
+    order = np.argsort(levels, kind="stable")
+    groups = np.split(order, np.cumsum(np.bincount(levels))[:-1])
+    found = [_Level(group, ranks[group], durations[group], waits_for[group]) for group in groups]
+    return found, tuple(len(actions) for actions in table)
+
+
+def _levels(table: Table, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each action, in the order of ranks, the number of the one of another rank that it waits for (beyond the last
+    one for none), and its level. Of the same rank, those before it have ended.
+    """
+    number = {action: index for index, action in enumerate(a for actions in table for a in actions)}
+    listed, nobody = set(number), len(number)
+    firsts = [0, *accumulate(map(len, table))]
+    waits_for, levels = [nobody] * nobody, [-1] * nobody
+    ended = list(firsts[:-1])
+    before = -1
+    while sum(ended) > before:
+        before = sum(ended)
+        for rank, (first, last) in enumerate(pairwise(firsts)):
+            level = levels[ended[rank] - 1] if ended[rank] > first else -1
+            for own in range(ended[rank], last):
+                needed = [number[other] for other in dependencies(table[rank][own - first], num_stages, listed)]
+                if any(levels[other] < 0 for other in needed):
+                    break
+                away = [other for other in needed if not first <= other < last]
+                if away:
+                    waits_for[own], level = away[0], max(level, levels[away[0]])
+                level += 1
+                levels[own], ended[rank] = level, own + 1
+    pairs = zip(table, ended, firsts, strict=False)
+    stuck = [str(actions[at - first]) for actions, at, first in pairs if at - first < len(actions)]
+    if stuck:
+        raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
+    return np.array(waits_for), np.array(levels)
