@@ -46,7 +46,11 @@ class Fusion:
             self._held.append(tensor.untyped_storage())
 
     def record(
-        self, entry: Entry, is_backward: bool, reads: Mapping[int, float], makes: Mapping[int, tuple[float, torch.Tensor]]
+        self,
+        entry: Entry,
+        is_backward: bool,
+        reads: Mapping[int, float],
+        makes: Mapping[int, tuple[float, torch.Tensor]],
     ) -> None:
         """A function that only moves memory.
 
