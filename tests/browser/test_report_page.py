@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.browser.page import new_page
 from tests.ui.conftest import make_record
+from workbench.session.comparison.compare import CompareResult
 from workbench.ui.runs.report import write_report
 
 pytestmark = pytest.mark.browser
@@ -19,7 +19,7 @@ NUM_FIGURES = 6
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_report_draws_everything_by_itself(browser: Any, tmp_path: Path, theme: str) -> None:
     runs = [make_record("data"), make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2)]
-    result = SimpleNamespace(baseline=make_record("one device", num_ranks=1), runs=runs, settings={})
+    result = CompareResult(make_record("one device", num_ranks=1), runs)
     path = write_report(result, tmp_path / "report.html")
     problems: list[str] = []
     page = new_page(browser, viewport={"width": 1240, "height": 900}, color_scheme=theme)

@@ -63,6 +63,27 @@ def test_the_network_has_four_named_layers() -> None:
     assert model(torch.zeros(3, 64)).shape == (3, 10)
 
 
+def test_seeds_are_a_number_or_a_list() -> None:
+    parser = argparse.ArgumentParser()
+    results.add_run_arguments(parser, batch_size=8)
+    asked = {text: parser.parse_args(["--seeds", text]).seeds for text in ("3", "0,7")}
+    assert asked == {"3": 3, "0,7": [0, 7]} and parser.parse_args([]).seeds == 1
+    for text in ("0", "x", "1,x", ""):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--seeds", text])
+
+
+def test_runs_of_several_seeds_are_printed_as_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [record(name, strategy="*: data", settings={"seed": n}) for n, name in enumerate(("data", "data, seed 1"))]
+    assert results.present(result_of(*runs, record("model")), report=None) == results.EQUAL
+    said = capsys.readouterr().out
+    assert "All 2 strategies train as one device does." in said
+    assert "loss 1.00 \u00b1 0, 2 seeds" in said or "loss 1.00 \u00b1 0.0" in said
+    wrong = record("data, seed 2", settings={"seed": 2}, equal=False)
+    assert results.present(result_of(*runs, wrong), report=None) == results.UNEQUAL
+    assert "data, seed 2: does not train as one device does" in capsys.readouterr().out
+
+
 def test_equal_runs_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, data = tmp_path / "out" / "report.html", tmp_path / "data" / "result.json"
     assert results.present(result_of(record("data"), record("model")), report, data) == results.EQUAL

@@ -12,6 +12,7 @@ from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
 from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, SavedRuns, default_folder
+from workbench.ui.runs.table_widget import RunTable
 
 
 def block(first_step: int, *losses: float) -> StepBlock:
@@ -86,6 +87,12 @@ def test_lines_are_plain_json_and_files_are_the_users_own(saved):
     assert path.stat().st_mode & 0o777 == 0o600 and file.run_id.endswith("data-more-odd")
     head = json.loads(path.read_text().splitlines()[0])
     assert head["line"] == "run" and head["record"]["settings"]["seed"] == 3 and head["record"]["started"]
+
+
+def test_an_empty_folder_is_a_place_for_runs(saved):
+    assert SavedRuns.of(saved) is saved and not saved.ids()
+    assert SavedRuns.of(keep=False) is None and SavedRuns.of(keep=True).folder == default_folder()
+    assert RunTable(saved=saved).saved is saved
 
 
 def test_the_folder_can_be_chosen(monkeypatch, tmp_path):

@@ -68,6 +68,7 @@ class FakeRun:
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.commands: list[str] = []
+        self.settings: dict[str, object] = {}
 
     def poll(self) -> list[object]:
         taken, self.waiting = self.waiting, []
@@ -100,7 +101,7 @@ class FakeRun:
     def result(self) -> RunRecord:
         if self.error is not None:
             raise self.error
-        return make_record(self.name, strategy=str(self.strategy))
+        return make_record(self.name, strategy=str(self.strategy), settings=self.settings)
 
 
 class FakeTrainer:
@@ -109,12 +110,16 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.layers, self.num_ranks, self.sample_shape = LAYERS, 2, (64,)
         self.baseline: RunRecord | None = None
-        self.check_steps, self.compiles = 20, False
+        self.check_steps, self.compiles, self.seed = 20, False, 0
+        self.seeds: list[int | None] = []
         self.runs: list[FakeRun] = []
         self.predicted: list[object] = []
 
-    def start(self, strategy: Strategy, name: str, num_steps: int, predicted: object = None) -> FakeRun:
+    def start(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: object = None, seed: int | None = None
+    ) -> FakeRun:
         self.baseline = make_record("one device", num_ranks=1)
+        self.seeds.append(seed)
         memory = ({"parameters": 1000, "peak": 2000},) * 2
         first = block(0, (2.0, 1.0), memory=memory, num_steps=num_steps)
         self.runs.append(FakeRun(name, strategy, [first, spans(0), spans(1)]))

@@ -109,7 +109,7 @@ def test_the_table_and_its_exports_have_the_pictures():
     run = replace(predicted("data", 0.03), layer_forward_s=FORWARD, layer_backward_s=BACKWARD)
     table = RunTable()
     table.add([run])
-    for html in (table.page.page, table.static_html(), table.exported("html"), runs_report_html([run], None)):
+    for html in (table.page.page, table.static_html(), table.exported("html"), runs_report_html([run])):
         assert "Prediction against measurement" in html
         assert "Time by layer" in html
     table.select("data")

@@ -47,7 +47,9 @@ def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord]
     rows = rows_of(comparison_table_html(runs[::-1], baseline))
     assert [row.split("|")[0] for row in rows] == ["strategy", "data", "model", "pipeline", "1 device"]
     dashes = "|".join("\u2013" * 2)
-    assert rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|\u2713 2e-7|"
+    assert (
+        rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|0.110|1.00|\u2713 2e-7|"
+    )
     assert "not run: stage 9 of 2 stages" in rows[3]
     assert rows[4].endswith("|reference|")
 
@@ -125,3 +127,14 @@ def test_what_a_tick_hides_stands_below_it(runs: list[RunRecord]):
     assert 'class="number noted"' in comparison_table_html([both])
     wrong = replace(runs[0], equal=False, loss_difference=float("inf"), verdict=Verdict(False, note="nan"))
     assert rows_of(comparison_table_html([wrong]))[1].endswith("\u2717 nan|")
+
+
+def test_text_has_the_spread_below_the_means(runs: list[RunRecord]):
+    spread = {"samples_per_s": 12.5, "speedup": 0.02, "final_loss": 0.003}
+    mean = replace(runs[0], spread=spread, settings={"seeds": [0, 1, 2]})
+    _, figures, below = comparison_table_text([mean]).splitlines()
+    assert len(below) == 80 and below.endswith("loss 1.00 \u00b1 0.003, 3 seeds")
+    assert (
+        below[:38].split() == ["\u00b1", "12.5", "\u00b1", "0.02x"]
+        and below.index("12.5") + 4 == figures.index("5000") + 4
+    )

@@ -18,9 +18,13 @@ from workbench.ui.short_names import short_names
 
 @dataclass
 class Comparison:
-    baseline: RunRecord
+    baseline: RunRecord | None
     runs: list[RunRecord]
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def baselines(self) -> list[RunRecord]:
+        return [self.baseline] if self.baseline is not None else []
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def axis_titles(figure: go.Figure) -> tuple[str, str]:
 
 
 def test_loss_by_step_with_one_device_behind(runs: list[RunRecord], baseline: RunRecord):
-    figure = loss_figure(runs, baseline)
+    figure = loss_figure(runs, [baseline])
     assert figure.data[0].name == "1 device" and figure.data[0].line.width > 5
     curve = trace_of(figure, "model", "lines")
     assert list(curve.x) == [1, 2, 3] and list(curve.y) == [2.0, 1.5 + 1e-6, 1.0]
@@ -39,7 +39,7 @@ def test_loss_by_step_with_one_device_behind(runs: list[RunRecord], baseline: Ru
 
 
 def test_failed_runs_are_not_drawn(runs: list[RunRecord], baseline: RunRecord):
-    assert "pipeline" not in {trace.name for trace in loss_figure(runs, baseline).data}
+    assert "pipeline" not in {trace.name for trace in loss_figure(runs, [baseline]).data}
 
 
 def test_markers_of_equal_curves_sit_at_different_steps(baseline: RunRecord):
@@ -50,7 +50,7 @@ def test_markers_of_equal_curves_sit_at_different_steps(baseline: RunRecord):
 
 
 def test_difference_to_one_device_is_drawn_with_its_limit(runs: list[RunRecord], baseline: RunRecord):
-    figure = loss_difference_figure(runs, baseline)
+    figure = loss_difference_figure(runs, [baseline])
     curve = trace_of(figure, "model", "lines")
     assert list(curve.x) == [2], "exact zeros cannot be drawn on a logarithmic axis"
     assert curve.y[0] == pytest.approx(1e-6 / 1.5, rel=1e-6)
@@ -62,7 +62,7 @@ def test_difference_to_one_device_is_drawn_with_its_limit(runs: list[RunRecord],
 
 def test_differences_of_large_losses_are_relative(runs: list[RunRecord], baseline: RunRecord):
     large = [replace(run, losses=tuple(1000 * loss for loss in run.losses)) for run in (runs[1], baseline)]
-    curve = trace_of(loss_difference_figure(large[:1], large[1]), "model", "lines")
+    curve = trace_of(loss_difference_figure(large[:1], large[1:]), "model", "lines")
     assert curve.y[0] == pytest.approx(1e-6 / 1.5, rel=1e-6)
 
 
@@ -93,17 +93,44 @@ def test_memory_of_several_runs_is_labelled_by_run_and_rank(runs: list[RunRecord
 
 
 def test_comparison_is_sorted_with_one_device_last(runs: list[RunRecord], baseline: RunRecord):
-    bars = comparison_figure([runs[1], runs[0]], baseline).data[0]
+    bars, texts = comparison_figure([runs[1], runs[0]], baseline).data
     assert list(bars.y) == ["data", "model", "1 device"]
     assert list(bars.x) == [5000, 3000, 4000]
-    assert bars.text[0] == " 5\u202f000 (1.25\u00d7)"
+    assert list(texts.x) == list(bars.x) and not bars.error_x.visible
+    assert texts.text[0] == " 5\u202f000 (1.25\u00d7)"
     assert bars.marker.color[2] != bars.marker.color[0]
+
+
+def with_seed(run: RunRecord, seed: int, **changes: object) -> RunRecord:
+    return replace(run, name=f"{run.name}, seed {seed}", settings={"seed": seed}, **changes)
+
+
+def test_several_seeds_have_one_colour_and_one_name(runs: list[RunRecord], baseline: RunRecord):
+    seeds = [with_seed(run, seed) for seed in (0, 1) for run in runs[:2]]
+    figure = loss_figure(seeds, [with_seed(baseline, seed) for seed in (0, 1)])
+    lines = [trace for trace in figure.data if trace.mode == "lines" and trace.name == "data"]
+    assert len(lines) == 2 and len({trace.line.color for trace in lines}) == 1
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["1 device", "data", "model"]
+
+
+def test_differences_are_to_one_device_of_the_same_seed(runs: list[RunRecord], baseline: RunRecord):
+    other = with_seed(baseline, 1, losses=(3.0, 2.5, 2.0))
+    run = with_seed(runs[0], 1, losses=(3.0, 2.5 + 1e-6, 2.0))
+    curve = trace_of(loss_difference_figure([run], [with_seed(baseline, 0), other]), "data, seed 1", "lines")
+    assert list(curve.x) == [2] and curve.y[0] == pytest.approx(1e-6 / 2.5, rel=1e-6)
+
+
+def test_the_bars_of_several_seeds_have_error_bars(runs: list[RunRecord], baseline: RunRecord):
+    mean = replace(runs[0], spread={"samples_per_s": 250.0})
+    bars, texts = comparison_figure([mean, runs[1]], baseline).data
+    assert list(bars.error_x.array) == [250, 0, 0] and bars.error_x.visible
+    assert texts.text[0] == " 5\u202f000 \u00b1 250 (1.25\u00d7)" and list(texts.x) == [5250, 3000, 4000]
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=lambda colours: colours.name)
 def test_figures_use_the_theme_and_numpy(colours, runs: list[RunRecord], baseline: RunRecord):
     figures = [
-        loss_figure(runs, baseline, colours),
+        loss_figure(runs, [baseline], colours),
         throughput_figure(runs, colours),
         memory_figure(runs, colours),
         comparison_figure(runs, baseline, colours),
@@ -122,4 +149,4 @@ def test_figures_of_nothing_are_empty_not_errors(baseline: RunRecord):
         comparison_figure([]),
     ):
         assert isinstance(figure, go.Figure)
-    assert isinstance(loss_difference_figure([], baseline), go.Figure)
+    assert isinstance(loss_difference_figure([], [baseline]), go.Figure)

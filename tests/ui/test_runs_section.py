@@ -207,3 +207,32 @@ def test_steps_that_arrive_after_a_stop_do_not_hide_it(part: RunsSection, traine
     assert "stopping <b>after this step</b>" in part.live.status.state.value
     finish(part, trainer)
     assert "stopping" not in part.live.status.state.value
+
+
+def test_another_seed_repeats_a_run_like_the_selected_ones(trainer: FakeTrainer, editor: FakeEditor):
+    opened: list[str] = []
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, changed=editor.changed, opened=opened.append))
+    part.run(steps=7)
+    settings = {"seed": 0, "steps": 7}
+    trainer.runs[-1].settings = settings
+    finish(part, trainer)
+    part.compile.value = True
+    for seed in (1, 2):
+        part.table.seed_button.click()
+        assert trainer.seeds[-1] == seed and trainer.runs[-1].name == f"data, seed {seed}" and not trainer.compiles
+        assert part.live.history.num_steps == 7
+        trainer.runs[-1].settings = settings | {"seed": seed}
+        part.table.seed_button.click()
+        assert "a run holds the engines" in part.table.answer.value and len(trainer.runs) == seed + 1
+        finish(part, trainer)
+        assert ">3 seeds<" in part.table.page.page or seed == 1
+    assert opened == ["*: data"] * 2
+
+
+def test_a_run_can_have_a_seed_of_its_own(part: RunsSection, trainer: FakeTrainer):
+    part.run(seed=5)
+    assert trainer.seeds == [5] and trainer.runs[-1].name == "data, seed 5"
+    finish(part, trainer)
+    with pytest.raises(RunError, match="seed='x': a whole number"):
+        part.run(seed="x")
+    assert not part.busy

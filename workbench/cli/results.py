@@ -54,12 +54,23 @@ def positive(text: str) -> int:
     return number
 
 
+def seeds(text: str) -> int | list[int]:
+    """A number of seeds, or seeds with commas in between, for argparse.
+
+    >>> seeds("3"), seeds("0,7")
+    (3, [0, 7])
+    """
+    return [int(each) for each in text.split(",")] if "," in text else positive(text)
+
+
 def add_run_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
     """Options of the training."""
     parser.add_argument("--engines", type=positive, default=2, help="processes to train on (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=20, help="training steps per strategy (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=batch_size, help="samples per step (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    which = "train with so many seeds, from --seed on, or with those listed: 3 or 0,7,9 (default: %(default)s)"
+    parser.add_argument("--seeds", type=seeds, default=1, metavar="N|LIST", help=which)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) -> None:
@@ -90,16 +101,19 @@ def compare_and_present(
         session=session,
         engines=args.engines,
         seed=args.seed,
+        seeds=args.seeds,
     )
     return present(result, args.out, args.json)
 
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
     """Print the table and the verdict, write the files, and return the exit code."""
+    from workbench.core.seeds import over_seeds
     from workbench.ui.runs.render_table import comparison_table_text
 
-    print(comparison_table_text(result.runs, result.baseline))
-    print(_legend(result.runs))
+    means = over_seeds(result.runs)
+    print(comparison_table_text(means, *over_seeds(result.baselines)[:1]))
+    print(_legend(means))
     for line in _threads(result.settings):
         print(line)
     for path, write in ((report, _write_report), (json_file, _write_json)):
@@ -107,7 +121,7 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
             write(result, Path(path))
             print(f"written: {path}")
     mistakes = differences(result.runs)
-    print(*(mistakes or [_all_equal(result.runs)]), *_notes(result.runs), sep="\n")
+    print(*(mistakes or [_all_equal(means)]), *_notes(result.runs), sep="\n")
     return UNEQUAL if mistakes else EQUAL
 
 

@@ -278,7 +278,8 @@ class RunRecord(JsonRecord):
     ``predicted`` are of its first strategy. ``values`` are other values of steps by name, as (step, value): learning
     rate, gradient norm and others, see ``core.step_values``. ``predicted`` holds the prediction:
     step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and
-    machine. ``started`` is local time (ISO 8601); ``run_id`` names the run's file.
+    machine. ``started`` is local time (ISO 8601); ``run_id`` names the run's file. ``spread`` is that of a record of
+    several seeds: standard deviations by the name of their mean (``core.seeds.over_seeds``).
     """
 
     name: str
@@ -307,11 +308,23 @@ class RunRecord(JsonRecord):
     run_id: str = ""
     segments: tuple[Segment, ...] = ()
     values: dict[str, Pairs] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step, None without a measurement."""
         return self.batch_size / self.samples_per_s if self.samples_per_s else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The loss of the last step; None where the run ended before it, as one device does after its check."""
+        is_whole = len(self.losses) == self.settings.get("steps", len(self.losses))
+        return self.losses[-1] if self.losses and is_whole and self.error is None else None
+
+    @property
+    def rank_seconds(self) -> float | None:
+        """What the trained steps cost: ranks x seconds. None without a measurement."""
+        return self.num_ranks * sum(self.step_times_s) if self.step_times_s else None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunRecord:

@@ -132,7 +132,7 @@ class Panel(widgets.VBox):
                 raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
             costs = costs or offline_trainer.costs_of(*job)
             trainer = offline_trainer.OfflineTrainer(costs, num_ranks, dataset, loss_fn, collate_fn)
-        saved = SavedRuns() if keep is True else keep or None
+        saved = SavedRuns.of(keep)
         if trainer is None:
             trainer = SessionTrainer(
                 session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps, log=log,
@@ -266,8 +266,9 @@ class Panel(widgets.VBox):
         """The error that ended the last run, which the panel also shows; None without an error."""
         return self._runs_section.error
 
-    def run(self, steps: int | None = None) -> None:
-        """Train with the panel's strategy. Returns at once: ``wait`` waits, ``stop`` stops, ``runs`` has the results.
+    def run(self, steps: int | None = None, seed: int | None = None) -> None:
+        """Train with the panel's strategy. Returns at once: ``wait`` waits, ``stop`` stops, ``runs`` has the results. A
+        ``seed`` other than the panel's gives other weights and another order of the samples.
 
         Raises:
             RuntimeError: a run is already in progress.
@@ -276,7 +277,7 @@ class Panel(widgets.VBox):
         """
         if self._no_run:
             raise SessionError(f"panel.run(): {self._no_run}")
-        self._runs_section.run(steps)
+        self._runs_section.run(steps, seed)
 
     def stop(self) -> None:
         """Ask the run to end after its current step; its weights and figures stay. A second call ends it at once,

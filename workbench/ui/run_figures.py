@@ -5,13 +5,14 @@ Curves are by step; bars and points are one per run or rank. Bytes are decimal (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from workbench.core.metrics import TOLERANCE, RunRecord, difference
+from workbench.core.seeds import groups, without_seed
 from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
 from workbench.ui.figure_parts import (
@@ -25,7 +26,7 @@ from workbench.ui.figure_parts import (
     rows_layout,
     stepwise_traces,
 )
-from workbench.ui.number_text import grouped, short_difference, speedup_text
+from workbench.ui.number_text import grouped, short_difference, speedup_text, three_digits
 
 _MOST_DECADES = 8
 """Numbers beside a logarithmic axis: of training that diverges there would be dozens."""
@@ -36,16 +37,27 @@ def finished(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if run.error is None]
 
 
-def loss_figure(runs: Sequence[RunRecord], baseline: RunRecord | None = None, colours: Palette = LIGHT) -> go.Figure:
-    """Loss by step of several runs, with the one-device run as a broad pale line behind them."""
+def _curves(
+    runs: Sequence[RunRecord], points: Callable[[RunRecord], tuple[np.ndarray, np.ndarray]], colours: Palette
+) -> list[go.Scatter]:
+    """The curves of finished runs; those that differ in their seed only have one colour and one name."""
+    traces, drawn = list[go.Scatter](), groups(finished(runs))
+    for index, group in enumerate(drawn):
+        for number, run in enumerate(group):
+            name = without_seed(run) if len(group) > 1 else run.name
+            line, markers = stepwise_traces(*points(run), name, index, len(drawn), colours)
+            traces += [line, markers.update(showlegend=number == 0)]
+    return traces
+
+
+def loss_figure(runs: Sequence[RunRecord], baselines: Sequence[RunRecord] = (), colours: Palette = LIGHT) -> go.Figure:
+    """Loss by step of several runs, with the one-device runs as broad pale lines behind them."""
     figure = go.Figure()
-    if baseline is not None and baseline.losses:
-        steps, losses = _by_step(baseline.losses)
-        figure.add_trace(one_device_trace(steps, losses, colours))
-    drawn = finished(runs)
-    for index, run in enumerate(drawn):
-        steps, losses = _by_step(run.losses)
-        figure.add_traces(stepwise_traces(steps, losses, run.name, index, len(drawn), colours))
+    for number, baseline in enumerate(baselines):
+        if baseline.losses:
+            line = one_device_trace(*_by_step(baseline.losses), colours)
+            figure.add_trace(line.update(showlegend=number == 0, legendgroup="1 device"))
+    figure.add_traces(_curves(runs, lambda run: _by_step(run.losses), colours))
     figure.update_layout(**base_layout(colours, "Loss", "same weights and data order for all"))
     figure.update_xaxes(**axis(colours, "step", showgrid=False))
     figure.update_yaxes(**axis(colours, "loss", rangemode="tozero"))
@@ -53,26 +65,26 @@ def loss_figure(runs: Sequence[RunRecord], baseline: RunRecord | None = None, co
 
 
 def loss_difference_figure(
-    runs: Sequence[RunRecord], baseline: RunRecord, tolerance: float = TOLERANCE, colours: Palette = LIGHT
+    runs: Sequence[RunRecord], baselines: Sequence[RunRecord], tolerance: float = TOLERANCE, colours: Palette = LIGHT
 ) -> go.Figure:
-    """Difference of each run's loss to one device's, by step, on a logarithmic axis, with the tolerance.
+    """Difference of each run's loss to one device's of its seed, by step, on a logarithmic axis, with the tolerance.
 
     Differences that are zero or not finite have no place on a logarithmic axis and are left out.
     """
-    figure = go.Figure()
-    drawn = finished(runs)
-    extremes = [tolerance]
-    for index, run in enumerate(drawn):
-        steps, values = _difference(run, baseline)
-        extremes += [values.min(), values.max()] if len(values) else []
-        figure.add_traces(stepwise_traces(steps, values, run.name, index, len(drawn), colours))
+    by_seed = {baseline.settings.get("seed"): baseline for baseline in baselines}
+
+    def difference_of(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+        return _difference(run, by_seed.get(run.settings.get("seed"), baselines[0]))
+
+    figure = go.Figure(_curves(runs, difference_of, colours))
+    values = [tolerance, *(value for trace in figure.data for value in trace.y)]
     figure.add_hline(y=tolerance, line={"color": colours.error, "width": 1.5})
     figure.add_annotation(**_limit_label(tolerance, colours))
     figure.update_layout(
         **base_layout(colours, "Difference to one device", "of the loss; relative where that is above 1")
     )
     figure.update_xaxes(**axis(colours, "step", showgrid=False))
-    figure.update_yaxes(**axis(colours, "difference of the loss"), **_decades(min(extremes), max(extremes)))
+    figure.update_yaxes(**axis(colours, "difference of the loss"), **_decades(min(values), max(values)))
     return figure
 
 
@@ -112,13 +124,7 @@ def _decades(smallest: float, largest: float) -> dict[str, Any]:
 
 def throughput_figure(runs: Sequence[RunRecord], colours: Palette = LIGHT) -> go.Figure:
     """Samples per second by step: the batch size over each step's time."""
-    figure = go.Figure()
-    drawn = finished(runs)
-    for index, run in enumerate(drawn):
-        times_s = np.array(run.step_times_s, dtype=float)
-        rate = run.batch_size / np.where(times_s > 0, times_s, np.nan)
-        steps, rates = decimate(np.arange(1, len(rate) + 1), rate)
-        figure.add_traces(stepwise_traces(steps, rates, run.name, index, len(drawn), colours))
+    figure = go.Figure(_curves(runs, rates_by_step, colours))
     figure.update_layout(**base_layout(colours, "Throughput", "by step, more is better"))
     figure.update_xaxes(**axis(colours, "step", showgrid=False))
     figure.update_yaxes(**axis(colours, "samples/s", rangemode="tozero"))
@@ -143,7 +149,9 @@ def memory_figure(runs: Sequence[RunRecord], colours: Palette = LIGHT) -> go.Fig
 def comparison_figure(
     runs: Sequence[RunRecord], baseline: RunRecord | None = None, colours: Palette = LIGHT
 ) -> go.Figure:
-    """Bars of samples/s, fastest first, the one-device run last and paler, each with its number and speed-up."""
+    """Bars of samples/s, fastest first, the one-device run last and paler, each with its number and speed-up. Those of
+    several seeds (``core.seeds.over_seeds``) have error bars: the standard deviation.
+    """
     drawn = sorted(finished(runs), key=lambda run: -run.samples_per_s)
     if baseline is not None and baseline.error is None:
         drawn.append(baseline)
@@ -154,27 +162,48 @@ def comparison_figure(
         orientation="h",
         width=BAR_WIDTH,
         marker={"color": fills, "line": {"color": colours.muted, "width": 0.5}},
-        text=[_rate_text(run) for run in drawn],
-        textposition="outside",
-        cliponaxis=False,
+        error_x=_error_bars(drawn, colours),
         hovertemplate="%{y}: %{x:.4g} samples/s<extra></extra>",
     )
+    ends = [run.samples_per_s + run.spread.get("samples_per_s", 0.0) for run in drawn]
+    texts = go.Scatter(
+        x=np.array(ends, dtype=float),
+        y=[run.name for run in drawn],
+        mode="text",
+        text=[_rate_text(run) for run in drawn],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
     layout = rows_layout(colours, "Throughput", "median, more is better", len(drawn), showlegend=False)
-    figure = go.Figure(bars, layout=layout)
+    figure = go.Figure([bars, texts], layout=layout)
     figure.update_layout(margin={"r": 140, "b": 56}, height=layout["height"] - 40)
     figure.update_xaxes(**axis(colours, "samples/s", rangemode="tozero"))
     figure.update_yaxes(**axis(colours, "", autorange="reversed", showgrid=False))
     return figure
 
 
+def _error_bars(runs: Sequence[RunRecord], colours: Palette) -> dict[str, Any]:
+    spreads = [run.spread.get("samples_per_s", 0.0) for run in runs]
+    look = {"color": colours.ink, "thickness": 1.5, "width": 4}
+    return {"type": "data", "array": spreads, "visible": any(spreads), **look}
+
+
 def _rate_text(run: RunRecord) -> str:
+    spread = f" \u00b1 {three_digits(run.spread['samples_per_s'])}" if "samples_per_s" in run.spread else ""
     speedup = f" ({speedup_text(run.speedup)})" if run.speedup is not None else ""
-    return f" {grouped(run.samples_per_s)}{speedup}"
+    return f" {grouped(run.samples_per_s)}{spread}{speedup}"
 
 
 def live_bytes(memory: dict[str, int]) -> int:
     """Bytes of all kinds of live storage together, without the peak."""
     return sum(size for kind, size in memory.items() if kind != "peak")
+
+
+def rates_by_step(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, and the samples per second of each."""
+    times_s = np.array(run.step_times_s, dtype=float)
+    return decimate(np.arange(1, len(times_s) + 1), run.batch_size / np.where(times_s > 0, times_s, np.nan))
 
 
 def _by_step(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from math import sqrt
 from typing import Any
 
 from workbench.core.metrics import RunRecord
+from workbench.core.seeds import over_seeds
 from workbench.core.segments import by_strategy
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
@@ -33,7 +34,7 @@ def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: st
 
 def static_text(text: str, runs: Sequence[RunRecord], baseline: RunRecord | None, check: str = "") -> str:
     """The strategy, whether it is checked, and the table of runs in 80 columns."""
-    table = [comparison_table_text(by_strategy(runs), baseline)] if runs else []
+    table = [comparison_table_text(over_seeds(by_strategy(runs)), baseline)] if runs else []
     return "\n".join([f"Strategy: {text}", *filter(None, [check]), *table])
 
 

@@ -83,13 +83,14 @@ class Checker:
         num_steps: int,
         observer: RunObserver | None = None,
         compiles: bool = False,
+        seed: int = 0,
     ) -> Verdict:
-        """Whether the run with these reports equals one device in its first ``num_steps`` steps.
+        """Whether the run with these reports, of this seed, equals one device in its first ``num_steps`` steps.
 
         Further runs, on one device with perturbed weights and of both in float64, are made only if the question is open
         without them and ``observer`` has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
         """
-        which = one_device_of(strategy)
+        which = one_device_of(strategy, seed)
         reference = self.known(which)
         if reference is None or not num_steps:
             return LossPair(reports[0].losses, (), 0).described(UNKNOWN)
@@ -108,7 +109,7 @@ class Checker:
                 if evidence == "noise":
                     case = replace(case, noise=self._noise(which, reference, steps, observer))
                 else:
-                    case = self._check_in_float64(case, strategy, reports, steps, observer, compiles)
+                    case = self._check_in_float64(case, strategy, reports, steps, observer, compiles, seed)
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
         verdict = losses.described(case.verdict())
@@ -123,7 +124,7 @@ class Checker:
         """
         for other, report in self._reports.items():
             plain = self.known(replace(other, variant="plain"))
-            is_like = other.variant == "perturbed" and other.precision == which.precision
+            is_like = replace(other, num_micro_batches=which.num_micro_batches) == replace(which, variant="perturbed")
             if is_like and plain is not None and len(report.losses) >= num_steps:
                 return _distance([report], plain, num_steps)
         report = self.one_device(replace(which, variant="perturbed"), num_steps, observer)
@@ -137,12 +138,13 @@ class Checker:
         num_steps: int,
         observer: RunObserver | None,
         compiles: bool,
+        seed: int,
     ) -> Case:
         """The case with the strategy's results in fp32 or float64, or with the reason why there are none."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
         if changed < num_steps:
             return replace(case, no_float64=f"the strategy changed after step {changed}")
-        which = OneDevice(strategy.options.num_micro_batches, variant="float64")
+        which = OneDevice(strategy.options.num_micro_batches, variant="float64", seed=seed)
         wide = strategy.with_options(precision="fp32")
         known_steps, exact = self._exact.get((str(wide), compiles), (0, Distance()))
         if known_steps >= num_steps:
@@ -163,9 +165,9 @@ class Checker:
         return replace(case, exact=exact)
 
 
-def one_device_of(strategy: Strategy) -> OneDevice:
+def one_device_of(strategy: Strategy, seed: int) -> OneDevice:
     """The one-device run that a strategy's run is compared with."""
-    return OneDevice(strategy.options.num_micro_batches, strategy.options.precision)
+    return OneDevice(strategy.options.num_micro_batches, strategy.options.precision, seed=seed)
 
 
 def _distance(reports: Sequence[RankReport], reference: RankReport, num_steps: int) -> Distance:

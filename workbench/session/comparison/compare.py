@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.metrics import RunRecord
 from workbench.core.presets import PRESETS
+from workbench.core.seeds import over_seeds, seeds_of, with_seed
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError, SessionError, StrategyError
@@ -35,13 +36,20 @@ class CompareResult:
 
     Attributes:
         baseline: the one-device run; None with ``check_steps=0``.
-        runs: one record per strategy, in the order in which they ran; failed ones carry their reason.
+        runs: one record per strategy and seed, in the order in which they ran; failed ones carry their reason.
         settings: what was compared: batch size, steps, engines, optimizer, versions.
+        more_baselines: the one-device runs of further seeds.
     """
 
     baseline: RunRecord | None
     runs: list[RunRecord]
     settings: dict[str, Any] = field(default_factory=dict)
+    more_baselines: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def baselines(self) -> list[RunRecord]:
+        """The one-device runs, one per seed."""
+        return [*([self.baseline] if self.baseline is not None else []), *self.more_baselines]
 
     @property
     def all_equal(self) -> bool:
@@ -50,32 +58,38 @@ class CompareResult:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per strategy, the one-device run last; bytes and seconds in SI units, differences absolute."""
+        """One row per strategy, the one-device run last; bytes and seconds in SI units, differences absolute.
+
+        With several seeds a row has their means, and columns that end with ``_std`` their standard deviations.
+        """
         import pandas
 
-        rows = [*self.runs, *([self.baseline] if self.baseline is not None else [])]
-        return pandas.DataFrame([_table_row(run, run is self.baseline) for run in rows])
+        return pandas.DataFrame([_table_row(run, is_truth) for run, is_truth in self._rows()])
+
+    def _rows(self) -> list[tuple[RunRecord, bool]]:
+        """One record per strategy, and whether it is of one device."""
+        runs, truths = over_seeds(self.runs), over_seeds(self.baselines)
+        return [*((run, False) for run in runs), *((truth, True) for truth in truths)]
 
     def to_json(self) -> str:
         """The whole result as JSON text."""
-        runs = [run.to_dict() for run in self.runs]
-        return json.dumps(
-            {"baseline": self.baseline and self.baseline.to_dict(), "runs": runs, "settings": self.settings}, indent=1
-        )
+        more, runs = ([run.to_dict() for run in listed] for listed in (self.more_baselines, self.runs))
+        baseline = self.baseline and self.baseline.to_dict()
+        parts = {"baseline": baseline, "more_baselines": more, "runs": runs, "settings": self.settings}
+        return json.dumps(parts, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CompareResult:
         """The result from the text of ``to_json``."""
         data = json.loads(text)
-        runs = [RunRecord.from_dict(run) for run in data["runs"]]
+        more, runs = ([RunRecord.from_dict(run) for run in data.get(name, [])] for name in ("more_baselines", "runs"))
         baseline = RunRecord.from_dict(data["baseline"]) if data["baseline"] else None
-        return cls(baseline, runs, data.get("settings", {}))
+        return cls(baseline, runs, data.get("settings", {}), more)
 
     def _repr_html_(self) -> str:
         import pandas
 
-        rows = [*self.runs, *([self.baseline] if self.baseline is not None else [])]
-        shown = pandas.DataFrame([_shown_row(run, run is self.baseline) for run in rows])
+        shown = pandas.DataFrame([_shown_row(run, is_truth) for run, is_truth in self._rows()])
         more = (
             "<code>result.table</code> has all columns; <code>wb.draw.runs(result)</code> sorts, filters and exports."
         )
@@ -83,7 +97,7 @@ class CompareResult:
             return f"{shown.to_html(index=False)}<p>{more}</p>"
 
     def __repr__(self) -> str:
-        return f"CompareResult of {len(self.runs)} strategies:\n{self.table.to_string(index=False)}"
+        return f"CompareResult of {len(over_seeds(self.runs))} strategies:\n{self.table.to_string(index=False)}"
 
 
 def _shown_row(run: RunRecord, is_baseline: bool) -> dict[str, str]:
@@ -91,12 +105,17 @@ def _shown_row(run: RunRecord, is_baseline: bool) -> dict[str, str]:
     verdict = "reference" if is_baseline else _verdict(run)
     return {
         "strategy": run.name,
-        "samples/s": f"{run.samples_per_s:,.0f}" if run.samples_per_s else "",
+        "samples/s": f"{run.samples_per_s:,.0f}{_spread_text(run, 'samples_per_s')}" if run.samples_per_s else "",
         "speed-up": f"{run.speedup:.2f}\u00d7" if run.speedup is not None else "",
         "peak per rank": format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else "",
         "boxed per step": format_bytes(run.boxed_bytes_per_step) if run.error is None else "",
+        "final loss": f"{run.final_loss:.4g}{_spread_text(run, 'final_loss')}" if run.final_loss is not None else "",
         "verdict": f"failed: {run.error.splitlines()[0]}" if run.error else verdict,
     }
+
+
+def _spread_text(run: RunRecord, name: str) -> str:
+    return f" \u00b1 {run.spread[name]:.2g}" if name in run.spread else ""
 
 
 def _verdict(run: RunRecord) -> str:
@@ -113,6 +132,9 @@ def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
         "engines": run.num_ranks,
         "samples_per_s": run.samples_per_s,
         "speedup": run.speedup,
+        "final_loss": run.final_loss,
+        "rank_seconds": run.rank_seconds,
+        **{f"{name}_std": value for name, value in run.spread.items() if name != "step_s"},
         "peak_memory_bytes": max(run.peak_memory_bytes, default=None),
         "parameter_bytes": max((kinds.get("parameters", 0) for kinds in run.memory_by_kind), default=None),
         "activation_bytes": max((kinds.get("activations", 0) for kinds in run.memory_by_kind), default=None),
@@ -135,6 +157,7 @@ def compare(
     steps: int = 20,
     optimizer_fn: Callable[[Any], Optimizer] | None = None,
     seed: int = 0,
+    seeds: int | Iterable[int] = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -165,6 +188,8 @@ def compare(
         steps: training steps of each strategy.
         optimizer_fn: parameters -> torch optimizer. Default: SGD with lr 0.1 and momentum 0.9.
         seed: of the weights and of the order of the samples.
+        seeds: train each strategy, and one device, so many times, with ``seed`` and the next numbers; or a list of
+            seeds. Each run is compared with one device of its seed. Tables give means and standard deviations.
         collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
         shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
         drop_last: leave out a last batch of an epoch with fewer samples.
@@ -186,16 +211,16 @@ def compare(
     Raises:
         StrategyError: a strategy does not fit.
         RunError: the model, data, loss or optimizer cannot be trained; for example, a batch has more samples than the
-            data. Or no writer has the name in ``log``, or its package is not installed. No engine was started, and
-            nothing has run.
+            data. Or no writer has the name in ``log``, or its package is not installed, or ``seeds`` are none. No
+            engine was started, and nothing has run.
 
     ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
     """
-    named = _named(strategies)
-    saved = SavedRuns() if keep is True else keep or None
+    named, numbers = _named(strategies), seeds_of(seed, seeds)
+    saved = SavedRuns.of(keep)
     begin = writers(log)
     subject = Subject.of(
-        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed,
+        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=numbers[0],
         collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
     )  # fmt: skip
     running = session or find_current()
@@ -205,14 +230,16 @@ def compare(
         Session(engines) if running is None else nullcontext(running) as used,
         Comparison(used, subject, saved, check_steps, begin) as comparison,
     ):
-        say = _Progress(len(checked) * (1 + compile)) if progress else None
-        baseline = comparison.baseline()
-        runs = []
-        for name, strategy in checked.items():
-            for comparison.compiles in (False, True) if compile else (False,):
-                title = f"{name}, compiled" if comparison.compiles else name
-                runs.append(_run_to_end(comparison, title, strategy, say))
-        return CompareResult(baseline, runs, comparison.settings())
+        say = _Progress(len(checked) * (1 + compile) * len(numbers)) if progress else None
+        settings, runs, baselines = comparison.settings(), list[RunRecord](), list[RunRecord | None]()
+        for number in numbers:
+            comparison.use_seed(number)
+            baselines.append(comparison.baseline())
+            for name, strategy in checked.items():
+                for comparison.compiles in (False, True) if compile else (False,):
+                    title = f"{name}, compiled" if comparison.compiles else name
+                    runs.append(_run_to_end(comparison, with_seed(title, number, numbers[0]), strategy, say))
+        return CompareResult(baselines[0], runs, settings, [one for one in baselines[1:] if one is not None])
 
 
 def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> dict[str, StrategyLike]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.presets import preset_name
+from workbench.core.seeds import with_seed
 from workbench.core.step_values import Pairs, appended
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -52,6 +53,7 @@ class Comparison:
 
     Attributes:
         compiles: whether runs that start from now on compile their step.
+        seed: their seed; `use_seed` changes it.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Comparison:
         self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
         self._checker = Checker(session, self.key)
-        self.check_steps, self.compiles = check_steps, False
+        self.check_steps, self.compiles, self.seed = check_steps, False, self.job.seed
         self._keep, self._writers = keep, tuple(log)
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
@@ -102,6 +104,15 @@ class Comparison:
                 "start, or wb.Session()), and run the cell that makes this panel or comparison once more, with them."
             ) from error
 
+    def use_seed(self, seed: int) -> None:
+        """Give this seed to the runs that start from now on. Those of before have ended: the one-device runs with which
+        they are compared hold the weights of models, and are freed.
+        """
+        if seed != self.seed:
+            self.seed, self._baseline = seed, None
+            self._checker.forget()
+            self._on_engines(training_on_engine.forget_one_device, self.key, ranks=[0])
+
     def close(self) -> None:
         """Free the engines' copies of the job."""
         self.session.submit(training_on_engine.forget_job, self.key).result()
@@ -130,7 +141,7 @@ class Comparison:
             RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         self.prepare()
-        which = one_device_of(strategy) if strategy is not None else OneDevice()
+        which = one_device_of(strategy, self.seed) if strategy is not None else OneDevice(seed=self.seed)
         steps = min(self.check_steps, num_steps or self.job.num_steps)
         return self._checker.one_device(which, steps, observer) if steps else None
 
@@ -144,7 +155,8 @@ class Comparison:
         if reference is None:
             return None
         if self._baseline is None or len(self._baseline.losses) < len(reference.losses):
-            record = self._measured("one device", NO_STRATEGY, [reference], num_ranks=1)
+            name = with_seed("one device", self.seed, self.job.seed)
+            record = self._measured(name, NO_STRATEGY, [reference], 1, self.seed)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
             log = self.log(record)
             log.add_record(record)
@@ -177,7 +189,7 @@ class Comparison:
             training_on_engine.train_strategy,
             self.key,
             str(strategy),
-            one_device_of(strategy),
+            one_device_of(strategy, self.seed),
             steps,
             self.compiles,
             label=description,
@@ -188,11 +200,11 @@ class Comparison:
         """The log of a run, where the comparison's writers keep it."""
         return RunLog(self._writers, planned.name, {"strategy": planned.strategy, **planned.settings})
 
-    def first_difference(self, strategy: StrategyLike) -> str:
+    def first_difference(self, strategy: StrategyLike, seed: int | None = None) -> str:
         """Where the first step under a strategy parts from one device, see ``wb.debug.first_difference``."""
-        text = str(self.strategy(strategy))
+        text, of = str(self.strategy(strategy)), self.seed if seed is None else seed
         self.prepare()
-        return self._on_engines(training_on_engine.find_first_difference, self.key, text)[0]
+        return self._on_engines(training_on_engine.find_first_difference, self.key, text, of)[0]
 
     def planned(
         self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
@@ -213,6 +225,7 @@ class Comparison:
         """Batch size, steps, engines, optimizer and versions of the comparison."""
         return {
             **self.subject.settings(),
+            "seed": self.seed,
             "engines": self.session.num_engines,
             "threads": self._num_threads,
             "device": self.session.device,
@@ -230,9 +243,10 @@ class Comparison:
         observer: RunObserver | None = None,
     ) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
-        run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks)
+        seed, compiles = planned.settings["seed"], planned.settings.get("compiled", False)
+        run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        verdict = self._checker.verdict(strategy, reports, num_steps, observer, planned.settings.get("compiled", False))
+        verdict = self._checker.verdict(strategy, reports, num_steps, observer, compiles, seed)
         return replace(
             run,
             predicted=planned.predicted,
@@ -246,8 +260,8 @@ class Comparison:
             segments=segments_of(planned, run, reports, announced),
         )
 
-    def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
-        reference = self._checker.known(OneDevice())
+    def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int, seed: int) -> RunRecord:
+        reference = self._checker.known(OneDevice(seed=seed))
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())
 
 

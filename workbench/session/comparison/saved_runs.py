@@ -52,6 +52,11 @@ class SavedRuns:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = Path(folder) if folder is not None else default_folder()
 
+    @classmethod
+    def of(cls, keep: bool | SavedRuns) -> SavedRuns | None:
+        """Where runs are kept, from the argument ``keep`` of ``wb.compare``: a folder without runs counts too."""
+        return keep if isinstance(keep, SavedRuns) else cls() if keep else None
+
     def __repr__(self) -> str:
         return f"SavedRuns({str(self.folder)!r}): {len(self.ids())} runs"
 

@@ -25,15 +25,17 @@ from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
 @dataclass(frozen=True)
 class OneDevice:
-    """Identifies a one-device run. A strategy's reference has as many micro-batches and the same precision.
+    """Identifies a one-device run. A strategy's reference has as many micro-batches, and the same precision and seed.
 
     Attributes:
+        seed: of the weights and the order of the samples.
         variant: ``"plain"``; ``"perturbed"``, with its first weights changed by a rounding unit; or ``"float64"``.
     """
 
     num_micro_batches: int = 1
     precision: str = "fp32"
     variant: Literal["plain", "perturbed", "float64"] = "plain"
+    seed: int = 0
 
 
 _jobs: dict[str, Job] = {}
@@ -86,6 +88,11 @@ def has_job(key: str) -> bool:
 def forget_job(key: str) -> None:
     """Free a job and its one-device runs."""
     _jobs.pop(key, None)
+    forget_one_device(key)
+
+
+def forget_one_device(key: str) -> None:
+    """Free the one-device runs of a job: each holds the weights of a model."""
     for known in [k for k in _histories if k[0] == key]:
         del _histories[known]
 
@@ -96,7 +103,7 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
 
     The report of a perturbed run has its distance from the plain one.
     """
-    job = _variant(key, which.variant, num_steps, which.precision)
+    job = _variant(key, which, num_steps)
     with _mode(job):
         result = run_one_device(
             job, which.num_micro_batches, engine_shell.publish, engine_commands.commands, which.precision
@@ -115,7 +122,7 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
     """Train under a strategy and publish this rank's steps; ``compiles`` as for ``run_strategy``. The report of the
     rank with the one-device run ``which`` has the distance of the weights from that run.
     """
-    job = _variant(key, which.variant, num_steps, which.precision)
+    job = _variant(key, which, num_steps)
     with _mode(job):
         result = run_strategy(
             job,
@@ -130,18 +137,18 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
     return _report(result, history, reference)
 
 
-def find_first_difference(key: str, strategy: str) -> str:
+def find_first_difference(key: str, strategy: str, seed: int) -> str:
     """Where the first step of a job under a strategy parts from one device, in a sentence."""
-    job = _jobs[key]
+    job = replace(_jobs[key], seed=seed)
     return str(first_difference(job.model(), strategy, batch=next(job.batches()), loss_fn=job.loss_fn))
 
 
-def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:
+def _variant(key: str, which: OneDevice, num_steps: int) -> Job:
     """The job of a run. Runs other than plain ones serve verdicts only, so they record losses and weights."""
-    job = replace(_jobs[key], num_steps=num_steps, measures_memory=variant == "plain")
-    if variant == "perturbed":
-        return replace(job, perturbed=precision)
-    return replace(job, dtype=torch.float64) if variant == "float64" else job
+    job = replace(_jobs[key], num_steps=num_steps, measures_memory=which.variant == "plain", seed=which.seed)
+    if which.variant == "perturbed":
+        return replace(job, perturbed=which.precision)
+    return replace(job, dtype=torch.float64) if which.variant == "float64" else job
 
 
 @contextmanager

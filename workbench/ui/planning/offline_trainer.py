@@ -76,7 +76,7 @@ def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
 class OfflineTrainer:
     """Describes a model on ``num_ranks`` ranks for predictions only; ``start`` raises."""
 
-    check_steps, compiles = 0, False
+    check_steps, compiles, seed = 0, False, 0
 
     def __init__(
         self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None, collate_fn: Any = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.number_text import DASH, percent
+from workbench.ui.number_text import DASH, TIMES, percent
 from workbench.ui.runs.detail_pictures import layers_picture, prediction_picture
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.table_rows import (
@@ -25,7 +25,7 @@ from workbench.ui.runs.table_rows import (
 )
 from workbench.units import format_bytes
 
-WIDTHS = (152, 66, 72, 68, 54, 60, 60, 54, 104)
+WIDTHS = (152, 66, 72, 68, 54, 60, 70, 54, 56, 60, 98)
 """Pixels of the columns behind the first, which has the names and all the width that is left."""
 _BAR_WIDTH = 92
 _NAME_CHARS, _EQUAL_CHARS = 18, 19
@@ -42,7 +42,8 @@ def comparison_table_html(
 ) -> str:
     """The table as one HTML fragment that brings its own style and reads in both themes, fastest run first.
 
-    The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why.
+    The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why. Records of
+    several seeds (``core.seeds.over_seeds``) have error bars.
     """
     truth = key_of(baseline) if baseline is not None else ""
     rows = run_rows([*runs, *([baseline] if baseline is not None else [])], truth=truth)
@@ -81,7 +82,8 @@ def rows_table_html(
 ) -> str:
     """The table alone, rows in their order; headers carry ``data-sort``, rows ``data-key``."""
     rates = [row.values[key] or 0.0 for row in rows for key in ("samples_per_s", "predicted_samples_per_s")]
-    fastest = max(rates, default=0.0) or 1.0
+    highest = [(row.values["samples_per_s"] or 0.0) + row.spread.get("samples_per_s", 0.0) for row in rows]
+    fastest = max([*rates, *highest], default=0.0) or 1.0
     columns = element("colgroup", element("col"), *(element("col", style=f"width:{width}px") for width in WIDTHS))
     is_predicted = any(row.values["predicted_samples_per_s"] for row in rows)
     head = element("thead", element("tr", *(_header(column, sort, ascending, is_predicted) for column in COLUMNS)))
@@ -107,7 +109,16 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
             f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>{_EQUAL_CHARS}}"
         )
         lines += [f"{note:>80}"] if note else []
+        lines += [_spread_line(run)] if run.spread else []
     return "\n".join(lines)
+
+
+def _spread_line(run: RunRecord) -> str:
+    """The standard deviations below the means, and how the loss ended."""
+    (row,) = run_rows([run])
+    rate, speedup = (row.spread_text(key).replace(TIMES, "x") for key in ("samples_per_s", "speedup"))
+    loss = f"loss {row.texts['final_loss']} {row.spread_text('final_loss')}, " if "final_loss" in row.spread else ""
+    return f"{'':{_NAME_CHARS}}{rate:>10}{speedup:>10}{f'{loss}{len(row.seeds)} seeds':>42}"
 
 
 def _named(run: RunRecord) -> str:
@@ -146,14 +157,17 @@ def _row(row: Row, fastest: float, selected: bool) -> str:
 
 
 def _number_cell(row: Row, key: str) -> str:
-    """The number, and below it the relative difference to the chosen baseline's."""
-    change = element("small", text=row.changes[key]) if key in row.changes else ""
-    return element("td", element("span", text=row.texts[key]), change, css="number")
+    """The number, and below it its spread, and the relative difference to the chosen baseline's."""
+    below = filter(None, (row.spread_text(key), row.changes.get(key)))
+    return element("td", element("span", text=row.texts[key]), *(element("small", text=t) for t in below), css="number")
 
 
 def _name_cell(row: Row) -> str:
     dot = element("i", css="front", title="no other run is faster with less memory") if row.on_front else ""
     chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
+    if row.seeds:
+        seeds = f"mean \u00b1 standard deviation over the seeds {', '.join(map(str, row.seeds))}"
+        chip += element("span", text=f"{len(row.seeds)} seeds", css="chip", title=seeds)
     detail, css = (f"not run: {row.failure}", "failed") if row.failure else (row.detail, "")
     tip = f"{detail}{f', {row.started}' if row.started else ''}"
     if detail and detail in row.name:  # the name of a strategy may be its text, which then takes both lines
@@ -168,13 +182,23 @@ def _rate_cell(row: Row, fastest: float) -> str:
     parts = [element("span", text=row.texts["samples_per_s"], css="value")]
     if rate:
         width = max(round(_BAR_WIDTH * rate / fastest), 1)
-        parts.append(
-            element("i", css="bar plain" if row.is_truth or row.is_baseline else "bar", style=f"width:{width}px")
-        )
+        css = "bar plain" if row.is_truth or row.is_baseline else "bar"
+        parts.append(element("i", _error_bar(row, fastest), css=css, style=f"width:{width}px"))
     if predicted:
         at = round(_BAR_WIDTH * predicted / fastest)
         parts.append(element("em", style=f"left:{58 + at}px", title=f"predicted: {predicted:.4g} samples/s"))
+    if row.spread:
+        parts.append(element("small", text=row.spread_text("samples_per_s")))
     return element("td", *parts, css="rate")
+
+
+def _error_bar(row: Row, fastest: float) -> str:
+    """From a standard deviation below the mean throughput to one above it."""
+    rate, spread = row.values["samples_per_s"] or 0.0, row.spread.get("samples_per_s")
+    if spread is None:
+        return ""
+    start, end = (_BAR_WIDTH * max(rate + side, 0.0) / fastest for side in (-spread, spread))
+    return element("u", style=f"left:{start:.1f}px;width:{max(end - start, 1):.1f}px")
 
 
 def _equal_cell(row: Row) -> str:

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import TOLERANCE, RunRecord
+from workbench.core.seeds import groups, over_seeds, without_seed
 from workbench.core.segments import by_strategy
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.machine import machine_text, versions_text
@@ -53,8 +54,8 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
     state, sentence = verdict(result.runs)
     figures = _figures(result)
     boxes = [element("div", element("div", id=name), css="frame") for name in figures]
-    parts, truth = by_strategy(result.runs), [result.baseline] if result.baseline is not None else []
-    rows = run_rows([*parts, *truth], truth=key_of(truth[0]) if truth else "")
+    parts, truths = over_seeds(by_strategy(result.runs)), over_seeds(result.baselines)
+    rows = run_rows([*parts, *truths], truth=[key_of(truth) for truth in truths])
     boxes.insert(1, element("div", scatter_html(rows), css="frame wb-comparison"))
     body = element(
         "main",
@@ -64,7 +65,7 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
         element(
             "section",
             element("h2", text="Runs"),
-            comparison_table_html(parts, result.baseline),
+            comparison_table_html(parts, next(iter(truths), None)),
             css="frame",
         ),
         element("section", *boxes, css="figures"),
@@ -78,11 +79,11 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
 
 
 def runs_report_html(
-    runs: Sequence[RunRecord], truth: RunRecord | None, title: str = "Comparison of strategies"
+    runs: Sequence[RunRecord], truths: Sequence[RunRecord] = (), title: str = "Comparison of strategies"
 ) -> str:
-    """The page for runs that need not be of one comparison, with the one-device run if there is one."""
+    """The page for runs that need not be of one comparison, with the one-device runs if there are some."""
     settings = next((run.settings for run in runs if run.settings), {})
-    return report_html(CompareResult(truth, list(runs), settings), title)
+    return report_html(CompareResult(next(iter(truths), None), list(runs), settings, list(truths[1:])), title)
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
@@ -106,17 +107,20 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
         if grown
         else f"largest loss difference {short_difference(largest)}, limit {short_difference(TOLERANCE)}"
     )
-    sentence = f"All {len(runs)} strategies equal one device ({sentence})"
+    num_strategies = len(groups(runs))
+    count = f" in {len(runs)} runs" if len(runs) > num_strategies else ""
+    sentence = f"All {num_strategies} strategies equal one device{count} ({sentence})"
     notes = "; ".join(f"{run.name}: {run.verdict.note}" for run in runs if run.verdict.note)
     return ("warning", f"{sentence}, but {notes}") if notes else ("equal", sentence)
 
 
 def _figures(result: CompareResult) -> dict[str, Callable[[Palette], go.Figure]]:
-    runs, parts, baseline = _shortly_named(result.runs), _shortly_named(by_strategy(result.runs)), result.baseline
-    difference = (lambda colours: loss_difference_figure(runs, baseline, colours=colours)) if baseline else None
+    runs, parts = _named_by_group(result.runs), _shortly_named(over_seeds(by_strategy(result.runs)))
+    truths, truth = result.baselines, next(iter(over_seeds(result.baselines)), None)
+    difference = (lambda colours: loss_difference_figure(runs, truths, colours=colours)) if truths else None
     return {
-        "throughput": lambda colours: comparison_figure(parts, baseline, colours),
-        "loss": lambda colours: loss_figure(runs, baseline, colours),
+        "throughput": lambda colours: comparison_figure(parts, truth, colours),
+        "loss": lambda colours: loss_figure(runs, truths, colours),
         **({"difference": difference} if difference is not None else {}),
         "throughput-by-step": lambda colours: throughput_figure(runs, colours),
         "memory": lambda colours: memory_figure(parts, colours),
@@ -126,6 +130,13 @@ def _figures(result: CompareResult) -> dict[str, Callable[[Palette], go.Figure]]
 def _shortly_named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     names = short_names([run.name for run in runs])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _named_by_group(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs; those that differ in their seed only have one short name."""
+    found = groups(runs)
+    names = short_names([without_seed(group[0]) if len(group) > 1 else group[0].name for group in found])
+    return [replace(run, name=name) for name, group in zip(names, found, strict=True) for run in group]
 
 
 def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
@@ -139,16 +150,20 @@ def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
 
 
 def _facts(result: CompareResult) -> str:
-    first = next((run for run in (*result.runs, result.baseline) if run is not None), None)
+    first = next(iter((*result.runs, *result.baselines)), None)
     num_ranks = sorted({run.num_ranks for run in result.runs})
+    seeds = sorted({run.settings["seed"] for run in result.runs if "seed" in run.settings})
     settings = result.settings
     facts = {
         "Model": _model_text(settings),
-        "What": f"{len(result.runs)} strategies, {len(first.losses)} steps each, batch {first.batch_size}, "
+        "What": f"{len(over_seeds(result.runs))} strategies, {len(first.losses)} steps each, batch {first.batch_size}, "
         "from the same weights in the same data order"
         if first is not None
         else "no runs",
         "Optimizer": settings.get("optimizer", ""),
+        "Seeds": f"{', '.join(map(str, seeds))}; numbers are means \u00b1 standard deviations"
+        if len(seeds) > 1
+        else "",
         "Ranks": ", ".join(map(str, num_ranks)) or "none",
         "Machine": machine_text(),
         "Versions": versions_text(),

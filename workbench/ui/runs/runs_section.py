@@ -12,6 +12,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.seeds import seeds_of, with_seed, without_seed
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.trace_events import chrome_trace
@@ -27,6 +28,8 @@ from workbench.ui.live.run_view import RunView
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
+
+_BUSY = "a run holds the engines: ask again when it has ended"
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class RunsSection:
         on_value(self.compile, self._on_compile)
         self.live = RunView(trainer.num_ranks, (self.trace_button,), has_status=False)
         finds = self._find_difference if hasattr(trainer, "first_difference") else None
-        self.table = RunTable(callbacks.opened, self._run_again, saved, part=finds)
+        opened = lambda run: callbacks.opened(run.strategy)  # noqa: E731
+        self.table = RunTable(opened, self._run_again, saved, part=finds, another=self._run_another)
         self._show_buttons()
 
     # ---- what users call ------------------------------------------------------------------------------------------
@@ -100,13 +104,17 @@ class RunsSection:
         """Number of first steps of the next run that one device trains too."""
         return self._trainer.check_steps
 
-    def run(self, steps: int | None = None) -> None:
+    def run(self, steps: int | None = None, seed: int | None = None, name: str = "") -> None:
         """Train with the edited strategy; returns at once.
+
+        Args:
+            seed: of the weights and of the order of the samples; default: the trainer's.
+            name: of the run, without its seed; default: the strategy's name.
 
         Raises:
             RuntimeError: a run is already in progress.
             StrategyError: the strategy has mistakes.
-            RunError: ``steps`` is not a number of steps.
+            RunError: ``steps`` is not a number of steps, or ``seed`` no whole number.
         """
         with self._lock:
             if self._poller is not None:
@@ -120,20 +128,22 @@ class RunsSection:
                     f"panel.run(steps={steps!r}): a whole number of at least 1. The strategy is the one in the rows."
                 )
             num_steps = int(asked)
-            name = self._free_name(f"{label}, compiled" if self._trainer.compiles else label)
+            (number,) = seeds_of(self._trainer.seed if seed is None else seed, 1)
+            label = name or (f"{label}, compiled" if self._trainer.compiles else label)
+            name = self._free_name(with_seed(label, number, self._trainer.seed))
             self._names = {str(strategy): name}
             self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
             self.error = None
             try:
-                self._begin(strategy, name, num_steps)
+                self._begin(strategy, name, num_steps, number)
             except Exception as error:  # noqa: BLE001 - shown where the run is, like those of its thread
                 self._on_end(None, error)
 
-    def _begin(self, strategy: Strategy, name: str, num_steps: int) -> None:
+    def _begin(self, strategy: Strategy, name: str, num_steps: int, seed: int) -> None:
         self.live.begin(name, str(strategy), num_steps)  # first: an estimate may have to wait for the layers' costs
         estimate = self._callbacks.estimate()
         self._expect(estimate, strategy)
-        self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
+        self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate), seed)
         self._poller = Poller(self._run, self._on_messages, self._on_end, on_trained=self._on_trained)
         self._poller.start()
         self._show_buttons()
@@ -258,24 +268,37 @@ class RunsSection:
     def show_runs(self) -> None:
         """Update the comparison."""
         self.table.selected = key_of(by_strategy(self.runs)[-1]) if self.runs else ""
-        self.table.add(self.runs, self.baseline)
+        self.table.add(self.runs, [self.baseline] if self.baseline is not None else [])
 
-    def _run_again(self, text: str) -> None:
-        self._callbacks.opened(text)
+    def _run_again(self, run: RunRecord) -> None:
+        self._callbacks.opened(run.strategy)
         if not self.busy:
             self.run()
 
-    def _find_difference(self, text: str) -> None:
-        """Find where a strategy parts from one device, in a thread, and show it below the table."""
+    def _run_another(self, runs: Sequence[RunRecord]) -> None:
+        """Run a strategy like the last of these runs, with the seed behind theirs."""
         if self.busy:
-            self.table.show_answer("a run holds the engines: ask again when it has ended")
+            self.table.show_answer(_BUSY)
+            return
+        last, seeds = runs[-1], [run.settings.get("seed", self._trainer.seed) for run in runs]
+        self._callbacks.opened(last.strategy)
+        self.compile.value = bool(last.settings.get("compiled"))
+        self.run(last.settings.get("steps"), max(seeds) + 1, without_seed(last))
+
+    def _find_difference(self, run: RunRecord) -> None:
+        """Find where a strategy parts from one device, in a thread, and show it below the table."""
+        text = run.strategy
+        if self.busy:
+            self.table.show_answer(_BUSY)
             return
         self.table.show_answer(f"{text}: takes one step, and the same step on one device \u2026")
-        threading.Thread(target=self._answer, args=(text,), name="workbench-first-difference", daemon=True).start()
+        threading.Thread(
+            target=self._answer, args=(text, run.settings.get("seed")), name="workbench-first-difference", daemon=True
+        ).start()
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, text: str, seed: int | None) -> None:
         try:
-            found = getattr(self._trainer, "first_difference")(text)  # noqa: B009 - a trainer need not have it
+            found = getattr(self._trainer, "first_difference")(text, seed)  # noqa: B009 - a trainer need not have it
         except Exception as error:  # noqa: BLE001 - a model may fail in any way; the panel says how
             found = f"{type(error).__name__}: {error}"
         self.table.show_answer(f"{text}: {found}")

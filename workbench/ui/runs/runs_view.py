@@ -9,6 +9,7 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from workbench.core.metrics import RunRecord
+from workbench.core.seeds import over_seeds
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import style_sheet
@@ -32,7 +33,7 @@ class RunsView(widgets.VBox):
     def _ipython_display_(self) -> None:
         """Display the widget and its static copy, which the style hides while the widget works."""
         display_widget(self)
-        text = comparison_table_text(self.table.runs, self.table.truth)
+        text = comparison_table_text(over_seeds(self.table.runs), self.table.truth)
         static = element("div", self.table.static_html(), css="wb-static")
         display({"text/html": static, "text/plain": text}, raw=True)
 
@@ -50,8 +51,8 @@ def show_runs(runs: CompareResult | Iterable[RunRecord], *, limit_bytes: float |
     failures = Failures()
     with failures.collecting():
         table = RunTable(saved=found if isinstance(found, SavedRuns) else None, limit_bytes=limit_bytes)
-    if hasattr(found, "baseline"):
-        table.add(found.runs, found.baseline)
+    if hasattr(found, "baselines"):
+        table.add(found.runs, found.baselines)
     else:
         table.add(found)
     return RunsView(table, failures)

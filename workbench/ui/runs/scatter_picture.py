@@ -36,7 +36,9 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     height = min(HEIGHT, max(_LOWEST, _PER_ROW * len(rows)))
     bottom = height - _BELOW
     x_axis = panel_svg.Axis.over([size / divisor for size in [*memory, limit_bytes or memory[0]]], _LEFT, _RIGHT)
-    y_axis = panel_svg.Axis.over(rate, bottom, _TOP)
+    spreads = [row.spread.get("samples_per_s", 0.0) for row in drawn]
+    ends = [r + side for r, spread in zip(rate, spreads, strict=True) for side in (-spread, spread)]
+    y_axis = panel_svg.Axis.over(ends, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
     parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
     if limit_bytes:
@@ -44,7 +46,12 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
         parts.append(panel_svg.line(x, _TOP - 8, x, bottom, "wb-limit"))
         parts.append(panel_svg.text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "end error"))
     order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
-    labels = _labels([(drawn[i], points[i]) for i in order], points)
+    bar_ends = [
+        (x, y_axis.at(end)) for (x, _), *pair in zip(points, ends[::2], ends[1::2], strict=True) for end in pair
+    ]
+    labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends])
+    for x, r, spread in zip((x for x, _ in points), rate, spreads, strict=True):
+        parts += _error_bar(x, y_axis.at(r - spread), y_axis.at(r + spread)) if spread else ()
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
     description = f"Memory against throughput of {len(drawn)} runs"
@@ -83,9 +90,16 @@ def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: f
     return f'<path class="wb-front-line" d="{path}H{_RIGHT:.1f}"/>'
 
 
+def _error_bar(x: float, low: float, high: float) -> Sequence[str]:
+    """A standard deviation of throughput to both sides."""
+    ends = [panel_svg.line(x - 4, y, x + 4, y, "spread") for y in (low, high)]
+    return [panel_svg.line(x, low, x, high, "spread"), *ends]
+
+
 def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
     x, y = point
-    description = f"{row.name}: {row.texts['samples_per_s']} samples/s, {row.texts['peak_bytes']}"
+    rate = f"{row.texts['samples_per_s']} {row.spread_text('samples_per_s')}".strip()
+    description = f"{row.name}: {rate} samples/s, {row.texts['peak_bytes']}"
     tip = f"<title>{escape(description)}</title>"
     ring = f'<circle class="wb-ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if selected else ""
     if row.is_truth or row.is_baseline:

@@ -44,6 +44,8 @@ COLUMNS = (
     Column("predicted_s", "step", "pred.", ascending=True),
     Column("step_s", "step", "meas.", ascending=True),
     Column("error", "error", "pred.", ascending=True),
+    Column("rank_seconds", "cost", "rank s", ascending=True),
+    Column("final_loss", "loss", "final", ascending=True),
     Column("loss_difference", "equal to", "1 device", ascending=True),
 )
 
@@ -52,7 +54,8 @@ COLUMNS = (
 class Row:
     """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
     how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not,
-    ``note`` what its mark alone would hide."""
+    ``note`` what its mark alone would hide. With several ``seeds``, ``values`` are means and ``spread`` has standard
+    deviations."""
 
     key: str
     name: str
@@ -68,6 +71,12 @@ class Row:
     failure: str = ""
     started: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+
+    def spread_text(self, key: str) -> str:
+        """The standard deviation of a value, as ``'\u00b1 2.10'``; empty where there is none."""
+        return f"\u00b1 {_WRITERS[key](self.spread[key])}" if key in self.spread else ""
 
 
 def key_of(run: RunRecord) -> str:
@@ -90,17 +99,20 @@ def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) 
 
 
 def run_rows(
-    runs: Sequence[RunRecord], baseline: str = "", names: Mapping[str, str] | None = None, truth: str = ""
+    runs: Sequence[RunRecord],
+    baseline: str = "",
+    names: Mapping[str, str] | None = None,
+    truth: str | Sequence[str] = (),
 ) -> list[Row]:
     """One row per run, in the order of the runs.
 
     Args:
         baseline: key of the run that speed-ups are over; by default every run's own one-device run.
         names: names by key that the user has given.
-        truth: key of the run on one device, which is compared with nothing.
+        truth: key of the run on one device, which is compared with nothing; or several keys.
     """
-    base = next((run for run in runs if key_of(run) == baseline), None)
-    measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) != truth]
+    base, truths = next((run for run in runs if key_of(run) == baseline), None), _as_keys(truth)
+    measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) not in truths]
     front = pareto_front([max(run.peak_memory_bytes) for run in measured], [run.samples_per_s for run in measured])
     on_front = {key_of(measured[index]) for index in front}
     rows = []
@@ -112,19 +124,32 @@ def run_rows(
                 (names or {}).get(key, run.name),
                 run.strategy,
                 values,
-                _texts(values, run, is_truth=key == truth),
+                _texts(values, run, is_truth=key in truths),
                 is_baseline=bool(baseline) and key == baseline,
-                is_truth=key == truth,
+                is_truth=key in truths,
                 on_front=key in on_front,
                 equal=run.equal,
                 verdict=run.verdict.text,
-                note="" if key == truth else _mark_and_note(run)[1],
+                note="" if key in truths else _mark_and_note(run)[1],
                 failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
+                spread=_spread(run, base),
+                seeds=tuple(run.settings.get("seeds", ())),
             )
         )
     return rows
+
+
+def _as_keys(truth: str | Sequence[str]) -> Sequence[str]:
+    return (truth,) if isinstance(truth, str) else truth
+
+
+def _spread(run: RunRecord, base: RunRecord | None) -> dict[str, float]:
+    """The standard deviations, that of the speed-up over ``base`` if there is one."""
+    if base is None or not base.samples_per_s or "samples_per_s" not in run.spread:
+        return run.spread
+    return {**run.spread, "speedup": run.spread["samples_per_s"] / base.samples_per_s}
 
 
 def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, str]:
@@ -157,23 +182,33 @@ def _values(run: RunRecord, base: RunRecord | None) -> dict[str, float | None]:
         "predicted_s": predicted_s,
         "step_s": step_s if known else None,
         "error": predicted_s / step_s - 1 if known and predicted_s and step_s else None,
+        "rank_seconds": run.rank_seconds if known else None,
+        "final_loss": run.final_loss,
         "loss_difference": run.loss_difference if known else None,
     }
 
 
+def _loss_text(loss: float) -> str:
+    return three_digits(loss) if 0.0995 <= abs(loss) < 1e5 else f"{loss:.3g}"
+
+
+_WRITERS: dict[str, Callable[[float], str]] = {
+    "samples_per_s": three_digits,
+    "speedup": speedup_text,
+    "peak_bytes": format_bytes,
+    "boxed_bytes": format_bytes,
+    "bubble": percent,
+    "predicted_s": format_seconds,
+    "step_s": format_seconds,
+    "error": signed_percent,
+    "rank_seconds": three_digits,
+    "final_loss": _loss_text,
+}
+
+
 def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -> dict[str, str]:
-    writers: dict[str, Callable[[float], str]] = {
-        "samples_per_s": three_digits,
-        "speedup": speedup_text,
-        "peak_bytes": format_bytes,
-        "boxed_bytes": format_bytes,
-        "bubble": percent,
-        "predicted_s": format_seconds,
-        "step_s": format_seconds,
-        "error": signed_percent,
-    }
     texts = {}
-    for key, write in writers.items():
+    for key, write in _WRITERS.items():
         value = values[key]
         texts[key] = DASH if value is None else write(value)
     return texts | {"loss_difference": "reference" if is_truth else _mark_and_note(run)[0]}
@@ -220,6 +255,8 @@ _WORDS = {
     "bubble": ("bubble", 0.01),
     "step": ("step_s", 1.0),
     "error": ("error", 0.01),
+    "cost": ("rank_seconds", 1.0),
+    "loss": ("final_loss", 1.0),
 }
 _CONDITION = re.compile(r"^\s*([a-z/-]+)\s*(<=|>=|<|>|=)\s*(-?[\d.]+)\s*$")
 
@@ -256,13 +293,16 @@ def _satisfies(value: float | None, sign: str, limit: float) -> bool:
 
 
 def rows_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV: names, strategies, numbers in SI units."""
+    """The rows as CSV: names, strategies, numbers in SI units, standard deviations where rows have several seeds."""
     keys = ["samples_per_s", *(key for key in rows[0].values if key != "samples_per_s")] if rows else []
+    spreads = list(dict.fromkeys(key for row in rows for key in row.spread))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["name", "strategy", *keys, "equal", "started", "failure"])
+    deviations = [f"{key}_std" for key in spreads]
+    writer.writerow(["name", "strategy", *keys, *deviations, "equal", "started", "failure"])
     for row in rows:
-        numbers = ["" if row.values[key] is None else repr(row.values[key]) for key in keys]
+        found = [*(row.values[key] for key in keys), *(row.spread.get(key) for key in spreads)]
+        numbers = ["" if number is None else repr(number) for number in found]
         equal = "" if row.equal is None else row.equal
         writer.writerow([row.name, row.detail, *numbers, equal, row.started, row.failure])
     return out.getvalue()

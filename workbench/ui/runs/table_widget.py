@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import ipywidgets as widgets
 import traitlets
 
 from workbench.core.metrics import RunRecord
+from workbench.core.seeds import groups, over_seeds, with_seed
 from workbench.core.segments import by_strategy
+from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
@@ -39,34 +40,36 @@ class RunsPage(Downloads):
 
 
 class RunTable:
-    """The comparison. ``box`` is its widget.
+    """The comparison. ``box`` is its widget. Runs that differ in their seed only are one row, while ``means`` is on.
 
     Args:
-        opened: (text of a run's strategy) -> loads it into the panel. None: no such button.
-        again: (text of a run's strategy) -> runs it once more.
+        opened: (a run) -> loads its strategy into the panel. None: no such button.
+        again: (a run) -> runs its strategy once more.
         saved: the runs of other days; new names are stored there.
         limit_bytes: memory of a rank, drawn as a line.
-        part: (text of a run's strategy) -> finds where it parts from one device. None: no such button.
+        part: (a run) -> finds where it parts from one device. None: no such button.
+        another: (runs of a strategy) -> runs it with a seed that they have not had. None: no such button.
     """
 
     def __init__(
         self,
-        opened: Callable[[str], None] | None = None,
-        again: Callable[[str], None] | None = None,
+        opened: Callable[[RunRecord], None] | None = None,
+        again: Callable[[RunRecord], None] | None = None,
         saved: SavedRuns | None = None,
         limit_bytes: float | None = None,
-        part: Callable[[str], None] | None = None,
+        part: Callable[[RunRecord], None] | None = None,
+        another: Callable[[Sequence[RunRecord]], None] | None = None,
     ) -> None:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
-        self.truth: RunRecord | None = None
+        self._truths: dict[Any, RunRecord] = {}  # by seed
         self.sort, self.ascending = "samples_per_s", False
         self.selected = self.baseline = ""
         self.hidden: set[str] = set()
         self.names: dict[str, str] = {}
-        self._opened, self._again, self._part = opened, again, part
+        self._opened, self._again, self._part, self._another = opened, again, part, another
         self.answer = html("", "wb-quiet", "wb-answer")
-        self.saved = saved or SavedRuns()
+        self.saved = saved if saved is not None else SavedRuns()
         self.limit_bytes = limit_bytes
         self.page = RunsPage(self._on_event)
         self._make_controls()
@@ -81,7 +84,11 @@ class RunTable:
         self._title_bar = bar(html('<span class="wb-title">Comparison</span>'), self.facts)
         self.open_button = button("Open in panel", lambda: self._with_selected(self._opened))
         self.again_button = button("Run again", lambda: self._with_selected(self._again))
-        self.part_button = button("Where do they part?", lambda: self._with_selected(self._part))
+        self.seed_button = button("Another seed", self._run_another)
+        self.means = widgets.Checkbox(True, description="mean over seeds", indent=False)
+        self.means.tooltip = "one row for runs that differ in their seed only: mean and standard deviation"
+        on_value(self.means, lambda change: self.refresh())
+        self.part_button = button("Where do they part?", self._find_part)
         self.hide_button = button("Hide", self.hide, tooltip="leave the selected run out of the table")
         self.show_button = button("Show hidden", self.show_all)
         self.baseline_field = widgets.Dropdown(options=[(ONE_DEVICE, "")], layout={"width": "130px"})
@@ -92,11 +99,13 @@ class RunTable:
         self.load_button = button("Load runs\u2026", self._toggle_loader)
         first = [self.open_button] if self._opened else []
         first += [self.again_button] if self._again else []
+        first += [self.seed_button] if self._another else []
         first += [self.part_button] if self._part else []
         self._bar = bar(
             *first,
             self.hide_button,
             self.show_button,
+            self.means,
             *(
                 bar(label("baseline"), self.baseline_field, css=("wb-field",)),
                 bar(label("filter"), self.filter_field, css=("wb-field",)),
@@ -116,16 +125,20 @@ class RunTable:
 
     # ---- display --------------------------------------------------------------------------------------------
 
-    def add(self, runs: Iterable[RunRecord], truth: RunRecord | None = None) -> None:
-        """Append new runs, one row per strategy; ``truth`` is the run on one device."""
+    def add(self, runs: Iterable[RunRecord], truths: Sequence[RunRecord] = ()) -> None:
+        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each seed."""
         known = {key_of(run) for run in self.runs}
         for run in runs:
             parts = [part for part in by_strategy([run]) if key_of(part) not in known]
             self.runs += parts
             self._whole |= {key_of(part): run for part in parts}
-        if truth is not None:
-            self.truth = truth
+        self._truths |= {truth.settings.get("seed"): truth for truth in truths}
         self.refresh()
+
+    @property
+    def truth(self) -> RunRecord | None:
+        """The run on one device, over its seeds; None without one."""
+        return next(iter(over_seeds(self._truths.values())), None)
 
     @property
     def rows(self) -> list[Row]:
@@ -136,13 +149,19 @@ class RunTable:
             return self._sorted()
 
     @property
+    def _groups(self) -> dict[str, list[RunRecord]]:
+        """By the key of a row, its runs; those on one device last."""
+        every = [*self.runs, *self._truths.values()]
+        return {key_of(group[0]): group for group in (groups(every) if self.means.value else [[run] for run in every])}
+
+    @property
     def _every(self) -> list[RunRecord]:
-        """The runs, and the one on one device."""
-        return [*self.runs, *([self.truth] if self.truth is not None else [])]
+        """A record for each row, those on one device last."""
+        return [over_seeds(group)[0] for group in self._groups.values()]
 
     def _sorted(self) -> list[Row]:
-        truth = key_of(self.truth) if self.truth is not None else ""
-        rows = run_rows(self._every, self.baseline, self.names, truth)
+        truths = [key_of(truth) for truth in self._truths.values()]
+        rows = run_rows(self._every, self.baseline, self.names, truths)
         return sorted_rows([row for row in rows if row.key not in self.hidden], self.sort, self.ascending)
 
     def refresh(self) -> None:
@@ -151,20 +170,28 @@ class RunTable:
             self.box.children = (self._empty, self._loader)
             return
         self.box.children = self._parts
+        rows = {key_of(run): key for key, group in self._groups.items() for run in group}
+        self.selected = rows.get(self.selected, "")
         self.page.page = self._page_html()
         self._show_controls()
         self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
 
     def _show_controls(self) -> None:
-        options = [(ONE_DEVICE, ""), *((self.names.get(key_of(run), run.name), key_of(run)) for run in self.runs)]
+        truths = list(self._truths.values())
+        others = [run for run in self._every if not any(key_of(run) == key_of(truth) for truth in truths)]
+        options = [(ONE_DEVICE, ""), *((self.names.get(key_of(run), run.name), key_of(run)) for run in others)]
+        self.baseline = self.baseline if self.baseline in [key for _, key in options] else ""
         if list(self.baseline_field.options) != options:
             with self.baseline_field.hold_trait_notifications():
                 self.baseline_field.options = options
                 self.baseline_field.value = self.baseline
         chosen = self._run(self.selected)
-        for each in (self.open_button, self.again_button):
-            each.disabled = chosen is None or chosen is self.truth
+        for each in (self.open_button, self.again_button, self.seed_button):
+            each.disabled = all(key_of(run) != self.selected for run in others)
             each.tooltip = "select a run first" if each.disabled else ""
+        if not self.seed_button.disabled:
+            self.seed_button.tooltip = "train this strategy with other weights and another order of the samples"
+        self.means.layout.display = "" if len(groups(self.runs)) < len(self.runs) else "none"
         self.part_button.disabled = chosen is None or chosen.equal is not False
         self.part_button.tooltip = (
             "select a run marked \u2717 first" if self.part_button.disabled else "find the first layer and function"
@@ -205,7 +232,7 @@ class RunTable:
         elif event.get("event") == "part" and self._part is not None:
             self.selected = value
             self.refresh()
-            self._with_selected(self._part)
+            self._find_part()
 
     def show_answer(self, text: str) -> None:
         """Show where a run parts from one device."""
@@ -226,10 +253,11 @@ class RunTable:
 
     def rename(self, key: str, name: str) -> None:
         """Rename a run, also on disk if it is kept."""
-        self.names[key] = name
-        run = self._run(key)
-        if run is not None and run.run_id in self.saved.ids():
-            self.saved.rename(run.run_id, name)
+        for number, run in enumerate(self._groups.get(key, ())):
+            own = with_seed(name, run.settings["seed"], -1) if number else name
+            self.names[key_of(run)] = own
+            if run.run_id in self.saved.ids():
+                self.saved.rename(run.run_id, own)
         self.refresh()
 
     def set_baseline(self, key: str) -> None:
@@ -256,21 +284,23 @@ class RunTable:
             return rows_csv(rows)
         runs = self._whole_runs(rows)
         if kind == "json":
-            truth = self.truth.to_dict() if self.truth is not None else None
-            return json.dumps({"baseline": truth, "runs": [run.to_dict() for run in runs]}, indent=1)
+            first, *more = self._truths.values() or (None,)
+            return CompareResult(first, runs, more_baselines=[one for one in more if one is not None]).to_json()
         if kind == "html":
             from workbench.ui.runs.report import runs_report_html
 
-            return runs_report_html(runs, self.truth)
+            return runs_report_html(runs, list(self._truths.values()))
         raise ValueError(f"export {kind!r}: there are {', '.join(_TYPES)}.")
 
     def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
         """The runs of these rows, under their names in the table."""
         found: dict[str, RunRecord] = {}
-        for row in rows:
-            run = self._whole.get(row.key)
+        shown = self._groups
+        for part in (part for row in rows for part in shown[row.key]):
+            run = self._whole.get(key_of(part))
             if run is not None:
-                found.setdefault(key_of(run), run if run.segments else replace(run, name=row.name))
+                name = run.name if run.segments else self.names.get(key_of(part), run.name)
+                found.setdefault(key_of(run), replace(run, name=name))
         return list(found.values())
 
     def export(self, path: str) -> Path:
@@ -301,10 +331,20 @@ class RunTable:
     def _run(self, key: str) -> RunRecord | None:
         return next((run for run in self._every if key_of(run) == key), None)
 
-    def _with_selected(self, action: Callable[[str], None] | None) -> None:
-        run = self._run(self.selected)
-        if run is not None and action is not None:
-            action(run.strategy)
+    def _with_selected(self, action: Callable[[RunRecord], None] | None) -> None:
+        group = self._groups.get(self.selected)
+        if group and action is not None:
+            action(group[0])
+
+    def _find_part(self) -> None:
+        unequal = [run for run in self._groups.get(self.selected, ()) if run.equal is False]
+        if unequal and self._part is not None:
+            self._part(unequal[0])
+
+    def _run_another(self) -> None:
+        group = self._groups.get(self.selected)
+        if group and self._another is not None:
+            self._another(group)
 
 
 def _saved_text(run: RunRecord) -> str:

@@ -31,7 +31,7 @@ class Trainer(Protocol):
     """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one.
 
     One device trains the first ``check_steps`` steps too, for the comparison; 0 for none. ``compiles``: whether runs
-    that start from now on compile their step.
+    that start from now on compile their step. ``seed``: the seed of runs that are started without one.
     """
 
     layers: list[Layer]
@@ -40,8 +40,16 @@ class Trainer(Protocol):
     baseline: RunRecord | None
     check_steps: int
     compiles: bool
+    seed: int
 
-    def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
+    def start(
+        self,
+        strategy: Strategy,
+        name: str,
+        num_steps: int,
+        predicted: Mapping[str, float] | None = None,
+        seed: int | None = None,
+    ) -> Run:
         """Begin to train; returns at once. ``predicted`` is kept with the run."""
 
 
@@ -74,6 +82,7 @@ class SessionTrainer:
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines
         self.sample_shape = subject.sample_shape
+        self.seed = subject.job.seed
         self.baseline: RunRecord | None = None
 
     @property
@@ -85,9 +94,9 @@ class SessionTrainer:
     def check_steps(self, number: int) -> None:
         self._comparison.check_steps = number
 
-    def first_difference(self, text: str) -> str:
+    def first_difference(self, text: str, seed: int | None = None) -> str:
         """Where a strategy parts from one device in its first step, in a sentence. Waits for the engines."""
-        return self._comparison.first_difference(text)
+        return self._comparison.first_difference(text, seed)
 
     @property
     def compiles(self) -> bool:
@@ -98,9 +107,17 @@ class SessionTrainer:
     def compiles(self, value: bool) -> None:
         self._comparison.compiles = value
 
-    def start(self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None) -> Run:
+    def start(
+        self,
+        strategy: Strategy,
+        name: str,
+        num_steps: int,
+        predicted: Mapping[str, float] | None = None,
+        seed: int | None = None,
+    ) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""
-        return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))
+        own = self.seed if seed is None else seed
+        return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, own, observer))
 
     def _begin(
         self,
@@ -108,9 +125,11 @@ class SessionTrainer:
         name: str,
         num_steps: int,
         predicted: Mapping[str, float] | None,
+        seed: int,
         observer: RunObserver,
     ) -> tuple[TrainingRun, Sequence[float]]:
         strategy = self._comparison.strategy(strategy)
+        self._comparison.use_seed(seed)
         self.baseline = self._comparison.baseline(observer, num_steps)
         reference = self._comparison.reference(strategy, observer, num_steps)
         run = self._comparison.start(strategy, name, predicted, num_steps)
