@@ -46,12 +46,10 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
         parts.append(panel_svg.line(x, _TOP - 8, x, bottom, "wb-limit"))
         parts.append(panel_svg.text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "end error"))
     order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
-    bar_ends = [
-        (x, y_axis.at(end)) for (x, _), *pair in zip(points, ends[::2], ends[1::2], strict=True) for end in pair
-    ]
+    bars = [(x, y_axis.at(r - s), y_axis.at(r + s)) for (x, _), r, s in zip(points, rate, spreads, strict=True) if s]
+    bar_ends = [(x, y) for x, low, high in bars if low - high > _RING for y in (low, high)]
     labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends])
-    for x, r, spread in zip((x for x, _ in points), rate, spreads, strict=True):
-        parts += _error_bar(x, y_axis.at(r - spread), y_axis.at(r + spread)) if spread else ()
+    parts += [line for bar in bars for line in _error_bar(*bar)]
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
     description = f"Memory against throughput of {len(drawn)} runs"
