@@ -38,6 +38,48 @@ def test_what_changes_the_step_is_recorded_anew(name):
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
 
 
+def replace_parameter(module):
+    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+
+
+def assign_parameters(module):
+    module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()}, assign=True)
+
+
+def replace_buffer(module):
+    module[1].running_mean = module[1].running_mean + 1
+
+
+def replace_layer(module):
+    module[2] = nn.Identity()
+
+
+def evaluate(module):
+    module.eval()
+
+
+@pytest.mark.parametrize("change", [replace_parameter, assign_parameters, replace_buffer, replace_layer, evaluate])
+@pytest.mark.parametrize("is_parallelized", [True, False])
+def test_a_module_of_other_parts_or_in_another_mode_is_recorded_anew(change, is_parallelized):
+    """Also a module of the step that no strategy spreads, such as a teacher."""
+
+    def program():
+        module = nn.Sequential(filled(nn.Linear(4, 4)), nn.BatchNorm1d(4), filled(nn.Linear(4, 4)))
+        module = wb.parallelize(module, "*: data") if is_parallelized else module
+        module.train(change is evaluate)
+        captured, x = wb.capture(lambda x: module(x).detach()), torch.arange(12.0).reshape(3, 4)
+        before = called(lambda x: captured(x), 4, (3, 4))
+        change(module)
+        made = [captured(x) for _ in range(3)]
+        wanted = module(x).detach()
+        made, wanted = [[t.full_tensor() if is_parallelized else t for t in some] for some in (made, [wanted])]
+        assert not torch.equal(wanted[0], before.full_tensor() if is_parallelized else before)
+        assert all(torch.equal(each, wanted[0]) for each in made)
+        assert (captured.num_recordings, captured.num_replays) == (2, 3)
+
+    run_ranks(program, 1)
+
+
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
 def test_after_a_rebuild_all_ranks_record_anew_because_not_all_may_have_a_recording(num_calls):
     """Rank 1 was interrupted in the call that recorded on rank 0, or its process is new."""

@@ -118,3 +118,25 @@ def test_state_of_plain_parameters_goes_on():
         return [*losses, *(parameter.detach() for parameter in own.parameters())]
 
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
+def from_python(x):
+    """A running sum that begins with a number of Python, and a table of Python's numbers that is only read."""
+    total = torch.tensor([0.0, 1.0])
+    total[0] += x.sum()
+    return total, x[[1, 0]] * torch.tensor([2.0, 3.0]).unsqueeze(0)[:, :1]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 1 << 30}])
+def test_tensors_made_of_numbers_begin_anew_in_every_replay(options):
+    def program():
+        captured, x = wb.capture(from_python, **options), torch.arange(12.0).reshape(3, 4)
+        for number in range(5):
+            made, wanted = captured(x + number), from_python(x + number)
+            assert all(map(torch.equal, made, wanted))
+            made[0].zero_()  # it is the caller's
+        assert captured.num_replays == 3
+        return str(captured.traces[0])
+
+    listing = run_ranks(program, 1)[0]
+    assert listing.count("aten.clone") == 2  # the numbers of an index are only read

@@ -158,3 +158,32 @@ def test_too_little_memory_says_how_much_there_must_be():
 def test_no_memory_is_refused(memory_bytes):
     with pytest.raises(ValueError, match=f"memory_bytes={memory_bytes}.*above 0"):
         wb.capture(lambda x: x, memory_bytes=memory_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 1}, {"backend": "inductor"}])
+@pytest.mark.filterwarnings("ignore:capture.memory_bytes", "ignore::DeprecationWarning")  # of Inductor
+def test_statistics_of_batch_norm_move_once_in_a_step(options):
+    """torch's schema does not say that the operator writes to them. Nothing reads its result, or it is computed again."""
+
+    def work():
+        norms = [nn.BatchNorm1d(64) for _ in range(2)]
+        layers = nn.Sequential(nn.Linear(8, 64), norms[0], nn.GELU(), nn.Linear(64, 64), norms[1], nn.Tanh())
+
+        def step(x):
+            layers.zero_grad()
+            layers(x).square().mean().backward()
+            with torch.no_grad():
+                norms[1](x.repeat(1, 8))
+
+        step, statistics = wb.capture(step, **options), []
+        for _ in range(4):
+            for norm in norms:
+                norm.reset_running_stats()
+            step(torch.arange(128.0).reshape(16, 8).sin())
+            statistics.append([buffer.clone() for norm in norms for buffer in norm.buffers()])
+        assert step.num_replays == 2
+        return statistics
+
+    [(first, *others)] = run_ranks(work, 1)
+    for other in others:
+        torch.testing.assert_close(other, first)

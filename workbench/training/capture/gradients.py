@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import keep_grad_shard
@@ -23,7 +24,7 @@ class LeafCollector(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with local_torch():
-            for value in args:
+            for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not _is_fake(value):
                     self.found[id(value)] = value
             return func(*args, **(kwargs or {}))

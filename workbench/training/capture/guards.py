@@ -1,37 +1,71 @@
-"""What must hold for a replay: the strategies, modes and frozen parameters of the modules that a step calls."""
+"""What must hold for a replay: the strategies and modes of the modules that a step calls, and what they consist of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.tensors.global_tensor import local_torch
 from workbench.training.strategies.state import STATE
 
 
+@contextmanager
+def called_modules() -> Iterator[list[nn.Module]]:
+    """Context that gives a list of the modules that this thread calls in it, each once."""
+    thread, found, seen = threading.get_ident(), list[nn.Module](), set[int]()
+
+    def note(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == thread and id(module) not in seen:  # simulated ranks are threads
+            seen.add(id(module))
+            found.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 class Guards:
-    """The guards of the parallelized modules that a step has called so far."""
+    """The guards of the modules that a step has called so far, with all modules in them."""
 
     def __init__(self) -> None:
         self._roots: list[nn.Module] = []
-        self._parts: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
+        self._look()
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """Add modules that the step has called."""
+        """Add modules that the step has called. One that contains others comes before them, as it is called first."""
         for module in modules:
-            if not any(module is root for root in self._roots):
+            if id(module) not in self._parts:
                 self._roots.append(module)
-                self._parts += module.modules()
-                self._parameters += module.parameters()
+                self._look()
 
     def now(self) -> Any:
         """The present values. While they are the same, a replay is allowed."""
+        if self._held_now() != self._held:
+            self._look()  # a layer, a parameter or a buffer is another one
         with local_torch():
             return (
-                tuple([root.__dict__.get(STATE) for root in self._roots]),
-                tuple([part.training for part in self._parts]),
+                self._held,
+                tuple([part.__dict__[STATE] for part in self._parallelized]),
+                tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
             )
+
+    def _look(self) -> None:
+        """Look which modules, parameters and buffers there are."""
+        self._parts = {id(part): part for root in self._roots for part in root.modules()}
+        self._parallelized = [part for part in self._parts.values() if STATE in part.__dict__]
+        self._places = [held for p in self._parts.values() for held in (p._parameters, p._buffers, p._modules)]
+        parameters = (parameter for part in self._parts.values() for parameter in part._parameters.values())
+        self._parameters = [parameter for parameter in parameters if parameter is not None]
+        self._held = self._held_now()
+
+    def _held_now(self) -> tuple[int, ...]:
+        return tuple(map(id, chain.from_iterable(map(dict.values, self._places))))

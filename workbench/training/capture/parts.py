@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from workbench.training.capture.operators import written_arguments
 from workbench.training.capture.optimizer_steps import OptimizerStep
 from workbench.training.capture.trace import Call, Slot, Trace, slots_in
 
@@ -146,18 +147,13 @@ def written_by(call: Call) -> set[Slot]:
     """The slots that an operator writes to."""
     if call.operator is None or not call.has_side_effect:
         return set()
-    arguments = call.operator._schema.arguments
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-    given = [value for value, is_written in zip(call.args, written, strict=False) if is_written]
-    given += [call.kwargs[a.name] for a, is_w in zip(arguments, written, strict=True) if is_w and a.name in call.kwargs]
-    return set(slots_in(given))
+    return set(slots_in(written_arguments(call.operator, call.args, call.kwargs)))
 
 
-def written_constants(trace: Trace) -> set[Any]:
-    """The memory of constants that the calls of a trace write to: operators, and optimizers with their parameters."""
+def written_memory(trace: Trace) -> set[Any]:
+    """The memory that the calls of a trace write to: operators, and optimizers to their parameters."""
     memory = memory_of(trace)
-    written = {slot for call in trace.calls for slot in (written_by(call) if call.operator else _stepped(call))}
-    return {memory[slot] for slot in trace.constants} & {memory[slot] for slot in written}
+    return {memory[slot] for call in trace.calls for slot in (written_by(call) if call.operator else _stepped(call))}
 
 
 def _stepped(call: Call) -> set[Slot]:

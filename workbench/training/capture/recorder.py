@@ -17,7 +17,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.errors import CaptureError
@@ -26,10 +25,9 @@ from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.aten_functions import matmul_work
 from workbench.training.capture.gradients import held_grad
+from workbench.training.capture.operators import check_operator, devices_of, draws, written_arguments
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
 from workbench.training.capture.trace import Call, Slot, Trace
-from workbench.training.capture.value_reads import reject_value_read
-from workbench.transport.user_code import user_frame
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
@@ -79,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self._keys_used: set[int] = set()
         self._is_paused = 0
         self._stepping: OptimizerStep | None = None
+        self._copies: list[Call] = []
         self._inputs = [*inputs, *grads]
         self._sizes: dict[Slot, int] = {}
         self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [], sizes=self._sizes)
@@ -88,26 +87,30 @@ class Recorder(TorchDispatchMode):
         with local_torch():
             if self._is_paused:
                 return func(*args, **kwargs)
-            _check_operator(func, args)
+            if func is _aten.lift_fresh.default and self._is_fresh(args[0]):
+                out = func(*args)
+                self._make_anew(out)
+                return out
+            check_operator(func, args)
             given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
             out = func(*args, **kwargs)
             if func in _SAME:
                 self._slots[out] = self._slot(args[0])
                 return out
-            schema = func._schema
-            draws = _draws(func, args, kwargs)
+            is_write, is_draw = bool(written_arguments(func, args, kwargs)), draws(func, args, kwargs)
             result = self._made(out)
-            first = schema.returns[0].alias_info if schema.returns else None
+            returns = func._schema.returns
+            first = returns[0].alias_info if returns else None
             self.trace.calls.append(
                 Call(
                     _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
-                    has_side_effect=(schema.is_mutable and func not in _SETS_UP) or draws,
-                    makes_view=first is not None and not first.is_write and not schema.is_mutable,
+                    has_side_effect=(is_write and func not in _SETS_UP) or is_draw,
+                    makes_view=first is not None and not first.is_write and not is_write,
                     changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
                     operator=func,
-                    draws=draws,
-                    devices=_devices(args, kwargs, out),
+                    draws=is_draw,
+                    devices=devices_of(args, kwargs, out),
                     flops=matmul_work(func, args, kwargs, out)[0],
                 )
             )  # fmt: skip
@@ -217,6 +220,7 @@ class Recorder(TorchDispatchMode):
                 slots.append(slot)
         self.trace.outputs = slots
         self._check_leftovers(set(slots))
+        self._drop_copies()
         return left
 
     def _check_end(self) -> None:
@@ -274,6 +278,33 @@ class Recorder(TorchDispatchMode):
             with self.paused():
                 self.trace.constants[slot] = plain(tensor)
         return slot
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether ``torch.tensor`` has just made it, in memory of its own: not in that of an array, for example."""
+        return tensor not in self._slots and tensor.untyped_storage().resizable()
+
+    def _make_anew(self, tensor: torch.Tensor) -> None:
+        """Let every replay begin with the numbers that the tensor has now: the step may write to it."""
+        numbers, clone = self._next(), _aten.clone.default
+        with self.paused():
+            self.trace.constants[numbers] = tensor.clone()
+        copy = Call(clone, (numbers,), {}, self._new(tensor), False, name="aten.clone", operator=clone,
+                    devices=devices_of(tensor))  # fmt: skip
+        self._copies.append(copy)
+        self.trace.calls.append(copy)
+
+    def _drop_copies(self) -> None:
+        """Let operators that only read read the numbers themselves."""
+        kept = set(self.trace.outputs)
+        for call in self.trace.calls:
+            if call.operator is None or call.has_side_effect or call.makes_view:
+                kept |= call.reads()
+        constants, dropped = self.trace.constants, set[int]()
+        for copy in self._copies:
+            if copy.result not in kept:
+                constants[copy.result] = constants.pop(copy.args[0])
+                dropped.add(id(copy))
+        self.trace.calls = [call for call in self.trace.calls if id(call) not in dropped]
 
     def _made_before(self, tensor: torch.Tensor) -> Slot | None:
         """The slot of a tensor that the step made as another object: ``as_subclass`` and ``.data`` make one without an
@@ -360,31 +391,3 @@ def _place_of(tensor: torch.Tensor) -> Any:
 def _is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a placeholder, which a replay need not make again."""
     return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
-
-
-def _devices(*values: Any) -> frozenset[str]:
-    return frozenset(leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers. Attention does if it drops some of its weights."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return bool(given.get("dropout_p", "dropout_p" not in names))
-
-
-def _check_operator(func: Any, args: Any) -> None:
-    reads = torch.Tag.data_dependent_output in func.tags
-    if not reads and torch.Tag.dynamic_output_shape not in func.tags:
-        return
-    if func is _aten.index.Tensor and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        return  # only a mask makes the result's shape depend on values
-    frame, _ = user_frame()
-    name = "item(), bool(), int() or float()" if func is _aten._local_scalar_dense.default else str(func)
-    reject_value_read(
-        name.removesuffix(".default"),
-        frame,
-        "the value of a tensor is read" if reads else "the shape of a result depends on values",
-    )

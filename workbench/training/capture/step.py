@@ -20,21 +20,24 @@ from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram
-from workbench.training.capture.guards import Guards
+from workbench.training.capture.guards import Guards, called_modules
+from workbench.training.capture.inputs import kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
-from workbench.training.capture.parts import written_constants
+from workbench.training.capture.parts import written_memory
 from workbench.training.capture.recorder import RecordedTransport, Recorder
 from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
-from workbench.training.strategies.state import recorded_module_calls
+from workbench.training.strategies.state import STATE
 from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
 from workbench.transport.traffic import Traffic
 
 _log = logging.getLogger("workbench.capture")
+_MOST_KINDS = 32
+"""Of inputs that have come once. They have no recording, but hold memory."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -67,6 +70,7 @@ class _Recording:
     """One trace, and what else a replay needs.
 
     Attributes:
+        strides: of the step's inputs on this rank; None for those that it writes to.
         leaves: of autograd, each with the number of the output that becomes its gradient, and the spec of a shard.
         used_grads: leaves whose gradient the trace reads; these are its last inputs.
         cleared: leaves whose earlier gradient the step drops.
@@ -81,6 +85,7 @@ class _Recording:
 
     trace: Trace
     run: Callable[..., Sequence[torch.Tensor]]
+    strides: list[tuple[int, ...] | None]
     leaves: list[tuple[torch.Tensor, int, Spec | None]]
     used_grads: list[torch.Tensor]
     cleared: list[torch.Tensor]
@@ -136,12 +141,13 @@ def capture(
     A step with micro-batches is replayed in the order of its schedule. ``wb.debug.timeline`` shows the last step that
     ran normally.
 
-    A call records again if its inputs have another shape or layout, if another argument has another value, if
-    parameters have moved, if a parallelized module has another strategy, mode (``train()``, ``eval()``) or set of
-    frozen parameters, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
+    A call records again if its inputs have another shape or layout, if another argument has another value, if a module
+    that the step calls has another strategy, mode (``train()``, ``eval()``) or set of frozen parameters, or has got
+    other layers, parameters or buffers, if parameters have moved, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
     warning. All ranks make the same calls, with inputs of equal logical shapes.
 
-    A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect.
+    A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A batch
+    is an argument: one that the step takes from a variable outside stays that of the recording.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
@@ -220,14 +226,16 @@ class CapturedStep(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
         if world.num_rebuilds != self._num_rebuilds:
             self._forget_recordings(world.num_rebuilds)
-        key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(_kind_of, leaves))
+        key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
             kind = None
         if kind is None:
-            with LeafCollector() as seen, recorded_module_calls() as modules:
+            with LeafCollector() as seen, called_modules() as modules:
                 result = self._step(*args, **kwargs)
             self._guards.add(modules)
+            if self._forget_one():
+                self._warn(leaves, f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice")
             self._kinds[key, self._guards.now()] = _InputKind(list(seen.found.values()), {})
             return result
         graded = kind.graded()
@@ -236,7 +244,8 @@ class CapturedStep(Generic[_Arguments, _Result]):
             self.num_replays += 1
             return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self.num_recordings - self._num_forgotten >= self._max_recordings:
-            self._warn(leaves)
+            limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
+            self._warn(leaves, f"{limit} (max_recordings={self._max_recordings})")
             return self._step(*args, **kwargs)
         self.num_recordings += 1
         _log.info("capture: recording %d of %s", self.num_recordings, self._name)
@@ -251,39 +260,30 @@ class CapturedStep(Generic[_Arguments, _Result]):
         self._kinds.clear()
         self._guards = Guards()
 
+    def _forget_one(self) -> bool:
+        """Forget the oldest of too many kinds of inputs that have come once; returns whether there were too many."""
+        once = [key for key, kind in self._kinds.items() if not kind.recordings]
+        if len(once) < _MOST_KINDS:
+            return False
+        del self._kinds[once[0]]
+        return True
+
     @property
     def _name(self) -> str:
         return getattr(self._step, "__qualname__", "a step")
 
-    def _warn(self, leaves: Sequence[Any]) -> None:
+    def _warn(self, leaves: Sequence[Any], which: str) -> None:
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         warnings.warn(
-            f"capture: {self._name} was called with {shapes}, which is none of the {self.num_recordings} kinds of "
-            f"inputs it was recorded for (max_recordings={self._max_recordings}). Every shape, layout and value that "
-            "is no tensor is a recording of its own. Pad batches to one shape, and hand numbers in as tensors.",
+            f"capture: {self._name} was called with {shapes}, which is {which}. Such calls run as they are. Every "
+            "shape, layout and value that is no tensor is a recording of its own. Pad batches to one shape, and hand "
+            "numbers in as tensors.",
             CaptureWarning,
             stacklevel=3,
         )
 
     def __repr__(self) -> str:
         return f"CapturedStep({self._name}, {self.num_recordings} recordings, {self.num_replays} replays)"
-
-
-def _kind_of(leaf: Any) -> Any:
-    """What an argument must have in common with a recording's: everything but the values of a tensor."""
-    if isinstance(leaf, GlobalTensor):
-        with local_torch():
-            return leaf._spec, leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
-    try:
-        hash(leaf)
-    except TypeError:
-        raise CaptureError(
-            f"capture: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. A recording is made "
-            "for the values of such arguments, so they must be comparable. Hand in tensors, numbers or strings."
-        ) from None
-    return type(leaf), leaf
 
 
 def _record(
@@ -295,7 +295,7 @@ def _record(
     options: ReplayOptions,
 ) -> tuple[Any, _Recording]:
     """Run the step and record it."""
-    given = [_own(argument) for argument in arguments]
+    given = [own_input(argument) for argument in arguments]
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
     with local_torch():
         graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
@@ -310,10 +310,10 @@ def _record(
             optimizer_listener(recorder),
             RejectValueReads(),
             recorder,
-            recorded_module_calls() as modules,
+            called_modules() as modules,
         ):
             result = step(*args, **kwargs)
-            end_sums(modules)
+            end_sums(module for module in modules if STATE in module.__dict__)
     finally:
         restore_transport(world, transport)
     parts, result_structure = tree_flatten(result)
@@ -328,14 +328,18 @@ def _record(
         trace.inputs = [*trace.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
-        changed = written_constants(trace)
+        changed = written_memory(trace)
+        strides = [
+            None if slot in changed else strides_of(value)
+            for slot, value in zip(trace.inputs[: len(inputs)], inputs, strict=True)
+        ]
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
         trace = options.prepare(trace, sum(isinstance(part, torch.Tensor) for part in parts))
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
-        trace, trace.compile(), made, used, cleared, placeholders, results, result_structure, addresses,
+        trace, trace.compile(), strides, made, used, cleared, placeholders, results, result_structure, addresses,
         written, recorder.steps, before.until(world.traffic),
     )  # fmt: skip
     return result, recording
@@ -348,19 +352,6 @@ def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Ten
     return list({id(leaf): leaf for leaf in (*leaves, *met)}.values())
 
 
-def _own(leaf: Any) -> Any:
-    """An input as a tensor of its own, which remembers no boxings of earlier steps."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if leaf.requires_grad:
-        raise CaptureError(
-            f"capture: an input of shape {tuple(leaf.shape)} requires a gradient. Inputs change from call to call, and "
-            "the gradient would be left on the one that was recorded. Hand in x.detach(), and return gradients with "
-            "torch.autograd.grad."
-        )
-    return wrap(plain(leaf), leaf._spec) if isinstance(leaf, GlobalTensor) else leaf.view_as(leaf)
-
-
 def _spec(tensor: torch.Tensor) -> Spec | None:
     return tensor._spec if isinstance(tensor, GlobalTensor) else None
 
@@ -370,7 +361,7 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         grads = [grad for leaf in recording.used_grads if (grad := held_grad(leaf)) is not None]
         for leaf in recording.cleared:
             leaf.grad = None
-        made = recording.run(*map(plain, (*inputs, *grads)))
+        made = recording.run(*map(laid_out, inputs, recording.strides), *map(plain, grads))
         torch.autograd.graph.increment_version(recording.written)  # the trace's own tensors count by themselves
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)

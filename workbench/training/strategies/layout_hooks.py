@@ -22,7 +22,7 @@ from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.training.sample_rows import batch_leaves, count_samples
 from workbench.training.strategies.layouts import LayoutsInUse
-from workbench.training.strategies.state import record_module_call, state_of
+from workbench.training.strategies.state import state_of
 
 
 class PrepareInput:
@@ -182,7 +182,6 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
             context.batch = fingerprint(leaves)
             context.begin_action("F", layouts.own_stage)
         context.call = ModuleCall(layouts.stage_order, count_samples(leaves), calls.are_followed)
-        record_module_call(module)
 
     def restore_call(module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
         context = in_use.layouts.world.context

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,26 +26,6 @@ from workbench.training.strategies.listed_experts import expert_around, listed_e
 STATE, PLAN = "_workbench_parallel", "plan"
 ROOT = "(root)"
 """Row name of parameters that belong to the model itself and to no layer of it."""
-
-
-_recording = threading.local()
-
-
-@contextmanager
-def recorded_module_calls() -> Iterator[list[nn.Module]]:
-    """A context that gives a list of the parallelized modules that this thread calls in it."""
-    _recording.modules = found = list[nn.Module]()
-    try:
-        yield found
-    finally:
-        _recording.modules = None
-
-
-def record_module_call(module: nn.Module) -> None:
-    """Record that a parallelized module is being called."""
-    found: list[nn.Module] | None = getattr(_recording, "modules", None)
-    if found is not None:
-        found.append(module)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,84 @@
+"""Inputs of a captured step: how they lie in memory, and how many kinds of them there are."""
+
+import warnings
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import CaptureWarning
+from workbench.testing import run_ranks
+
+
+def layouts_of(x):
+    """The same values as they may lie in memory, by name."""
+    gaps = torch.zeros(*x.shape, 2)
+    gaps[..., 0] = x
+    return {
+        "contiguous": x.contiguous(),
+        "transposed": x.t().contiguous().t(),
+        "with gaps": gaps[..., 0],
+    }
+
+
+@pytest.mark.parametrize("recorded", ["contiguous", "transposed", "with gaps", "expanded"])
+@pytest.mark.parametrize("is_global", [True, False])
+def test_inputs_may_lie_otherwise_in_memory(recorded, is_global):
+    """A recorded view of a contiguous input cannot be taken of a transposed one."""
+
+    def program():
+        captured = wb.capture(lambda x: x.reshape(2, -1) * 2 + x.mean())
+        given = {**layouts_of(torch.arange(24.0).reshape(4, 6)), "expanded": torch.arange(6.0).expand(4, 6)}
+        for name in (recorded, recorded, *given):
+            x = given[name]
+            x = wb.to_global(x, placement=wb.placement("cpu", ranks=[0]), sbp="B") if is_global else x
+            made, wanted = captured(x), x.reshape(2, -1) * 2 + x.mean()
+            assert torch.equal(*(t.full_tensor() if is_global else t for t in (made, wanted)))
+        assert (captured.num_recordings, captured.num_replays) == (1, len(given))
+
+    run_ranks(program, 1)
+
+
+def test_inputs_that_the_step_writes_to_are_written():
+    def program():
+        captured = wb.capture(lambda x: x.mul_(2))
+        for name, x in layouts_of(torch.ones(4, 6)).items():
+            captured(x)
+            assert torch.equal(x, torch.full((4, 6), 2.0)), name
+
+    run_ranks(program, 1)
+
+
+def test_values_that_never_come_twice_are_no_reason_to_hold_memory():
+    """The number of the step as an argument, for example: no call is ever a replay."""
+
+    def program():
+        captured = wb.capture(lambda x, number: x * number)
+        with pytest.warns(CaptureWarning, match="none has come twice.*hand numbers in as tensors"):
+            for number in range(100):
+                assert captured(torch.ones(2), number)[0] == number
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                captured(torch.ones(2), 99)
+        return len(captured._kinds), captured.num_replays
+
+    assert run_ranks(program, 1) == [(32, 2)]
+
+
+def test_parameters_that_only_lists_hold():
+    """Gradients are added to those that are there, and begin anew where the caller has dropped them."""
+
+    def program():
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        captured = wb.capture(lambda x: (torch.cat(tensors=parameters) * x).sum().backward())
+        sums = []
+        for number in range(9):
+            if number % 3 == 0:
+                for parameter in parameters:
+                    parameter.grad = None
+            captured(torch.ones(4))
+            sums.append(parameters[1].grad.tolist())
+        return sums
+
+    assert run_ranks(program, 1) == [[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]] * 3]
