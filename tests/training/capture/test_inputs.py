@@ -54,9 +54,11 @@ def test_values_that_never_come_twice_are_no_reason_to_hold_memory():
 
     def program():
         captured = wb.capture(lambda x, number: x * number)
-        with pytest.warns(CaptureWarning, match="none has come twice.*hand numbers in as tensors"):
-            for number in range(100):
-                assert captured(torch.ones(2), number)[0] == number
+        for number in range(32):
+            assert captured(torch.ones(2), number)[0] == number
+        for number in range(32, 100):
+            with pytest.warns(CaptureWarning, match="none has come twice.*hand numbers in as tensors"):
+                captured(torch.ones(2), number)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(3):

@@ -163,7 +163,7 @@ def test_no_memory_is_refused(memory_bytes):
 @pytest.mark.parametrize("options", [{}, {"memory_bytes": 1}, {"backend": "inductor"}])
 @pytest.mark.filterwarnings("ignore:capture.memory_bytes", "ignore::DeprecationWarning")  # of Inductor
 def test_statistics_of_batch_norm_move_once_in_a_step(options):
-    """torch's schema does not say that the operator writes to them. Nothing reads its result, or it is computed again."""
+    """torch does not say that the operator writes to them. Nothing reads its result, or it is computed again."""
 
     def work():
         norms = [nn.BatchNorm1d(64) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a recording has to know about an operator of torch: what it writes to, whether it draws, whether it reads values."""
+"""What a recording asks about an operator of torch: what it writes to, whether it draws, whether it reads values."""
 
 from __future__ import annotations
 

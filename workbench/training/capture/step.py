@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from workbench.errors import CaptureError, CaptureWarning
+from workbench.errors import CaptureWarning
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
@@ -143,11 +143,12 @@ def capture(
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
     that the step calls has another strategy, mode (``train()``, ``eval()``) or set of frozen parameters, or has got
-    other layers, parameters or buffers, if parameters have moved, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
-    warning. All ranks make the same calls, with inputs of equal logical shapes.
+    other layers, parameters or buffers, if parameters have moved, or if the world was rebuilt. After
+    ``max_recordings`` records, calls run normally, with a warning. All ranks make the same calls, with inputs of equal
+    logical shapes.
 
-    A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A batch
-    is an argument: one that the step takes from a variable outside stays that of the recording.
+    A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
+    batch is an argument: one that the step takes from a variable outside stays that of the recording.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
