@@ -62,7 +62,9 @@ class Guards:
         """Look which modules, parameters and buffers there are."""
         self._parts = {id(part): part for root in self._roots for part in root.modules()}
         self._parallelized = [part for part in self._parts.values() if STATE in part.__dict__]
-        self._places = [held for p in self._parts.values() for held in (p._parameters, p._buffers, p._modules)]
+        self._places: list[dict[str, Any]] = [
+            held for p in self._parts.values() for held in (p._parameters, p._buffers, p._modules)
+        ]
         parameters = (parameter for part in self._parts.values() for parameter in part._parameters.values())
         self._parameters = [parameter for parameter in parameters if parameter is not None]
         self._held = self._held_now()
