@@ -117,4 +117,30 @@ class Traffic:
         exchange.total_s = self._time_s
 
 
-__all__ = ["Interval", "Moment", "Traffic"]
+@dataclass(slots=True)
+class TrafficCount:
+    """Exchanges, bytes, and bytes by kind: of a ``Traffic`` up to a moment, or between two of them."""
+
+    num_exchanges: int
+    sent_bytes: int
+    by_kind: dict[str, int]
+
+    @classmethod
+    def so_far(cls, traffic: Traffic) -> TrafficCount:
+        """What has been counted."""
+        return cls(traffic.num_exchanges, traffic.sent_bytes, dict(traffic.by_kind))
+
+    def until(self, traffic: Traffic) -> TrafficCount:
+        """What has been counted since."""
+        kinds = {kind: size - self.by_kind.get(kind, 0) for kind, size in traffic.by_kind.items()}
+        return TrafficCount(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
+
+    def add_to(self, traffic: Traffic) -> None:
+        """Count it once more."""
+        traffic.num_exchanges += self.num_exchanges
+        traffic.sent_bytes += self.sent_bytes
+        for kind, size in self.by_kind.items():
+            traffic.by_kind[kind] = traffic.by_kind.get(kind, 0) + size
+
+
+__all__ = ["Interval", "Moment", "Traffic", "TrafficCount"]

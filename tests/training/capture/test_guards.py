@@ -1,11 +1,14 @@
 """What changes a captured step without changing its inputs is recorded anew."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import workbench as wb
 from tests.training.capture.captured_runs import assert_same, called, filled, step_of
+from workbench.errors import CaptureWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -78,6 +81,33 @@ def test_a_module_of_other_parts_or_in_another_mode_is_recorded_anew(change, is_
         assert (captured.num_recordings, captured.num_replays) == (2, 3)
 
     run_ranks(program, 1)
+
+
+def test_memory_of_parameters_that_were_replaced_is_free():
+    def program():
+        module = filled(nn.Linear(4, 4))
+        captured = wb.capture(lambda x: module(x), max_recordings=1)
+        for _ in range(4):
+            called(captured, 3)
+            before = weakref.ref(module.weight)
+            module.weight = nn.Parameter(module.weight.detach() * 2)
+            called(captured, 1)
+            assert before() is None
+        assert captured.num_recordings == 4
+
+    run_ranks(program, 1)
+
+
+def test_modules_that_change_before_each_call_are_told():
+    def program():
+        module = filled(nn.Linear(4, 4))
+        captured = wb.capture(lambda x: module(x))
+        for _ in range(10):
+            module.weight = nn.Parameter(module.weight.detach() * 2)
+            assert torch.equal(called(captured, 1), module(torch.ones(4, 4)))
+
+    with pytest.warns(CaptureWarning, match="before each of 8 calls its modules had got other"):
+        run_ranks(program, 1)
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3])

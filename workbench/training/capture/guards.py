@@ -46,14 +46,16 @@ class Guards:
                 self._roots.append(module)
                 self._look()
 
+    def have_changed(self) -> bool:
+        """Whether a module has got another strategy, or other layers, parameters or buffers, so that no recording is
+        right any more.
+        """
+        return self._held_now() != self._held or self._states_now() != self._states
+
     def now(self) -> Any:
-        """The present values. While they are the same, a replay is allowed."""
-        if self._held_now() != self._held:
-            self._look()  # a layer, a parameter or a buffer is another one
+        """The present modes and frozen parameters. While they are the same, a replay is allowed."""
         with local_torch():
             return (
-                self._held,
-                tuple([part.__dict__[STATE] for part in self._parallelized]),
                 tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
             )
@@ -62,6 +64,7 @@ class Guards:
         """Look which modules, parameters and buffers there are."""
         self._parts = {id(part): part for root in self._roots for part in root.modules()}
         self._parallelized = [part for part in self._parts.values() if STATE in part.__dict__]
+        self._states = self._states_now()
         self._places: list[dict[str, Any]] = [
             held for p in self._parts.values() for held in (p._parameters, p._buffers, p._modules)
         ]
@@ -71,3 +74,6 @@ class Guards:
 
     def _held_now(self) -> tuple[int, ...]:
         return tuple(map(id, chain.from_iterable(map(dict.values, self._places))))
+
+    def _states_now(self) -> list[Any]:
+        return [part.__dict__.get(STATE) for part in self._parallelized]

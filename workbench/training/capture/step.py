@@ -33,36 +33,15 @@ from workbench.training.gradients.reduction import forget_sums
 from workbench.training.strategies.state import STATE
 from workbench.training.zero.gathered_call import autocast_dtype
 from workbench.transport.closed import restore_transport
-from workbench.transport.traffic import Traffic
+from workbench.transport.traffic import TrafficCount
 
 _log = logging.getLogger("workbench.capture")
 _MOST_KINDS = 32
 """Of inputs that have come once. They have no recording, but hold memory."""
+_MOST_CHANGES = 8
+"""Of the modules before a warning, one after the other without a replay."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-@dataclass(slots=True)
-class _TrafficCount:
-    """Exchanges, bytes, and bytes by kind."""
-
-    num_exchanges: int
-    sent_bytes: int
-    by_kind: dict[str, int]
-
-    @classmethod
-    def so_far(cls, traffic: Traffic) -> _TrafficCount:
-        return cls(traffic.num_exchanges, traffic.sent_bytes, dict(traffic.by_kind))
-
-    def until(self, traffic: Traffic) -> _TrafficCount:
-        kinds = {kind: size - self.by_kind.get(kind, 0) for kind, size in traffic.by_kind.items()}
-        return _TrafficCount(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
-
-    def add_to(self, traffic: Traffic) -> None:
-        traffic.num_exchanges += self.num_exchanges
-        traffic.sent_bytes += self.sent_bytes
-        for kind, size in self.by_kind.items():
-            traffic.by_kind[kind] = traffic.by_kind.get(kind, 0) + size
 
 
 @dataclass(slots=True)
@@ -95,7 +74,7 @@ class _Recording:
     addresses: list[tuple[torch.Tensor, int]]
     written: list[torch.Tensor]
     steps: list[OptimizerStep]
-    traffic: _TrafficCount
+    traffic: TrafficCount
 
     def fits(self) -> bool:
         """Whether every tensor that the step works on has the same address."""
@@ -201,6 +180,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         self._guards = Guards()
         self.num_recordings = self.num_replays = 0
         self._num_rebuilds = self._num_forgotten = 0
+        self._num_changes = 0  # of the modules since the last replay
 
     @property
     def traces(self) -> list[Trace]:
@@ -227,6 +207,11 @@ class CapturedStep(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
         if world.num_rebuilds != self._num_rebuilds:
             self._forget_recordings(world.num_rebuilds)
+        elif self._guards.have_changed():
+            self._num_changes += 1
+            if self._num_changes == _MOST_CHANGES:
+                self._warn_of_changes()
+            self._forget_recordings(world.num_rebuilds)
         key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(kind_of, leaves))
         kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
@@ -243,19 +228,21 @@ class CapturedStep(Generic[_Arguments, _Result]):
         recording = kind.recordings.get(graded)
         if recording is not None and recording.fits():
             self.num_replays += 1
+            self._num_changes = 0
             return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self.num_recordings - self._num_forgotten >= self._max_recordings:
             limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
             self._warn(leaves, f"{limit} (max_recordings={self._max_recordings})")
             return self._step(*args, **kwargs)
-        self.num_recordings += 1
-        _log.info("capture: recording %d of %s", self.num_recordings, self._name)
+        _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
         result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._options)
+        self.num_recordings += 1
         return result
 
     def _forget_recordings(self, num_rebuilds: int) -> None:
-        """Begin anew in a rebuilt world: not all ranks may have a recording, as the call that broke off made it, or
-        as a rank was replaced. A replay sends with the tags of its recording, which ranks without one do not expect.
+        """Begin anew where modules have changed, since recordings hold their memory, and in a rebuilt world: not all
+        ranks may have a recording, as the call that broke off made it, or as a rank was replaced. A replay sends with
+        the tags of its recording, which ranks without one do not expect.
         """
         self._num_rebuilds, self._num_forgotten = num_rebuilds, self.num_recordings
         self._kinds.clear()
@@ -283,6 +270,15 @@ class CapturedStep(Generic[_Arguments, _Result]):
             stacklevel=3,
         )
 
+    def _warn_of_changes(self) -> None:
+        warnings.warn(
+            f"capture: {self._name} has not been replayed, since before each of {_MOST_CHANGES} calls its modules had "
+            "got other layers, parameters or buffers. Such calls run as they are. Write to the tensors that are there: "
+            "module.buffer.copy_(...).",
+            CaptureWarning,
+            stacklevel=3,
+        )
+
     def __repr__(self) -> str:
         return f"CapturedStep({self._name}, {self.num_recordings} recordings, {self.num_replays} replays)"
 
@@ -302,7 +298,7 @@ def _record(
         graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
     recorder = Recorder(world, inputs, [grad for _, grad in graded])
     args, kwargs = tree_unflatten(given, structure)
-    before, transport = _TrafficCount.so_far(world.traffic), world.transport
+    before, transport = TrafficCount.so_far(world.traffic), world.transport
     world.transport = RecordedTransport(recorder, transport)
     is_recording = world.context.temporarily(recorder=recorder)
     try:
