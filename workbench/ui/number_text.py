@@ -40,6 +40,11 @@ def three_digits(number: float) -> str:
     return f"{number:.1f}" if magnitude >= 9.995 else f"{number:.2f}" if magnitude >= 0.9995 else f"{number:.3f}"
 
 
+def short_number(number: float) -> str:
+    """A round number beside an axis: 12000 -> ``'12k'``, 0.25 -> ``'0.25'``."""
+    return f"{number / 1000:g}k" if abs(number) >= 10_000 else f"{number:g}"
+
+
 def signed_percent(share: float | None) -> str:
     """A relative difference: 0.031 -> ``'+3 %'``, with a true minus; unknown is a dash."""
     if share is None:

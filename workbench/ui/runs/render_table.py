@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import DASH, TIMES, percent
+from workbench.ui.runs.curve_pictures import curve_pictures
 from workbench.ui.runs.detail_pictures import layers_picture, prediction_picture
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.table_rows import (
@@ -64,11 +65,22 @@ def comparison_html(
     return element("div", both, below, _footnote(rows), css="wb-comparison-page")
 
 
-def below_html(rows: Sequence[Row], runs: Sequence[RunRecord], selected: str = "") -> str:
-    """Predictions against measurements, and time by layer, of the runs that the rows show."""
+def below_html(
+    rows: Sequence[Row],
+    runs: Sequence[RunRecord],
+    selected: str = "",
+    members: Mapping[str, Sequence[RunRecord]] | None = None,
+) -> str:
+    """Losses and throughput by step, predictions against measurements, and time by layer, of the rows' runs.
+
+    Args:
+        members: by the key of a row, its runs with their steps. None: no curves.
+    """
     by_key = {key_of(run): run for run in runs}
     shown = [by_key[row.key] for row in rows if row.key in by_key]
-    parts = prediction_picture(rows, selected), layers_picture(shown, {row.key: row.name for row in rows}, selected)
+    curves = curve_pictures(rows, members, selected) if members is not None else []
+    layers = layers_picture(shown, {row.key: row.name for row in rows}, selected)
+    parts = *curves, prediction_picture(rows, selected), layers
     return element("div", *parts, css="wb-comparison-below") if any(parts) else ""
 
 

@@ -7,6 +7,7 @@ from html import escape
 
 from workbench.ui.assets import element
 from workbench.ui.figure_parts import byte_scale
+from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.scatter_labels import place_labels
 from workbench.ui.runs.table_rows import Row
@@ -65,17 +66,13 @@ def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
         y = y_axis.at(value)
         parts += [
             panel_svg.line(_LEFT, y, _RIGHT, y, "rule"),
-            panel_svg.text(_LEFT - 6, y + 4, _short(value), "quiet end"),
+            panel_svg.text(_LEFT - 6, y + 4, short_number(value), "quiet end"),
         ]
     for value in x_axis.ticks(5):
-        parts.append(panel_svg.text(x_axis.at(value), bottom + 16, _short(value), "quiet middle"))
+        parts.append(panel_svg.text(x_axis.at(value), bottom + 16, short_number(value), "quiet middle"))
     parts.append(panel_svg.line(_LEFT, bottom, _RIGHT, bottom, "axis"))
     parts.append(panel_svg.text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "quiet end"))
     return "".join(parts)
-
-
-def _short(value: float) -> str:
-    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
 
 
 def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> str:

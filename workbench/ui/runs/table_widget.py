@@ -215,7 +215,7 @@ class RunTable:
 
     def _page_html(self) -> str:
         rows = self.rows
-        below = below_html(rows, self._every, self.selected)
+        below = below_html(rows, self._every, self.selected, self._groups)
         return comparison_html(rows, self.sort, self.ascending, self.selected, self.limit_bytes, below)
 
     # ---- actions of the user ---------------------------------------------------------------------------------------

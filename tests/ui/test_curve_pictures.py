@@ -1,0 +1,110 @@
+"""Losses and throughput of several runs over one another, in the comparison."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from tests.ui.conftest import make_record
+from workbench.core.metrics import RunRecord
+from workbench.ui.runs.curve_pictures import curve_pictures
+from workbench.ui.runs.table_rows import key_of, run_rows
+from workbench.ui.runs.table_widget import RunTable
+
+
+def pictures(*runs: RunRecord, truth: str = "", selected: str = "") -> list[ElementTree.Element]:
+    members = {key_of(run): [run] for run in runs}
+    found = curve_pictures(run_rows(runs, truth=truth), members, selected)
+    return [ElementTree.fromstring(html) for html in found]
+
+
+def curves(picture: ElementTree.Element) -> dict[str, list[tuple[float, float]]]:
+    """The points of each strategy's first line."""
+    found = {}
+    for group in picture.iter("g"):
+        line = next(path.attrib["d"] for path in group.iter("path"))
+        points = [point.split() for point in line.removeprefix("M").split("L")]
+        found[group.attrib["data-key"]] = [(float(x), float(y)) for x, y in points]
+    return found
+
+
+def colours(picture: ElementTree.Element) -> dict[str, str]:
+    lines = {group.attrib["data-key"]: next(group.iter("path")).attrib["style"] for group in picture.iter("g")}
+    return {key: re.search(r"stroke: ([^;]+)", style)[1] for key, style in lines.items()}  # type: ignore[index]
+
+
+def test_losses_lie_over_one_another_with_one_device_behind(runs: list[RunRecord], baseline: RunRecord):
+    loss, rate = pictures(*runs, baseline, truth="1 device")
+    found = curves(loss)
+    assert list(found) == ["1 device", "data", "model"], "one device first, so it lies behind; the failed run has none"
+    assert found["data"] == found["1 device"] and len(found["data"]) == 3
+    (x, high), _, (end, low) = found["data"]
+    assert low > high and end > x, "the loss falls from 2 to 1, and pixels count from the top"
+    assert colours(loss)["1 device"] == "var(--wb-idle)" and len(set(colours(loss).values())) == 3
+    assert colours(loss) == colours(rate)
+    legend = [span.text for div in loss.iter("div") for span in div.iter("span") if span.text]
+    assert legend == ["data", "model", "1 device"]
+
+
+def test_throughput_is_a_running_median():
+    times_s = (0.1,) * 30 + (10.0,) + (0.1,) * 30
+    _, rate = pictures(make_record("data", step_times_s=times_s, losses=(1.0,) * 61))
+    heights = {y for _, y in curves(rate)["data"]}
+    assert len(heights) == 1, "one slow step moves no median"
+
+
+def test_colours_stay_while_the_table_is_sorted_and_filtered(runs: list[RunRecord]):
+    table = RunTable()
+    table.add(runs)
+    first = re.findall(r'<g data-key="model".*?stroke: ([^;]+)', table.page.page)
+    table.sort_by("name")
+    table.filter_field.value = "model"
+    (one, *_) = re.findall(r'<g data-key="model" style.*?stroke: ([^;]+)', table.page.page)
+    assert one in first and one == "var(--wb-stage-1)"
+
+
+def test_seeds_are_lines_of_one_colour_and_a_selected_row_stands_out():
+    seeds = [make_record("data", settings={"seed": n}, run_id=f"r{n}", losses=(2.0 + n, 1.0)) for n in (0, 1)]
+    table = RunTable()
+    table.add([replace(run, name=f"data, seed {n}" if n else "data") for n, run in enumerate(seeds)])
+    table.add([make_record("model")])
+    table.select("model")
+    groups = re.findall(r'<g data-key="(r0|model)" style="(.*?)"><title>.*?</title>(.*?)</g>', table.page.page)
+    assert [(key, style, body.count("stroke-width: 1.5")) for key, style, body in groups] == [
+        ("r0", "opacity: 0.25", 2), ("model", "", 1),
+    ] * 2  # fmt: skip
+
+
+def test_marks_of_equal_curves_are_at_different_steps():
+    equal = [make_record(f"run {n}", losses=tuple(range(40, 0, -1))) for n in range(4)]
+    loss, _ = pictures(*equal)
+    places = [
+        {path.attrib["transform"] for path in group.iter("path") if "transform" in path.attrib}
+        for group in loss.iter("g")
+    ]
+    assert all(places) and len(set.union(*places)) == sum(map(len, places))
+
+
+@pytest.mark.parametrize(
+    "losses", [(math.nan,), (math.inf, math.nan), (), (1.0,), (-5.0, -6.0), (0.0, 0.0), (1e30, 1.0)]
+)
+def test_losses_of_any_kind_stay_in_the_picture(losses: tuple[float, ...]):
+    found = pictures(make_record("data", losses=losses, step_times_s=(0.1,) * len(losses)), make_record("model"))
+    points = [point for picture in found for line in curves(picture).values() for point in line]
+    assert points and all(0 <= x <= 396 and 0 <= y <= 236 for x, y in points)
+
+
+def test_of_many_runs_some_are_drawn_and_without_steps_none():
+    loss, _ = pictures(*(make_record(f"run {n}") for n in range(11)))
+    assert len(curves(loss)) == 8 and "3 rows not drawn" in ElementTree.tostring(loss, encoding="unicode")
+    assert pictures(make_record("data", losses=(), step_times_s=())) == []
+
+
+def test_long_runs_make_a_small_picture():
+    long = [make_record(f"run {n}", losses=tuple(range(5000)), step_times_s=(0.01,) * 5000) for n in range(8)]
+    found = curve_pictures(run_rows(long), {key_of(run): [run] for run in long})
+    assert sum(map(len, found)) < 60_000
