@@ -70,7 +70,7 @@ def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord
         members: by the key of a row its runs. Its order gives the colours, so they stay while the table is sorted.
         selected: the key of a row; the others are pale.
     """
-    loss = ("Loss by step", "from the same weights on the same batches, 1 device behind", "loss", _losses)
+    loss = ("Loss by step", "1 device behind the others", "loss", _losses)
     rate = ("Throughput by step", "running median over 1 s", "samples/s", _rates)
     return [picture for kind in (loss, rate) if (picture := _picture(rows, members, selected, *kind))]
 
