@@ -201,6 +201,48 @@ def causal_ring(colours: Palette) -> str:
     return document((640, 284), "Causal attention on four ranks, block by block", colours, parts())
 
 
+def offload(colours: Palette) -> str:
+    """When the state of four buckets is copied in and out, and when the buckets step; a copy takes three updates."""
+    count, copy_s, step_s = 4, 3.0, 1.0
+    copied, stepped = 0.0, 0.0
+    spans: list[tuple[int, str, int, float, float]] = []
+    arrived = [0.0] * count
+
+    def copy(kind: str, number: int, earliest: float) -> float:
+        nonlocal copied
+        start = max(copied, earliest)
+        copied = start + copy_s
+        spans.append((1, kind, number, start, copied))
+        return copied
+
+    arrived[0] = copy("in", 0, 0.0)
+    for number in range(count):
+        if number + 1 < count:
+            arrived[number + 1] = copy("in", number + 1, 0.0)
+        start = max(stepped, arrived[number])
+        stepped = start + step_s
+        spans.append((0, "step", number, start, stepped))
+        copy("out", number, stepped)
+    scale = 560 / copied
+
+    def parts() -> Iterator[str]:
+        for row, words in enumerate(("the GPU steps", "copies")):
+            yield text(16, 52 + 48 * row, words, anchor="start", bold=True)
+        for row, kind, number, start, stop in spans:
+            place = Box(132 + start * scale, 32 + 48 * row, (stop - start) * scale, 32)
+            shades = colours.stages[number].shades
+            yield rect(place, shades[0] if kind != "out" else colours.stages[number].tint, colours.strong_line)
+            fill = colours.ink if kind == "out" else colours.background
+            words = f"{number}" if kind == "step" else f"{kind} {number}"
+            yield text(place.middle[0], place.middle[1] + 4, words, fill=fill, size=11)
+        yield text(132, 132, "time", anchor="start", fill=colours.muted, size=11)
+        yield from arrow((164, 128), (692, 128), colours.muted)
+
+    return document(
+        (716, 148), "The state of four buckets of parameters comes and goes while others step", colours, parts()
+    )
+
+
 def session(colours: Palette) -> str:
     """A notebook, its controller, its engines, and what goes between them."""
 
@@ -252,6 +294,7 @@ PICTURES: dict[str, Drawing] = {
     "zero": zero,
     "experts": experts,
     "causal-ring": causal_ring,
+    "offload": offload,
     "session": session,
 }
 """Name of the file -> what draws it."""

@@ -20,6 +20,7 @@ class _Module:
     """``torch.checked``: what ``torch.cuda`` is to a GPU."""
 
     Event, Stream = clock.Event, clock.Stream
+    current_stream, stream = staticmethod(clock.current_stream), staticmethod(clock.stream)
 
     def is_initialized(self) -> bool:
         return True

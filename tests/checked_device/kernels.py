@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.checked_device import late_copies
+from tests.checked_device import clock, late_copies
 from tests.checked_device.counts import count_launch, count_wait, counts_of_thread
 from tests.checked_device.host_memory import on_device, on_host
 
@@ -59,6 +59,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     name = op._schema.name.removeprefix("aten::")
     written = _written(op, args, kwargs)
     _check(name, args, kwargs, written)
+    if not clock.current_stream().is_main:
+        raise RuntimeError(f"{name} on a stream of its own: here these only copy")
     _count(name, args)
     _use(args, kwargs)
     host_args, host_kwargs = tree_map(_host_of, args), tree_map(_host_of, kwargs)
@@ -122,6 +124,8 @@ def resize_(tensor: torch.Tensor, size: Any, **_: Any) -> torch.Tensor:
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """A copy between the host and the device, or on the device."""
     comes, goes = source.device.type != DEVICE_TYPE, target.device.type != DEVICE_TYPE
+    if not clock.current_stream().is_main:
+        return _copy_on_stream(source, target, non_blocking)
     is_late = (comes or goes) and non_blocking and late_copies.is_pinned(source if comes else target)
     if comes:
         for counts in counts_of_thread():
@@ -139,8 +143,24 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     return target
 
 
+def _copy_on_stream(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    host = source if source.device.type != DEVICE_TYPE else target
+    if host.device.type != DEVICE_TYPE and not (non_blocking and late_copies.is_pinned(host)):
+        count_wait(PAGEABLE)
+    come, go = _host_of(source), _host_of(target)
+
+    def copy() -> None:
+        late_copies.reach((come, go))
+        go.copy_(come)
+
+    clock.current_stream().ask(copy, (come, go))
+    return target
+
+
 def _use(*values: Any) -> None:
-    late_copies.use(_host_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    found = [_host_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    late_copies.use(found)
+    clock.use(found)
 
 
 def _host_of(value: Any) -> Any:

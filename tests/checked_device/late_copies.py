@@ -54,10 +54,20 @@ def copy_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def use(tensors: Iterable[torch.Tensor]) -> None:
     """An operator uses these tensors: their earlier copies to the host are made."""
+    _make(0, tensors)
+
+
+def reach(tensors: Iterable[torch.Tensor]) -> None:
+    """A stream uses pinned memory behind the main stream, whose earlier copies to it are made."""
+    _make(1, tensors)
+
+
+def _make(end: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Make the copies whose source (0) or target (1) shares memory with one of the tensors."""
     copies = _copies()
     if copies.to_host:
         places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        due = [pair for pair in copies.to_host if pair[0].untyped_storage().data_ptr() in places]
+        due = [pair for pair in copies.to_host if pair[end].untyped_storage().data_ptr() in places]
         copies.to_host = [pair for pair in copies.to_host if all(pair is not other for other in due)]
         for source, target in due:
             target.copy_(source)

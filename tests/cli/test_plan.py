@@ -96,6 +96,7 @@ def test_constraints_are_read() -> None:
     assert parse_constraint("schedule=1f1b") == ("schedule", "1f1b")
     assert parse_constraint("recompute=no") == ("recompute", False)
     assert parse_constraint("recompute=cheap") == ("recompute", "cheap")
+    assert parse_constraint("offload=none,optimizer") == ("offload", ("", "optimizer"))
     assert parse_constraint("layers=head: data@1; a.*: model") == ("layers", "head: data@1; a.*: model")
     for text in ("zero", "zero=", "zero=many", "recompute=2"):
         with pytest.raises(CommandError, match="--constraint"):

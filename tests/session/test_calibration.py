@@ -34,7 +34,7 @@ def rank_times(slower: float = 1.0, host: str = "a", crowding: float = 1.0) -> R
     ]
     functions = [FunctionTime("gelu", 0.0, 2.5e6, 2.5e-3), FunctionTime("conv2d", 1e9, 1e6, 0.3)]
     return RankTimes(host, 16e9, "shared", "x86 CPU", tuple(products), tuple(functions), tuple(exchanges),
-                     8e9, 2.0**16, crowding, 1e-5, 3e-4, {"torch": "2.13"})  # fmt: skip
+                     8e9, 2.0**16, crowding, 1e-5, 3e-4, 2e9, {"torch": "2.13"})  # fmt: skip
 
 
 def test_constants_come_back():
@@ -50,6 +50,7 @@ def test_constants_come_back():
     assert hardware.exchanges["all-gather"] == pytest.approx((4 * LATENCY_S, BANDWIDTH))
     assert hardware.function_bytes_per_s == {"gelu": pytest.approx(1e9)}
     assert hardware.function_flops_per_s == {"conv2d": pytest.approx(1e10)}
+    assert hardware.offload_bytes_per_s == 2e9
     assert (hardware.op_s, hardware.step_s, hardware.alone_speedup) == pytest.approx((1e-5, 3e-4, 1.0))
 
 

@@ -29,6 +29,7 @@ def strategy_of(seed: int) -> tuple[str, int]:
     recompute = chosen.choice(["", "recompute", "recompute=cheap", "recompute=attention", "recompute=1"])
     words += [recompute] if schedule != "zero_bubble" else []
     words += ["sequence"] if model > 1 and chosen.random() < 0.3 else []
+    words += ["offload=optimizer"] if seed % 3 == 0 else []
     rows = chosen.choice([["data"], ["model"], ["data", "model"]])
     text = rows_of(SETUP.model(), " ".join(filter(None, words)), lambda: chosen.choice(rows))
     expert = chosen.choice(["; *: expert", "; *: expert", ""])

@@ -120,9 +120,10 @@ def test_options_of_the_whole_model(panel: Panel):
     controls.zero.value = 2
     controls.context.value = 2
     controls.recompute.value = "full"
+    controls.offload.value = "optimizer"
     controls.sequence.value = True
     controls.precision.value = "bf16"
-    assert controls.text.value == "*: data | zero=2 context=2 recompute sequence bf16"
+    assert controls.text.value == "*: data | zero=2 context=2 recompute offload=optimizer sequence bf16"
     controls.undo.click()
     assert controls.precision.value == "fp32" and controls.zero.value == 2
     controls.shards.value = 3
@@ -130,6 +131,10 @@ def test_options_of_the_whole_model(panel: Panel):
     assert "shards=3, but a data degree of 2" in controls.mistakes.value
     controls.undo.click()
     assert controls.shards.value == 0 and "shards" not in controls.text.value
+    controls.offload.value = ""
+    assert "offload" not in controls.text.value
+    controls.undo.click()
+    assert controls.offload.value == "optimizer"
 
 
 def test_text_is_taken_when_it_parses_and_underlined_where_it_does_not(panel: Panel):

@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", help="fp32, bf16 or fp16; default: the model's")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
-                        help="limits the search: pipeline=, data=, model=, micro_batches=, schedule=, zero=, "
-                             "shards=, context=, recompute=, sequence=, layers=, heads=; several: 1,2")  # fmt: skip
+                        help="limits the search: pipeline=, data=, model=, micro_batches=, schedule=, "
+                             "zero=, shards=, context=, recompute=, offload=, sequence=, layers=, heads=; "
+                             "several: 1,2")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="the other choices of a layer, and their costs")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why the plan is not this strategy")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategy there, e.g. plan.strategy")
@@ -94,7 +95,7 @@ def write_strategy(path: Path, strategy: Strategy) -> None:
 
 
 def parse_constraint(text: str) -> tuple[str, Any]:
-    """``zero=1,2`` -> ("zero", (1, 2)).
+    """``zero=1,2`` -> ("zero", (1, 2)); ``offload=none,optimizer`` lets the search choose.
 
     Raises:
         CommandError: the text has another form.
@@ -106,6 +107,8 @@ def parse_constraint(text: str) -> tuple[str, Any]:
         return name, value
     if name == "recompute" and value in KINDS:
         return name, value
+    if name == "offload":
+        return name, tuple(word.replace("none", "") for word in value.split(","))
     if name in ("recompute", "sequence"):
         if value not in ("0", "1", "no", "yes", "true", "false"):
             raise CommandError(f"--constraint {text!r}: {name} is yes or no.")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from workbench.core.offload_kinds import KINDS as OFFLOAD_KINDS
+from workbench.core.offload_kinds import offload_kind
 from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.suggest import suggest
 from workbench.errors import StrategyError
@@ -23,6 +25,7 @@ _OTHER_OPTIONS = (
     "recompute",
     "recompute=cheap",
     "recompute=attention",
+    "offload=optimizer",
     "sequence",
     "context=2",
     "zero=1",
@@ -53,9 +56,11 @@ class Options:
     widths: tuple[tuple[int, int], ...] | None = None
     context: int = 1
     shards: int = 0
+    offload: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", recompute_kind(self.recompute))
+        object.__setattr__(self, "offload", offload_kind(self.offload))
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.degrees))] if self.degrees else []
@@ -66,6 +71,7 @@ class Options:
         words += [f"shards={self.shards}"] if self.shards else []
         words += [f"context={self.context}"] if self.context != 1 else []
         words += [f"recompute={self.recompute}".removesuffix("=full")] if self.recompute else []
+        words += [f"offload={self.offload}"] if self.offload else []
         words += ["sequence"] * bool(self.sequence)
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
@@ -108,6 +114,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
         if option is None:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
             known += "recompute=attention, recompute=cheap, recompute=N, "
+            known += " or ".join(f"offload={kind}" for kind in OFFLOAD_KINDS) + ", "
             known += "sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
@@ -137,6 +144,9 @@ def _option(word: str) -> tuple[str, Any] | None:
         return "schedule" if word in SCHEDULES else "precision", word
     if blocks := re.fullmatch(rf"recompute(=({'|'.join(KINDS)}|\d+))?", word):
         return "recompute", blocks[2] or "full"
+    if word.startswith("offload="):
+        kinds = offload_kind(word.removeprefix("offload="))
+        return ("offload", kinds) if kinds and set(kinds.split("+")) <= set(OFFLOAD_KINDS) else None
     return (word, True) if word == "sequence" else None
 
 

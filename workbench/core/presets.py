@@ -56,7 +56,8 @@ def refitted(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> Str
         pipeline, _, model = options.degrees
         candidates.append(strategy.with_options(degrees=(pipeline, max(1, num_ranks // (pipeline * model)), model)))
     candidates += [each.with_options(shards=0) for each in candidates if each.options.shards]
-    plain = replace(Options(), zero=options.zero, recompute=options.recompute, precision=options.precision)
+    kept = ("zero", "recompute", "precision", "offload")
+    plain = replace(Options(), **{name: getattr(options, name) for name in kept})
     candidates.append(Strategy.from_rows(Strategy("*: data").rows, plain))
     return next(each for each in candidates if each is candidates[-1] or not each.check(layers, num_ranks))
 

@@ -53,6 +53,7 @@ class Estimate:
         samples_per_s: batch size over ``step_s``.
         timeline: the predicted schedule, one rank per stage.
         boxing_shares: by stage, the part of a forward and of a whole backward that is exchanges.
+        offloaded_bytes: what the rank with most of it holds beside its memory: in the host's, or in files.
         flops_per_sample: operations of the step, all ranks together, without recomputation.
     """
 
@@ -68,6 +69,7 @@ class Estimate:
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
     boxing_shares: tuple[tuple[float, float], ...] = field(default=(), compare=False, repr=False)
     flops_per_sample: float = field(default=0.0, compare=False, repr=False)
+    offloaded_bytes: float = 0.0
 
     @property
     def boxed_bytes(self) -> float:
@@ -171,6 +173,7 @@ def combine(
         timeline_of(strategy, *times, hop_s) if with_timeline else None,
         tuple(_boxing_shares(stage, wait_s) for stage in stages),
         model.training_flops,
+        max(sum(stages[s].offloaded for s in mine) for mine in slices),
     )
 
 

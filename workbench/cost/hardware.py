@@ -53,6 +53,8 @@ class Hardware:
             a ring makes all sums.
         exchanges_on_cores: exchanges run on the cores that compute. None of them overlap with compute, and the start of
             each bucket counts.
+        offload_bytes_per_s: of copies between a GPU and the host's memory, or a CPU and files mapped to memory. 0:
+            assumed, see ``cost.offload``.
         sources: the source of each number, by field name.
     """
 
@@ -72,6 +74,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
     one_shot_bytes: float = 0
     exchanges_on_cores: bool = False
+    offload_bytes_per_s: float = 0.0
 
     @property
     def link_cost(self) -> LinkCost:

@@ -27,6 +27,7 @@ _OPTIONAL = (
     "weight_bytes_per_s",
     "one_shot_bytes",
     "exchanges_on_cores",
+    "offload_bytes_per_s",
     "sources",
 )
 _NUMBERS = (
@@ -38,6 +39,7 @@ _NUMBERS = (
     "step_s",
     "weight_bytes_per_s",
     "one_shot_bytes",
+    "offload_bytes_per_s",
 )
 _RATES = ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s")
 _LINK = ("span", "latency_s", "bandwidth_bytes_per_s", "hop_s")
@@ -50,6 +52,7 @@ _RANGES = {
     "step_s": (0, 60),
     "weight_bytes_per_s": (0, 1e15),
     "one_shot_bytes": (0, 1e12),
+    "offload_bytes_per_s": (0, 1e13),
     "matmul_flops_per_s": (1e6, 1e18),
     "function_bytes_per_s": (1e5, 1e15),
     "function_flops_per_s": (1e6, 1e18),

@@ -27,6 +27,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import ITEMSIZE_16_BIT
+from workbench.cost.offload import offload_bytes_per_s, offloads
 from workbench.cost.stage_settings import StageSettings
 from workbench.cost.stages import StagePrice
 
@@ -127,9 +128,17 @@ def statistics_of(
 
 
 def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> float:
-    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard, which has all that is ``apart``."""
+    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard, which has all that is ``apart``.
+
+    An offloaded state comes and goes: beside the update on GPUs, besides it on CPUs.
+    """
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
     mine = (weights - apart) / (setting.shards if setting.zero else 1) + apart
-    return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
+    seconds = mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
+    if not offloads(setting, "optimizer"):
+        return seconds
+    moved = 2 * mine * setting.software.optimizer_bytes(setting.precision, setting.optimizer)
+    copies = moved / offload_bytes_per_s(setting)
+    return seconds + copies if setting.hardware.exchanges_on_cores else max(seconds, copies)

@@ -14,6 +14,7 @@ from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.offload import offloads, state_here_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings
 
@@ -36,6 +37,7 @@ class StagePrice:
         apart: number of ``weights`` whose gradients are not summed over the data axis: experts that it splits.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per live micro-batch.
+        offloaded: bytes that it holds beside the device, instead of these.
         peaks: memory at the fullest moments of a backward.
     """
 
@@ -58,6 +60,7 @@ class StagePrice:
     num_units: float = 1
     num_buckets: tuple[int, int] = (1, 1)
     apart: float = 0.0
+    offloaded: float = 0.0
 
 
 def prices_of(
@@ -146,6 +149,14 @@ def _added_up(
     boxing_back -= min(hidden, weight_s)  # overlapped with the products for the weights
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
     apart = sum(prices[i].apart for i in updated)
+    parameters, gradients, optimizer = state_bytes(weights, shared, setting, apart)
+    peaks = peaks_of(model, mine, again_in, units, prices, setting, updated)
+    offloaded = optimizer if offloads(setting, "optimizer") else 0.0
+    if offloaded:
+        part = setting.software.parameter_bytes(setting.precision) / (setting.shards if setting.zero else 1)
+        sizes = [size * part for size in _tensors(model, updated, prices)]
+        optimizer, updating = state_here_bytes(offloaded, sizes, setting)
+        peaks = peaks._replace(update_bytes=peaks.update_bytes + updating)
     return StagePrice(
         forward + boxing,
         input_s + boxing_back + again.compute_s + again.boxing_s,
@@ -154,9 +165,11 @@ def _added_up(
         boxing + boxing_back + again.boxing_s,
         sum(prices[i].boxed_bytes for i in mine) + again.boxed_bytes,
         weights,
-        *state_bytes(weights, shared, setting, apart),
+        parameters,
+        gradients,
+        optimizer,
         again.kept_bytes,
-        peaks_of(model, mine, again_in, units, prices, setting, updated),
+        peaks,
         shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
@@ -164,6 +177,7 @@ def _added_up(
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
         apart,
+        offloaded,
     )
 
 
@@ -171,13 +185,19 @@ def _buckets(
     model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> tuple[int, int]:
     """Number of buckets. Backward fills them from the last parameter on."""
+    each = setting.software.gradient_bytes(setting.precision)
+    sizes = [number * each for number in _tensors(model, updated, prices)]
+    return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
+
+
+def _tensors(model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice]) -> list[float]:
+    """The sizes of a rank's parameters."""
     sizes = []
     for i in updated:
         layer = model.rows[i].layer
         part = prices[i].weights / layer.num_parameters if layer.num_parameters else 0.0
-        tensors = [prod(shape) for shape in layer.shapes.values()] or [layer.num_parameters]
-        sizes += [number * part * setting.software.gradient_bytes(setting.precision) for number in tensors]
-    return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
+        sizes += [part * number for number in [prod(s) for s in layer.shapes.values()] or [layer.num_parameters]]
+    return sizes
 
 
 def _updated(model: ModelCosts, mine: Sequence[int], setting: StageSettings) -> Sequence[int]:

@@ -62,7 +62,7 @@ class Bounds:
         (pipeline, _, model), options = candidate.degrees, candidate.options
         key = (
             candidate.degrees, options.num_micro_batches, options.zero, options.shards, options.recompute,
-            options.context, candidate.num_stages > 1,
+            options.context, candidate.num_stages > 1, options.offload,
         )  # fmt: skip
         if key not in self._updates:
             weights = self._parameters / model / pipeline

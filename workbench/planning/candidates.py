@@ -1,5 +1,5 @@
 """All combinations of degrees, micro-batches, schedule, ZeRO with its shards, recomputation and sequence that a problem
-leaves open, and those values of context that it names.
+leaves open, and those values of context and offload that it names.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from workbench.core.offload_kinds import offload_kind
 from workbench.core.options import Options
 from workbench.core.recompute_kinds import recompute_kind
 from workbench.planning.problem import Problem
@@ -81,14 +82,25 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     sharded = [(zero, shards) for zero in zeros for shards in _shards(problem, zero, data, model)]
     wanted = [recompute_kind(value) for value in constraints.values("recompute")]
     recomputes = wanted or ["", "full"]  # finer_recompute looks at the others
+    offloads = [offload_kind(value) for value in constraints.values("offload")] or [""]
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):
             continue
-        for (zero, shards), recompute, sequence in product(sharded, recomputes, sequences):
+        for (zero, shards), recompute, sequence, offload in product(sharded, recomputes, sequences, offloads):
             m = group.num_micro_batches
             options = Options(
-                group.degrees, m, schedule, zero, recompute, sequence, problem.precision, None, group.context, shards
+                group.degrees,
+                m,
+                schedule,
+                zero,
+                recompute,
+                sequence,
+                problem.precision,
+                None,
+                group.context,
+                shards,
+                offload,
             )
             if not (schedule == "zero_bubble" and recompute):  # a split backward would recompute a block twice
                 yield Candidate(options, num_stages)

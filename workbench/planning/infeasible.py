@@ -132,8 +132,13 @@ def _fixes(problem: Problem, run: Run) -> str:
         fixes.append("no constraints")
     if problem.optimizer != "sgd" and _fits(replace(problem, optimizer="sgd"), run):
         fixes.append("optimizer='sgd'")
+    constraints = problem.constraints
+    if constraints.offload is None and _fits(
+        replace(problem, constraints=replace(constraints, offload="optimizer")), run
+    ):
+        fixes.append("offload='optimizer'")
     if not fixes:
-        tried = f"up to {MAX_RANK_FACTOR} times the ranks, 16 bits, another optimizer"
+        tried = f"up to {MAX_RANK_FACTOR} times the ranks, 16 bits, another optimizer, offload"
         return f"A short look found nothing that makes it fit: {tried}."
     return f"It fits with {', or with '.join(fixes)}."
 

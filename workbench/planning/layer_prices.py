@@ -17,6 +17,7 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.offload import offloads
 from workbench.cost.peaks import any_block
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.stage_settings import StageSettings, settings_of
@@ -155,7 +156,7 @@ def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool =
     setting = with_options(prices.setting, candidate)
     has_gradients = not is_least or setting.software.keeps_gradients
     own, shared = (
-        parameter + optimizer + (gradient if has_gradients else 0.0)
+        parameter + (0.0 if offloads(setting, "optimizer") else optimizer) + (gradient if has_gradients else 0.0)
         for parameter, gradient, optimizer in (state_bytes(1.0, each, setting) for each in (0.0, 1.0))
     )
     return own, shared - own
@@ -212,4 +213,5 @@ def with_options(setting: StageSettings, candidate: Candidate) -> StageSettings:
         zero=options.zero,
         shards=options.shards or data,
         recompute=options.recompute,
+        offload=options.offload,
     )

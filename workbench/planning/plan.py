@@ -212,6 +212,7 @@ def _row(found: PricedStrategy, has_memory: bool, is_best: bool) -> dict[str, An
         "shards": options.shards,
         "context": options.context,
         "recompute": options.recompute,
+        "offload": options.offload,
         "sequence": options.sequence,
         "step_s": price.step_s,
         "samples_per_s": price.samples_per_s,
@@ -230,4 +231,5 @@ def _parts(found: Estimate) -> str:
 def _memory(found: Estimate, limit: float) -> str:
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
     where = f"at most, on stage {found.fullest_stage}"
-    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}"
+    beside = f"; {format_bytes(found.offloaded_bytes)} offloaded" if found.offloaded_bytes else ""
+    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}{beside}"

@@ -89,6 +89,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         _sources(times),
         max(rank.one_shot_bytes for rank in times),
         _is_cpu(first),
+        mean(rank.offload_bytes_per_s for rank in times),
     )
 
 
@@ -146,7 +147,8 @@ def _sources(times: Sequence[RankTimes]) -> dict[str, str]:
     run = f"calibrated {day}, torch {first.versions['torch']}, {len(times)} engines at once"
     link = f"{run}, transport {first.transport}"
     measured = ("memory_bandwidth_bytes_per_s", "matmul_flops_per_s", "matmul_half_size", "op_s", "step_s",
-                "function_bytes_per_s", "function_flops_per_s", "alone_speedup", "weight_bytes_per_s")  # fmt: skip
+                "function_bytes_per_s", "function_flops_per_s", "alone_speedup", "weight_bytes_per_s",
+                "offload_bytes_per_s")  # fmt: skip
     shared = "the host's memory, divided by its engines" if _is_cpu(first) else "the GPU's memory"
     return {
         "memory_bytes": f"{day}, {shared}",

@@ -43,6 +43,8 @@ class TensorState(Annotated):
     """Of a parameter under ZeRO: the ``Shard`` that this rank's optimizer changes."""
     _optimizer_part: tuple[torch.Tensor, int, Spec] | None = None
     """Of a parameter: the plain tensor that its optimizer changes, made for this address and spec."""
+    _keeps_state_on_host: bool = False
+    """Of a parameter under ``offload=optimizer``: its optimizer's state lies in host memory between steps."""
 
     _origin: Any = None
     """Of a ``BoxedView``: the ``Origin`` that it was boxed from."""

@@ -29,7 +29,7 @@ from workbench.tensors.agreement import check_same_on_all_ranks
 from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
-from workbench.training import precision, recompute
+from workbench.training import offload_option, precision, recompute
 from workbench.training.schedule_options import check_schedule_options
 from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.interruptible import Interruptible
@@ -56,6 +56,7 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     zero.install,
     recompute.install,
     precision.install,
+    offload_option.install,
 )
 """Options that act on a module: each returns handles with ``remove()``, none where its option is off."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
+from workbench.core.offload_kinds import KINDS
 from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
@@ -34,9 +35,11 @@ _OPTION_TIPS = {
     "context": "so many data ranks take the same samples, each a slice of their sequence; attention runs as a ring",
     "recompute": "blocks run forward again in backward: less memory for activations, more computing. cheap keeps "
     "results of products and attention, attention those of products with weights; the text takes a number of blocks",
+    "offload": "what lies in the host's memory, or for CPUs in files on a disk: less memory on the device, more time",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
     "precision": "fp32, or autocast to 16 bits",
 }
+_OFFLOAD = (("none", ""), *((kind, kind) for kind in KINDS), *([("both", "+".join(KINDS))] if len(KINDS) > 1 else []))
 _RECOMPUTE = (("none", ""), ("cheap", "cheap"), ("attention", "attention"), ("full", "full"))
 
 
@@ -121,6 +124,7 @@ class Controls:
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
         self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
         self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
+        self.offload = widgets.Dropdown(options=_OFFLOAD, layout={"width": "88px"})
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
@@ -151,6 +155,7 @@ class Controls:
             "shards": self.shards,
             "context": self.context,
             "recompute": self.recompute,
+            "offload": self.offload,
             "sequence": self.sequence,
             "precision": self.precision,
         }
@@ -169,8 +174,9 @@ class Controls:
         )
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
         data = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
-        memory = (field("recompute", self.recompute), self.sequence, field("precision", self.precision))
-        options = (bar(*data, css=("wb-field",)), bar(*memory, css=("wb-field",)))
+        memory = (field("recompute", self.recompute), field("offload", self.offload))
+        form = (self.sequence, field("precision", self.precision))
+        options = (bar(*controls, css=("wb-field",)) for controls in (data, memory, form))
         groups = (degrees, parts, *options)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
@@ -241,6 +247,7 @@ class Controls:
         blocks = [(f"{options.recompute} blocks", options.recompute)] if options.recompute.isdecimal() else []
         self.recompute.options = (*_RECOMPUTE, *blocks)
         self.recompute.value, self.sequence.value = options.recompute, options.sequence
+        self.offload.value = options.offload
 
     def _show_text(self, state: PanelState) -> None:
         self.text.value = state.text

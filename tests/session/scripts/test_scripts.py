@@ -64,7 +64,8 @@ def test_each_row_and_option_has_a_comment() -> None:
 
 
 def test_the_strategy_in_the_script_is_the_one_given() -> None:
-    strategy = "*: data; blocks: model; head: model:column | 1x2x2 mb=2 zero=1 recompute=cheap sequence bf16"
+    rows = "*: data; blocks: model; head: model:column"
+    strategy = f"{rows} | 1x2x2 mb=2 zero=1 recompute=cheap offload=optimizer sequence bf16"
     names: dict[str, Any] = {}
     text = wb.planner.script(strategy, 4, **words_of(transformer))
     exec(text.partition("def main")[0].replace("import workbench as wb", ""), names)
@@ -140,9 +141,10 @@ def test_what_torch_has_for_it(strategy: str, num_ranks: int, words: str) -> Non
 
 
 def test_one_error_names_all_that_torch_has_no_equivalent_for() -> None:
+    options = "2x1x1 mb=4 1f1b zero=1 sequence recompute=cheap offload=optimizer fp16"
     with pytest.raises(StrategyError) as error:
-        script_of_torch("*: data; head: model@1 | 2x1x1 mb=4 1f1b zero=1 sequence recompute=cheap fp16", transformer)
-    refused = ["head: model@1", "mb=4", "zero=1", "recompute=cheap", "sequence", "fp16"]
+        script_of_torch(f"*: data; head: model@1 | {options}", transformer)
+    refused = ["head: model@1", "mb=4", "zero=1", "recompute=cheap", "offload=optimizer", "sequence", "fp16"]
     lines = str(error.value).splitlines()[1:-1]
     assert len(lines) == len(refused)
     assert all(line.startswith(f"  {each}: ") for line, each in zip(lines, refused, strict=True))

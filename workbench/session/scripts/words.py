@@ -41,6 +41,7 @@ _OPTIONS = {
     "recompute=cheap": "blocks keep what takes long to compute, and run the rest again in backward",
     "recompute=attention": "blocks run again in backward, without their products with weights",
     r"recompute=(\d+)": "{0} blocks keep their inputs only, and run again in backward",
+    "offload=optimizer": "the optimizer's state lies in host memory (on CPUs in files) between updates",
     "sequence": "between model-parallel layers, each model rank holds a slice of the sequence",
     "bf16": "forward computes in bfloat16, by autocast",
     "fp16": "forward computes in float16, by autocast; small gradients need torch.amp.GradScaler",

@@ -24,6 +24,7 @@ from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested, step_without_hooks
 from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise
+from workbench.training.gradients.state_on_host import closure_of_user
 
 
 class OptimizerStep:
@@ -62,7 +63,7 @@ class OptimizerStep:
         state: Any = defaultdict(dict)
         for part, grad, owner in zip(parts, grads, self.owners, strict=True):
             part.grad = grad
-            known = owned.get(owner)
+            known = dict.get(owned, owner)
             if known is not None:
                 state[part] = known
         start = 0
@@ -72,7 +73,11 @@ class OptimizerStep:
         optimizer.state = state
         fused = fuse(optimizer)
         try:
-            step_without_hooks(optimizer, self._step)
+            on_host = None if self._swap is None else self._swap.on_host
+            if on_host is None:
+                step_without_hooks(optimizer, self._step)
+            else:
+                on_host.update(optimizer, self._step)
         finally:
             unfuse(fused)
             for group, params in zip(groups, held, strict=True):
@@ -126,7 +131,7 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     is_global = any(isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"])
-    if any(argument is not None for argument in (*args, *kwargs.values())):
+    if any(argument is not None for argument in (*args, *map(closure_of_user, kwargs.values()))):
         raise CaptureError(
             f"capture: {name}.step() was called with a closure. A replay calls the optimizer, which would run the step "
             "inside the step. Write the forward and backward into the captured function, then call step()."

@@ -26,6 +26,7 @@ from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
+from workbench.training.costs.offload_time import time_offload
 from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import DTYPES, ExchangeTime, FunctionTime, ProductTime, RankTimes
 from workbench.training.costs.work_counter import WorkCounter
@@ -80,6 +81,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
         watch.crowding,
         op_s,
         step_s,
+        time_offload(watch),
         {"torch": torch.__version__},
     )
 

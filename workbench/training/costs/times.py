@@ -69,6 +69,7 @@ class RankTimes:
         crowding: threads of ranks per core of the host, at least 1. A rank is so much faster while others wait.
         op_s: a step's time per function, of a model so small that overhead is all of it.
         step_s: a step's time besides its functions.
+        offload_bytes_per_s: of copies to the host's memory or a file, and back.
     """
 
     host: str
@@ -83,4 +84,5 @@ class RankTimes:
     crowding: float
     op_s: float
     step_s: float
+    offload_bytes_per_s: float
     versions: dict[str, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.training.offload.host_memory import is_offloaded
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
@@ -48,7 +49,16 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors of an optimizer's state."""
+    """The tensors of an optimizer's state that are not offloaded."""
+    return [value for value in _state(optimizer) if not is_offloaded(value)]
+
+
+def offloaded_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state in host memory, or on CPUs in files."""
+    return sum(value.nbytes for value in _state(optimizer) if is_offloaded(value))
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
 
 

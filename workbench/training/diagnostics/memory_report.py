@@ -9,10 +9,18 @@ from torch import nn
 
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
-from workbench.training.diagnostics.memory import ActivationMeter, gradients, optimizer_state, storage_bytes
+from workbench.training.diagnostics.memory import (
+    ActivationMeter,
+    gradients,
+    offloaded_bytes,
+    optimizer_state,
+    storage_bytes,
+)
 from workbench.units import format_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "transport")
+OFFLOADED = "offloaded"
+"""Beside the kinds, and no part of the total: bytes in host memory, or on CPUs in files."""
 
 
 class MemoryReport:
@@ -34,17 +42,20 @@ class MemoryReport:
         self._ranks = all_gather_object(self._count(world), world, "memory_report()")
 
     def to_dict(self) -> dict[int, dict[str, int]]:
-        """rank -> kind -> bytes; "total" is their sum, each storage counted once."""
-        return {rank: {**kinds, "total": sum(kinds.values())} for rank, kinds in enumerate(self._ranks)}
+        """rank -> kind -> bytes; "total" is their sum, each storage counted once, without what is ``offloaded``."""
+        totals = [sum(size for kind, size in kinds.items() if kind in KINDS) for kinds in self._ranks]
+        return {
+            rank: {**kinds, "total": total} for rank, (kinds, total) in enumerate(zip(self._ranks, totals, strict=True))
+        }
 
     def __getitem__(self, rank: int) -> dict[str, int]:
         return self.to_dict()[rank]
 
     def __str__(self) -> str:
         table = self.to_dict()
-        kinds = [kind for kind in KINDS if any(kind in row for row in table.values())]
-        lines = [["rank", *kinds, "total"]]
-        lines += [[str(rank), *(format_bytes(row[kind]) for kind in [*kinds, "total"])] for rank, row in table.items()]
+        kinds = [kind for kind in (*KINDS, "total", OFFLOADED) if any(kind in row for row in table.values())]
+        lines = [["rank", *kinds]]
+        lines += [[str(rank), *(format_bytes(row.get(kind, 0)) for kind in kinds)] for rank, row in table.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in lines)
 
@@ -72,7 +83,8 @@ class MemoryReport:
         if self._activations is not None:
             held["activations"] = self._activations.size_bytes
         held["transport"] = world.transport.idle_bytes
-        return {kind: held[kind] for kind in KINDS if kind in held}
+        offloaded = sum(offloaded_bytes(optimizer) for optimizer in self._optimizers)
+        return {kind: held[kind] for kind in KINDS if kind in held} | ({OFFLOADED: offloaded} if offloaded else {})
 
 
 def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
@@ -80,7 +92,8 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
 
     A storage counts once, as the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
     ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors in it
-    (results of boxings may lie there).
+    (results of boxings may lie there). ``offloaded``, where there is any, is beside the total: state of optimizers that
+    ``offload=`` keeps in host memory, or on CPUs in files.
 
     Args:
         things: modules and optimizers.

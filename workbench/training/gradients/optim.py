@@ -26,7 +26,6 @@ from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
 from workbench.tensors import world
-from workbench.tensors.boxing.box import box
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.tensors.leaf_gradients import set_reduced_grad
@@ -36,12 +35,9 @@ from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
-from workbench.training.gradients.stale_optimizer import (
-    MOVE_STATE,
-    check_not_replaced,
-    check_state_layouts,
-    mark_stateful,
-)
+from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful
+from workbench.training.gradients.state_on_host import state_on_host
+from workbench.training.gradients.state_parts import own_part
 
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
@@ -90,6 +86,9 @@ class _Swap:
         self.specs = [state_spec(p) for p in self.parameters]
         self.present = [p for p in self.parameters if not p._spec.is_placeholder]
         self.elementwise = is_elementwise(optimizer)
+        self.step = inspect.unwrap(type(optimizer).step)
+        self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
+        self.on_host = state_on_host(optimizer, self.parameters, self.step in _ELEMENTWISE)
         self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
@@ -113,6 +112,7 @@ class _Swap:
         groups = optimizer.param_groups
         return (
             all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
+            and self.keeps_on_host == [p._keeps_state_on_host for p in self.parameters]
             and len(groups) == len(self.groups)
             and all(
                 len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
@@ -184,7 +184,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         else:
             swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
-    return args, kwargs
+    return (args, kwargs) if swap.on_host is None else swap.on_host.in_closure(optimizer, swap.step, args, kwargs)
 
 
 def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
@@ -252,22 +252,26 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
 
 def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
     """Put the parts, with their state, in place of the parameters."""
-    owned: Any = optimizer.state
+    owned: Any = optimizer.state if swap.on_host is None else swap.on_host.waiting(optimizer.state)
     state: Any = defaultdict(dict)
-    swap.states = [owned.get(owner) for owner, _ in pairs]
+    swap.states = [dict.get(owned, owner) for owner, _ in pairs]
     for (_, part), values in zip(pairs, swap.states, strict=True):
         if values is not None:
             state[part] = values
     for parameter in swap.plain:
         if parameter in owned:
-            state[parameter] = owned[parameter]
+            state[parameter] = dict.get(owned, parameter)
     _stepping.add(optimizer)
     swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
-    for group, members in zip(optimizer.param_groups, swap.members, strict=True):
-        group["params"] = [pairs[member][1] if type(member) is int else member for member in members]
+    _put_parts_in_groups(optimizer, swap)
     optimizer.state = state
     if swap.elementwise:
         swap.fused = fuse(optimizer)
+
+
+def _put_parts_in_groups(optimizer: Optimizer, swap: _Swap) -> None:
+    for group, members in zip(optimizer.param_groups, swap.members, strict=True):
+        group["params"] = [swap.pairs[member][1] if type(member) is int else member for member in members]
 
 
 def _after_step(self: Optimizer) -> None:
@@ -277,6 +281,9 @@ def _after_step(self: Optimizer) -> None:
     """
     if is_nested(self):
         return
+    swap: _Swap | None = self.__dict__.get("_workbench_swap")
+    if swap is not None and swap.on_host is not None and swap.held is not None:
+        _put_parts_in_groups(self, swap)  # its update leaves none
     for listener in after_steps:
         listener(self)
     _put_back(self)
@@ -335,7 +342,7 @@ def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
     for parameter in swap.parameters if swap.elementwise else ():
         state = optimizer.state.get(parameter)
         if state:
-            state.update((name, _own_part(parameter, value)) for name, value in state.items())
+            state.update((name, own_part(parameter, value)) for name, value in state.items())
 
 
 def adopt_loaded_state(optimizer: Optimizer) -> None:
@@ -344,30 +351,6 @@ def adopt_loaded_state(optimizer: Optimizer) -> None:
     if swap is not None and optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
         swap.state = optimizer.state
-
-
-def _own_part(parameter: GlobalTensor, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _part_of_state(parameter, value).contiguous()
-
-
-def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
-    spec = state_spec(parameter)
-    if isinstance(value, GlobalTensor):
-        if tuple(value._spec.shape) != tuple(spec.shape):
-            return plain(value)
-        return plain(box(value.detach(), spec.layout))
-    if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
-        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
-            memory_format=torch.contiguous_format
-        )
-    if value.dim() == len(spec.shape) > 0 and tuple(value.shape) != tuple(spec.local_shape):
-        raise LayoutError(
-            f"optimizer.step(): state of shape {tuple(value.shape)} for a parameter of shape {tuple(spec.shape)}, of "
-            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). {MOVE_STATE}"
-        )
-    return value
 
 
 def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

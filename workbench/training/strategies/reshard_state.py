@@ -20,6 +20,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.optim import forget_layouts
 from workbench.training.gradients.shard import state_spec
+from workbench.training.gradients.state_on_host import bring_back
 from workbench.training.strategies.shard_parameters import shard_tensor
 
 
@@ -43,6 +44,7 @@ class OptimizerState:
                 f"parallelize(optimizer=): {others} of the optimizer's {len(self.parameters)} parameters are not among "
                 f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
             )
+        bring_back(optimizer)
         self.specs = [_state_spec(p) for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]

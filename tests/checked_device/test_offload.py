@@ -1,0 +1,133 @@
+"""``offload=optimizer`` on a device: pinned memory, copies on a stream of their own, and no wait of the host."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.checked_device import DEVICE, counted
+from tests.checked_device.test_training import mlp, own_step, scheduled_step
+from workbench.testing import run_ranks
+from workbench.training.gradients import state_on_host
+from workbench.training.offload.host_memory import is_offloaded
+from workbench.training.offload.staging import Staging
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.02, foreach=True, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+STRATEGIES = {
+    "*: data |": own_step,
+    "*: model |": own_step,
+    "*: data | zero=1": own_step,
+    "*: data | zero=3 recompute": own_step,
+    "pipeline | mb=4 1f1b": scheduled_step,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Several buckets for small models."""
+    monkeypatch.setattr(state_on_host, "BUCKET_BYTES", 600)
+
+
+def tensors_of(optimizer):
+    return [v for kept in optimizer.state.values() for v in kept.values() if isinstance(v, torch.Tensor) and v.dim()]
+
+
+def trained(strategy, make=OPTIMIZERS["adamw"], step=own_step):
+    """By rank: losses, weights and state; where the state lies; the counts of the last step."""
+    built = mlp()
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer = make(model.parameters())
+        losses = []
+        for _ in range(4):
+            with counted() as counts:
+                optimizer.zero_grad()
+                losses.append(step(model))
+                optimizer.step()
+        states = tensors_of(optimizer)
+        losses = [torch.tensor(loss.item()) for loss in losses]
+        numbers = [v.detach().cpu().clone() for v in (*losses, *(p.full_tensor() for p in model.parameters()), *states)]
+        return numbers, {is_offloaded(v) for v in states}, counts
+
+    return run_ranks(program, device=DEVICE)
+
+
+def same(found, expected):
+    return all(
+        torch.equal(one, other)
+        for ours, theirs in zip(found, expected, strict=True)
+        for one, other in zip(ours[0], theirs[0], strict=True)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_numbers_are_those_without_it_and_nothing_waits(strategy):
+    step = STRATEGIES[strategy]
+    found = trained(f"{strategy} offload=optimizer", step=step)
+    assert same(found, trained(strategy.removesuffix(" |"), step=step))
+    for _, places, counts in found:
+        assert places == {True}
+        assert not counts.waits, counts
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    make = OPTIMIZERS[name]
+    assert same(trained("*: data | offload=optimizer", make), trained("*: data", make))
+
+
+def test_a_buffer_that_is_read_too_early_gives_wrong_numbers(monkeypatch):
+    monkeypatch.setattr(Staging, "wait", lambda *_: None)
+    assert not same(trained("*: data | offload=optimizer"), trained("*: data"))
+
+
+def test_state_that_is_read_too_early_is_wrong(monkeypatch):
+    monkeypatch.setattr(Staging, "synchronize", lambda *_: None)
+    assert not same(trained("*: data | offload=optimizer"), trained("*: data"))
+
+
+def test_a_copy_back_waits_for_the_step(monkeypatch):
+    monkeypatch.setattr(DEVICE_STREAM, "wait_stream", lambda *_: None)
+    with pytest.raises(AssertionError, match="copies memory that launch"):
+        trained("*: data | offload=optimizer")
+
+
+DEVICE_STREAM = torch.get_device_module(DEVICE).Stream
+
+
+def test_the_strategy_changes_and_state_is_saved(tmp_path):
+    built = mlp()
+
+    def program(on, off, folder):
+        model = wb.parallelize(copy.deepcopy(built), on)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for strategy in (on, off, on):
+            wb.parallelize(model, strategy, optimizer=optimizer)
+            for _ in range(2):
+                optimizer.zero_grad()
+                own_step(model)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+        wb.checkpoint.save(folder, model=model, optimizer=optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        for load in (lambda: wb.checkpoint.load(folder, model=model, optimizer=optimizer), lambda: None):
+            load()
+            optimizer.zero_grad()
+            own_step(model)
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        own_step(model)
+        optimizer.step()
+        return [
+            v.detach().cpu().clone() for v in (*(p.full_tensor() for p in model.parameters()), *tensors_of(optimizer))
+        ], 0
+
+    found = run_ranks(lambda: program("*: data | zero=1 offload=optimizer", "*: model", tmp_path / "on"), device=DEVICE)
+    assert same(found, run_ranks(lambda: program("*: data | zero=1", "*: model", tmp_path / "off"), device=DEVICE))

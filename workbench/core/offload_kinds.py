@@ -1,0 +1,23 @@
+"""What the option ``offload`` of a strategy says: what lies in the host's memory, or on CPUs in files on a disk."""
+
+from __future__ import annotations
+
+KINDS = ("optimizer",)
+"""The optimizer's state."""
+BUCKET_BYTES = 2**24
+"""The state of an optimizer comes and goes with parameters of so many bytes at a time, or with one that is larger."""
+
+
+def offload_kind(value: object) -> str:
+    """The option as a word: some of ``KINDS``, joined by ``+`` in their order, or empty. True is all of them.
+
+    Texts of other words stay as they are.
+
+    >>> offload_kind(False), offload_kind("optimizer")
+    ('', 'optimizer')
+    """
+    if isinstance(value, bool):
+        return "+".join(KINDS) if value else ""
+    words = str(value).split("+")
+    known = [kind for kind in KINDS if kind in words]
+    return "+".join(known) if sorted(known) == sorted(words) else str(value)

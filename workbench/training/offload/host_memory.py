@@ -1,0 +1,198 @@
+"""Memory beside that of a rank's device: pinned memory of the host for a GPU, files mapped to memory for a CPU.
+
+The file of a CPU rank never has a name (or loses it at once), so it ends with the process, also where that is killed.
+Pages that the process gives back stay in the kernel's cache as long as memory is free, and are on the disk otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import socket
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.world import World
+from workbench.units import format_bytes
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files take memory."""
+_FOLDERS_ON_DISK = ("/var/tmp",)
+"""Where files go if the usual temporary folder is in memory."""
+_addresses: set[int] = set()
+_said: set[str] = set()
+
+
+class HostMemory(Protocol):
+    """Where offloaded tensors lie."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """New bytes, as a tensor of the CPU."""
+
+    def will_read(self, memory: torch.Tensor) -> None:
+        """Begin to bring bytes near, without waiting."""
+
+    def release(self, memory: torch.Tensor) -> None:
+        """The process does not need these bytes for now."""
+
+
+class PinnedMemory:
+    """Memory of the host from and to which a GPU copies by itself.
+
+    Blocks grow, because torch rounds each up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._block, self._used, self._total = torch.empty(0, dtype=torch.uint8), 0, 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """New bytes, as a tensor of the CPU."""
+        if self._used + num_bytes > self._block.numel():
+            size = 1 << (max(num_bytes, self._total, 1) - 1).bit_length()
+            self._block, self._used = torch.empty(size, dtype=torch.uint8).pin_memory(), 0
+            self._total += size
+            _register(self._block)
+        start, self._used = self._used, _rounded(self._used + num_bytes, 256)
+        return self._block[start : start + num_bytes]
+
+    def will_read(self, memory: torch.Tensor) -> None:
+        """Nothing: the memory is there."""
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Nothing: pinned memory stays."""
+
+
+class MappedFile:
+    """Memory in a file of a temporary folder, which is gone when nobody uses it any more.
+
+    The file is mapped in blocks that grow, because each keeps a file descriptor. Space on the disk is taken as needed.
+    """
+
+    def __init__(self) -> None:
+        self.folder = disk_folder()
+        with tempfile.TemporaryFile(prefix="workbench-offload-", dir=self.folder) as file:
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self._block, self._start, self._used, self._size = torch.empty(0, dtype=torch.uint8), 0, 0, 0
+        self._mapping: mmap.mmap | None = None
+        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """New bytes, as a tensor of the CPU.
+
+        Raises:
+            StrategyError: the disk is full.
+        """
+        size = _rounded(num_bytes, mmap.ALLOCATIONGRANULARITY)
+        if self._mapping is None or self._used + size > len(self._mapping):
+            self._start, self._used, length = self._size, 0, max(size, self._size)
+            self._size += length
+            os.ftruncate(self._file, self._size)
+            self._mapping = mmap.mmap(self._file, length, offset=self._start)
+            self._block = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            _register(self._block)
+        try:
+            if hasattr(os, "posix_fallocate"):  # else a write to the mapped memory ends the process
+                os.posix_fallocate(self._file, self._start + self._used, size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _no_space(num_bytes, self.folder) from None
+        memory = self._block[self._used : self._used + num_bytes]
+        self._places[memory.data_ptr()] = self._mapping, self._used, size
+        self._used += size
+        return memory
+
+    def will_read(self, memory: torch.Tensor) -> None:
+        """Let the kernel read ahead."""
+        mapping, start, size = self._places[memory.data_ptr()]
+        mapping.madvise(mmap.MADV_WILLNEED, start, size)
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give back the pages; what is written to them stays in the file."""
+        mapping, start, size = self._places[memory.data_ptr()]
+        mapping.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+def host_memory(device: torch.device) -> HostMemory:
+    """New memory beside that of a device."""
+    return MappedFile() if device.type == "cpu" else PinnedMemory()
+
+
+def is_offloaded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory of this module."""
+    with local_torch():
+        return tensor.untyped_storage().data_ptr() in _addresses
+
+
+def disk_folder() -> str:
+    """The temporary folder, or one on a disk where that is in memory.
+
+    Raises:
+        StrategyError: both are in memory.
+    """
+    folders = [tempfile.gettempdir(), *filter(os.path.isdir, _FOLDERS_ON_DISK)]
+    for folder in folders:
+        if _file_system(folder) not in _IN_MEMORY:
+            return folder
+    raise StrategyError(
+        f"offload: the file systems of {len(folders)} temporary folders ({', '.join(folders)}) are in memory. On CPUs, "
+        "what is offloaded lies in files on a disk. Set TMPDIR to a folder on a disk."
+    )
+
+
+def check_space(num_bytes: int, world: World, option: str) -> None:
+    """On CPUs, compare what the ranks of each host will write with the free space of its disk. All ranks call it.
+
+    Rank 0 says once where the files lie.
+
+    Raises:
+        StrategyError: on all ranks, if there is too little space on one of the hosts.
+    """
+    if world.device.type != "cpu":
+        return
+    folder = disk_folder()
+    mine = (socket.gethostname(), num_bytes, psutil.disk_usage(folder).free, folder)
+    every = all_gather_object(mine, world, f"space for {option}")
+    for host in dict.fromkeys(host for host, *_ in every):
+        _, sizes, free, folders = zip(*(one for one in every if one[0] == host), strict=True)
+        if sum(sizes) > min(free):
+            raise _no_space(sum(sizes), folders[0], min(free), option)
+    if world.rank == 0 and folder not in _said:
+        _said.add(folder)
+        space = format_bytes(mine[2])
+        sys.stdout.write(f"{option}: on CPUs in files in {folder} ({space} free), which end with the processes.\n")
+
+
+def _no_space(num_bytes: int, folder: str, free: int | None = None, option: str = "offload") -> StrategyError:
+    free = psutil.disk_usage(folder).free if free is None else free
+    return StrategyError(
+        f"{option}: {format_bytes(num_bytes)} for files in {folder}, where {format_bytes(free)} are free. On CPUs, "
+        "what is offloaded lies in files on a disk. Set TMPDIR to a folder with more space, or leave offload out."
+    )
+
+
+def _file_system(folder: str) -> str:
+    path = Path(folder).resolve()
+    inside = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(inside, key=lambda part: len(part.mountpoint)).fstype if inside else ""
+
+
+def _register(memory: torch.Tensor) -> None:
+    storage = memory.untyped_storage()
+    _addresses.add(storage.data_ptr())
+    weakref.finalize(storage, _addresses.discard, storage.data_ptr())
+
+
+def _rounded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
