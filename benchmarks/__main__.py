@@ -18,7 +18,7 @@ from benchmarks.reporting import RESULTS, machine
 
 BENCHMARKS = (
     "overhead", "boxing", "data_parallel", "tensor_parallel", "context_parallel", "experts", "pipeline", "optimizer",
-    "capture", "compiled", "memory", "saving", "session", "live", "panel", "choose_parallelism", "planner",
+    "capture", "compiled", "memory", "offload", "saving", "session", "live", "panel", "choose_parallelism", "planner",
     "planner_truth", "equality",
 )  # fmt: skip
 
