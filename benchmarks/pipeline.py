@@ -4,7 +4,8 @@
     python -m benchmarks.pipeline --engines 4
 
 A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
-``Schedule1F1B`` and equally many blocks on each stage; the workbench with every schedule, as written and captured
+``Schedule1F1B`` and equally many blocks on each stage, and with two stages on each rank in a V (``ScheduleDualPipeV``
+where there are enough micro-batches for it); the workbench with every schedule, as written and captured
 (``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
 workbench with stages cut by ``wb.planner.partition_stages``; the simulator says what cuts can give.
 Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
@@ -29,12 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
 from benchmarks.reporting import Comparison, Target, over_launches, publish, ratios_side_by_side, table
+from workbench.core.options import VIRTUAL_SCHEDULES
 from workbench.core.presets import balanced_cuts
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
@@ -129,27 +131,34 @@ class Part(nn.Module):
 
 
 class Theirs:
-    """torch.distributed.pipelining; call it for one step."""
+    """torch.distributed.pipelining; call it for one step. A schedule in a V has two stages on each rank."""
 
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, schedule: Any = Schedule1F1B) -> None:
         self.batch, self.whole = batch_of(num_words), make_model(num_words)
-        self.part = Part(self.whole, dist.get_rank(), dist.get_world_size())
-        stage = PipelineStage(self.part, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-        self.schedule = Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=next_word_loss)
-        self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=_LEARNING_RATE)
+        rank, num_stages = dist.get_rank(), dist.get_world_size()
+        numbers, is_v = [rank], schedule is not Schedule1F1B
+        if is_v:
+            numbers, num_stages = [rank, 2 * num_stages - 1 - rank], 2 * num_stages
+        self.parts = nn.ModuleList(Part(self.whole, number, num_stages) for number in numbers)
+        stages = [
+            PipelineStage(part, number, num_stages, torch.device("cpu"))
+            for number, part in zip(numbers, self.parts, strict=True)
+        ]
+        self.schedule = schedule(stages if is_v else stages[0], NUM_MICRO_BATCHES, loss_fn=next_word_loss)
+        self.optimizer = torch.optim.AdamW(self.parts.parameters(), lr=_LEARNING_RATE)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         inputs, targets = self.batch
-        given = (inputs,) if self.part.is_first else ()
-        self.schedule.step(*given, target=targets if self.part.is_last else None)
+        given = (inputs,) if any(part.is_first for part in self.parts) else ()
+        self.schedule.step(*given, target=targets if any(part.is_last for part in self.parts) else None)
         self.optimizer.step()
 
 
 def largest_difference(ours: Ours, theirs: Theirs) -> float:
     """Between the weights that this rank trains under torch and ours, after as many steps."""
     weights, whole = ours.weights(), dict(theirs.whole.named_parameters())
-    trained = {id(parameter) for parameter in theirs.part.parameters()}
+    trained = {id(parameter) for parameter in theirs.parts.parameters()}
     worst = max(float((weights[n] - p.detach()).abs().max()) for n, p in whole.items() if id(p) in trained)
     gathered: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(gathered, worst)
@@ -205,21 +214,26 @@ def _take_a_step(step: Callable[[], object]) -> None:
 
 
 def compare(
-    num_words: int, strategies: dict[str, tuple[Strategy, bool]], rounds: int, calls: int
+    num_words: int,
+    strategies: dict[str, tuple[Strategy, bool]],
+    rounds: int,
+    calls: int,
+    schedules: Sequence[Any] = (),
 ) -> tuple[dict[str, float], float]:
     """Seconds per step of torch and of the workbench under every strategy, and the largest difference of weights.
 
-    A strategy comes with whether its step is captured.
+    A strategy comes with whether its step is captured. ``schedules`` are further ones of torch.
     """
     steps: dict[str, Callable[[], None]] = {THEIRS: Theirs(num_words)}
+    steps |= {f"torch, {kind.__name__}": Theirs(num_words, kind) for kind in schedules}
     steps |= {name: Ours(num_words, *strategy) for name, strategy in strategies.items()}
     for step in steps.values():
         for _ in range(_WARM_UP_STEPS):
             step()
     time_s = medians(interleave(steps, rounds, calls, around=together, before=_take_a_step))
-    theirs = steps[THEIRS]
-    assert isinstance(theirs, Theirs)
-    difference = max(largest_difference(ours, theirs) for ours in steps.values() if isinstance(ours, Ours))
+    theirs = [step for step in steps.values() if isinstance(step, Theirs)]
+    ours = [step for step in steps.values() if isinstance(step, Ours)]
+    difference = max(largest_difference(one, other) for one, other in itertools.product(ours, theirs))
     if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
         raise AssertionError(f"they did not train alike: weights differ by {difference:.1e}")
     return time_s, difference
@@ -242,10 +256,12 @@ def work(rounds: int, calls: int) -> None:
     wb.init()
     num = wb.world_size()
     even = {f"workbench, {name}": cut_evenly(num, name) for name in ("1f1b", "gpipe", "zero_bubble")}
-    even[f"workbench, interleaved, {2 * num} stages"] = cut_evenly(2 * num, "interleaved")
+    for name in VIRTUAL_SCHEDULES:
+        even[f"workbench, {name}, {2 * num} stages"] = cut_evenly(2 * num, name)
+    theirs = [ScheduleZBVZeroBubble, *[ScheduleDualPipeV] * (2 * num <= NUM_MICRO_BATCHES)]
     both = {name: (strategy, False) for name, strategy in even.items()}
     both |= {f"workbench, {name}, captured": (cut_evenly(num, name), True) for name in ("1f1b", "zero_bubble")}
-    small, small_difference = compare(SMALL_HEAD, both, rounds, calls)
+    small, small_difference = compare(SMALL_HEAD, both, rounds, calls, theirs)
     found = balanced(LARGE_HEAD)
     cuts = {"workbench, 1f1b, equal blocks": (cut_evenly(num, "1f1b"), False)}
     for schedule, captured in itertools.product(("1f1b", "zero_bubble"), (False, True)):

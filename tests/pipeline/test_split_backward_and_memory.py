@@ -7,14 +7,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
 from tests.models.zoo import WORDS
 from tests.models.zoo import make as make_transformer
 from tests.training.models import make
-from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 from workbench.training.pipelining.split_backward import WeightGradients
 
@@ -109,30 +106,3 @@ def test_saved_bytes_of_1f1b_follow_the_stages_and_those_of_gpipe_the_micro_batc
     for rank in range(2):
         assert many[rank] <= 1.1 * few[rank]
     assert all_of_them[0] > 4 * many[0]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant)
-        return self.last(x)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_of_the_models_own_is_refused_under_a_split_backward(use_reentrant):
-    """Each half would run the layer again, on other ranks at other times; elsewhere it works."""
-    models = [copy.deepcopy(model) for model in [Checkpointed(use_reentrant)] * 4]
-
-    def program(rank, schedule):
-        model = wb.parallelize(models.pop(), f"first: data@0; block.0: data@1; last: data@1 | 2x1x1 mb=3 {schedule}")
-        for _ in range(2):
-            loss = wb.forward_backward(model, F.mse_loss, torch.ones(6, 6), torch.ones(6, 4))
-        return loss.item()
-
-    assert len(set(run_ranks(lambda rank: program(rank, "1f1b"), 2))) == 1
-    with pytest.raises(StrategyError, match=r"zero_bubble: a layer runs again.*2 parts.*Use 1f1b"):
-        run_ranks(lambda rank: program(rank, "zero_bubble"), 2)

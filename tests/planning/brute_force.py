@@ -60,6 +60,7 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
             if (batch // groups) % mb or not _wanted(constraints.micro_batches, mb):
                 continue
             virtual_stages = [("interleaved", p * n) for n in range(2, 9) if p > 1]
+            virtual_stages += [(schedule, 2 * p) for schedule in ("zero_bubble_v", "dualpipe_v") if p > 1]
             for schedule, stages in [
                 *((name, p) for name in ("1f1b", "gpipe", "zero_bubble") if p > 1),
                 *virtual_stages,
@@ -75,8 +76,6 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
                     if not _wanted(constraints.zero, zero) or not _wanted(constraints.recompute, again):
                         continue
                     if not _wanted(constraints.sequence, sequence):
-                        continue
-                    if schedule == "zero_bubble" and again:
                         continue
                     words = [
                         f"{p}x{d}x{m} mb={mb}",

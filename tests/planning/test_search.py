@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -42,6 +43,23 @@ def assert_equals_brute_force(seed: int) -> None:
 @pytest.mark.parametrize("seed", QUICK)
 def test_small_problems_equal_brute_force(seed: int) -> None:
     assert_equals_brute_force(seed)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
+def test_schedules_in_a_v_equal_brute_force(schedule: str, recompute: bool) -> None:
+    """Four layers on two ranks; the second and the third one are on the same rank."""
+    for seed in range(3):
+        draw = random.Random(seed)
+        widths = [draw.choice([8, 33, 128]) for _ in range(5)]
+        rows = tuple(linear(f"fc{k}", a, b) for k, (a, b) in enumerate(pairwise(widths)))
+        constraints = Constraints(schedule=schedule, recompute=recompute, pipeline=2)
+        problem = Problem(
+            ModelCosts(rows, (widths[-1],)), machine(draw, 1e9), 2, 8, "throughput", 1e9, constraints=constraints
+        )
+        found = run(problem)[0]
+        assert found.best is not None and found.best.strategy.stages_by_slice() == [[0, 3], [1, 2]]
+        assert found.best_value == pytest.approx(best_value(problem), rel=1e-9)
 
 
 def test_contexts_that_a_constraint_names_are_searched() -> None:
@@ -217,7 +235,6 @@ def test_memory_finds_the_smallest_peak() -> None:
         (Constraints(zero=1, data=1, model=1), r"data=1 and model=1 and zero=1.*Leave one of data, model, zero open"),
         (Constraints(data=4, micro_batches=4, zero=1), r"data=4 and micro_batches=4 cannot be.*batch_size=4"),
         (Constraints(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
-        (Constraints(schedule="zero_bubble", recompute=True, pipeline=2), r"zero_bubble.*excludes recompute"),
         (Constraints(layers="nothing: data"), r"no layer matches 'nothing'"),
         (Constraints(layers="b.0: data@1; head: data@0"), r"no strategy puts these layers there"),
     ],
@@ -246,6 +263,12 @@ def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
     small = replace(random_problem(5), objective="throughput")
     with pytest.raises(StrategyError, match="no strategy fits into"):
         solve(replace(small, memory_bytes=0.99 * least_bytes(small)))
+
+
+def test_a_v_needs_two_layers_on_each_rank() -> None:
+    constraints = Constraints(schedule="dualpipe_v", pipeline=2)
+    with pytest.raises(StrategyError, match="a schedule interleaved or in a V needs 2 layers on each rank"):
+        run(replace(random_problem(5), num_ranks=2, batch_size=4, constraints=constraints))
 
 
 @pytest.mark.parametrize(

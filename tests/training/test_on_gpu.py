@@ -30,6 +30,9 @@ STRATEGIES = {
     "pipeline | mb=4 1f1b": 2,
     "pipeline | mb=4 interleaved": 2,
     "pipeline | mb=4 zero_bubble": 2,
+    "pipeline | mb=4 zero_bubble recompute": 2,
+    "pipeline | mb=4 zero_bubble_v": 2,
+    "pipeline | mb=4 dualpipe_v": 2,
     "hybrid | mb=2": 4,
 }
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.training.training_runs import Setup, assert_runs_agree, on_one_device, on_ranks, rows_of
+from workbench.core.options import SCHEDULES
 from workbench.core.strategy import Strategy
 
 SETUP = Setup("mixtral", "adamw", num_steps=2)
@@ -19,7 +20,7 @@ def strategy_of(seed: int) -> tuple[str, int]:
     degrees = DEGREES[seed % len(DEGREES)]
     pipeline, data, model = map(int, degrees.split("x"))
     words = [degrees, f"mb={chosen.choice([1, 2, 3])}"]
-    schedule = chosen.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"]) if pipeline > 1 else ""
+    schedule = chosen.choice([*SCHEDULES]) if pipeline > 1 else ""
     words += [schedule]
     zero = chosen.randrange(4)
     words += [f"zero={zero}"] if zero else []
@@ -27,7 +28,7 @@ def strategy_of(seed: int) -> tuple[str, int]:
     words += [f"shards={chosen.choice(groups)}"] if zero and groups and chosen.random() < 0.7 else []
     words += [f"context={chosen.choice(groups)}"] if groups and chosen.random() < 0.5 else []
     recompute = chosen.choice(["", "recompute", "recompute=cheap", "recompute=attention", "recompute=1"])
-    words += [recompute] if schedule != "zero_bubble" else []
+    words += [recompute]
     words += ["sequence"] if model > 1 and chosen.random() < 0.3 else []
     words += ["offload=optimizer"] if seed % 3 == 0 else []
     rows = chosen.choice([["data"], ["model"], ["data", "model"]])

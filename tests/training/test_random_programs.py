@@ -31,6 +31,8 @@ SHAPES = [
     ("data", "2x1x1 mb=3 1f1b", 2),
     ("data", "2x1x1 mb=4 interleaved", 2),
     ("data", "2x1x1 mb=3 zero_bubble", 2),
+    ("data", "2x1x1 mb=3 zero_bubble_v recompute", 2),
+    ("data", "2x1x1 mb=4 dualpipe_v", 2),
     ("data", "2x1x1 mb=3 1f1b recompute", 2),
     ("data", "1x2x1 mb=2 zero=1", 2),
     ("data", "1x2x1 mb=2 zero=3", 2),

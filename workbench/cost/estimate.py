@@ -14,7 +14,7 @@ from workbench.cost.boxings import num_dims, passed_bytes
 from workbench.cost.calls import prices_with_calls
 from workbench.cost.collectives import exchange_s
 from workbench.cost.hardware import Hardware
-from workbench.cost.memory import live_micro_batches, memory_of
+from workbench.cost.memory import live_micro_batches, memory_of, postponed_micro_batches
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.software import WORKBENCH, Software
@@ -156,7 +156,7 @@ def combine(
     )
     update += hardware.step_s
     step = makespan + gradient + update
-    alive = live_micro_batches(strategy)
+    alive, postponed = live_micro_batches(strategy), postponed_micro_batches(strategy)
     boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
     boxed *= batch_size / (m * settings[0].data * settings[0].samples)  # shares of a rank may be uneven
     reduced = sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
@@ -167,7 +167,7 @@ def combine(
         gradient,
         bubble,
         update,
-        memory_of(stages, alive, m, slices),
+        memory_of(stages, alive, postponed, m, slices),
         SentBytes(boxed, reduced),
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,

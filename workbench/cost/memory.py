@@ -10,7 +10,7 @@ from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.peaks import Alive
 from workbench.cost.stages import StagePrice
-from workbench.pipeline.check import live_when_fullest
+from workbench.pipeline.check import live_when_fullest, most_postponed
 from workbench.pipeline.schedules import make_table
 
 _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -34,14 +34,28 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     return [_live_of_interleaved(stage, ranks, stages // ranks, m) for stage in range(stages)]
 
 
+def postponed_micro_batches(strategy: ResolvedStrategy) -> list[float]:
+    """For each stage, the number of micro-batches whose gradients of weights wait, when its rank has most of them and
+    begins another backward. Zero without recomputation: these micro-batches keep no more than other live ones.
+    """
+    m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
+    if not strategy.options.recompute or strategy.schedule in ("gpipe", "1f1b", "interleaved"):
+        return [0.0] * stages
+    if strategy.schedule == "zero_bubble":
+        return [float(min(stage, m - 1)) for stage in range(stages)]
+    return list(_counted_in_table(strategy.schedule, stages, m, ranks, is_postponed=True))
+
+
 @lru_cache(maxsize=1024)
-def _counted_in_table(schedule: str, stages: int, num_micro_batches: int, ranks: int) -> list[float]:
+def _counted_in_table(
+    schedule: str, stages: int, num_micro_batches: int, ranks: int, is_postponed: bool = False
+) -> list[float]:
     """By stage, from the table; that of a V has its peak before three times as many micro-batches as ranks."""
     few = min(num_micro_batches, 3 * ranks) if schedule in V_SCHEDULES else num_micro_batches
     table = make_table(schedule, stages, few, ranks)
     found: Counter[int] = Counter()
     for actions in table:
-        found += live_when_fullest(actions)
+        found += (most_postponed if is_postponed else live_when_fullest)(actions)
     return [float(found[stage]) for stage in range(stages)]
 
 
@@ -55,7 +69,11 @@ def _live_of_interleaved(stage: int, ranks: int, virtual_stages: int, m: int) ->
 
 
 def memory_of(
-    stages: Sequence[StagePrice], alive: Sequence[float], num_micro_batches: int, slices: Sequence[Sequence[int]]
+    stages: Sequence[StagePrice],
+    alive: Sequence[float],
+    postponed: Sequence[float],
+    num_micro_batches: int,
+    slices: Sequence[Sequence[int]],
 ) -> tuple[Mapping[str, float], ...]:
     """Bytes by kind of every rank of the pipeline axis, which has the stages of ``slices``, at the fullest moment of
     its step.
@@ -63,20 +81,25 @@ def memory_of(
     That moment is in the first backward, in a later one, in the last one, or while the optimizer steps. A rank with
     several stages is assumed to have all gradients when it is fullest.
     """
-    return tuple(_fullest(stages, mine, alive, num_micro_batches) for mine in slices)
+    return tuple(_fullest(stages, mine, alive, postponed, num_micro_batches) for mine in slices)
 
 
 def _fullest(
-    stages: Sequence[StagePrice], mine: Sequence[int], alive: Sequence[float], num_micro_batches: int
+    stages: Sequence[StagePrice],
+    mine: Sequence[int],
+    alive: Sequence[float],
+    postponed: Sequence[float],
+    num_micro_batches: int,
 ) -> Mapping[str, float]:
     held = {
         "parameters": sum(stages[s].parameters for s in mine),
         "optimizer": sum(stages[s].optimizer for s in mine),
     }
+    operands = sum(postponed[s] * stages[s].operands_bytes for s in mine)
     moments = [Alive(0.0, sum(stages[s].gradients for s in mine), sum(stages[s].peaks.update_bytes for s in mine))]
     for stage in mine:
         others = [s for s in mine if s != stage]
-        kept = sum(alive[s] * stages[s].kept_bytes for s in others)
+        kept = operands + sum(alive[s] * stages[s].kept_bytes for s in others)
         gradients = sum(stages[s].gradients for s in others)
         peaks, live = stages[stage].peaks, alive[stage]
         found = [(peaks.later, min(num_micro_batches - 1, live)), (peaks.first, live), (peaks.last, 1.0)]

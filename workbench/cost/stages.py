@@ -37,6 +37,8 @@ class StagePrice:
         apart: number of ``weights`` whose gradients are not summed over the data axis: experts that it splits.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per live micro-batch.
+        operands_bytes: further activations of a micro-batch whose gradients of weights are postponed: what recomputed
+            layers read for them.
         offloaded: bytes that it holds beside the device, instead of these.
         peaks: memory at the fullest moments of a backward.
     """
@@ -61,6 +63,7 @@ class StagePrice:
     num_buckets: tuple[int, int] = (1, 1)
     apart: float = 0.0
     offloaded: float = 0.0
+    operands_bytes: float = 0.0
 
 
 def prices_of(
@@ -178,6 +181,7 @@ def _added_up(
         _buckets(model, updated, prices, setting),
         apart,
         offloaded,
+        again.operands_bytes,
     )
 
 
@@ -231,12 +235,15 @@ def recomputed_blocks(model: ModelCosts, recompute: str = "full") -> Sequence[in
 
 
 class Recomputation(NamedTuple):
-    """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, and bytes kept."""
+    """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, bytes kept before it, and
+    further bytes kept after it for the gradients of weights.
+    """
 
     compute_s: float
     boxing_s: float
     boxed_bytes: float
     kept_bytes: float
+    operands_bytes: float = 0.0
 
 
 def _recomputed(
@@ -254,17 +261,23 @@ def _recomputed(
     behind = [i for i in mine if has_blocks and blocks[i] < 0 and i - 1 in mine and blocks[i - 1] >= 0]
     kept += sum(prices[i].kept_behind_block_bytes - prices[i].kept_bytes for i in behind)
     begun: set[int] = set()
+    operands = 0.0
     for i in inside:
         kept -= prices[i].kept_bytes
+        own = prices[i].kept_bytes - prices[i].kept_after_bytes
         if not has_blocks:
             kept += prices[i].kept_alone_bytes
+            own -= min(own, prices[i].boxed_input_bytes)
         elif blocks[i] not in begun:
             kept += prices[i].input_bytes
+            own -= min(own, prices[i].input_bytes)
         begun.add(blocks[i])
         kept += prices[i].kept_results_bytes(kind)
+        operands += own
     return Recomputation(
         sum(prices[i].again_s(kind) for i in inside),
         sum(prices[i].boxing_forward_s for i in inside),
         sum(prices[i].boxed_forward_bytes for i in inside),
         kept,
+        operands,
     )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from math import ceil, inf
 
+from workbench.core.options import V_SCHEDULES
 from workbench.planning.candidates import Candidate
 from workbench.planning.chooser import Chooser
 from workbench.planning.layer_prices import WAITS, bytes_of_weights, least_update_s, schedule_factor
 
 LEAST_FORWARD = 1 / 6
-"""The part of a micro-batch's seconds that is forward, at least. Zero-bubble schedules wait for no more."""
+"""The part of a micro-batch's seconds that is forward, at least. Zero-bubble schedules wait for no more; in a V, for
+half of it.
+"""
 
 
 class Bounds:
@@ -71,5 +74,7 @@ class Bounds:
 
     def _step_s(self, candidate: Candidate, micro_batch_s: float) -> float:
         virtual_stages = candidate.num_stages / candidate.degrees[0]
-        waits = {**WAITS, "zero_bubble": LEAST_FORWARD, "interleaved": 1 / virtual_stages}
+        least = LEAST_FORWARD / (1 + LEAST_FORWARD) if candidate.options.recompute else LEAST_FORWARD
+        waits = {**WAITS, "zero_bubble": least, "interleaved": 1 / virtual_stages}
+        waits |= dict.fromkeys(V_SCHEDULES, least / 2)
         return schedule_factor(candidate, self._problem.hardware, waits) * micro_batch_s + self.update_s(candidate)

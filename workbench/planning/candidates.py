@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from workbench.core.offload_kinds import offload_kind
-from workbench.core.options import Options
+from workbench.core.options import V_SCHEDULES, Options
 from workbench.core.recompute_kinds import recompute_kind
 from workbench.planning.problem import Problem
 
@@ -102,8 +102,7 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
                 shards,
                 offload,
             )
-            if not (schedule == "zero_bubble" and recompute):  # a split backward would recompute a block twice
-                yield Candidate(options, num_stages)
+            yield Candidate(options, num_stages)
 
 
 def _shards(problem: Problem, zero: int, data: int, model: int) -> list[int]:
@@ -124,6 +123,8 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int
         return
     for schedule in ("1f1b", "gpipe", "zero_bubble"):
         yield schedule, pipeline
+    for schedule in V_SCHEDULES if 2 * pipeline <= num_layers else ():
+        yield schedule, 2 * pipeline
     for virtual_stages in range(2, min(MAX_VIRTUAL_STAGES, num_layers // pipeline) + 1):
         yield "interleaved", virtual_stages * pipeline
 

@@ -30,7 +30,6 @@ from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import offload_option, precision, recompute
-from workbench.training.schedule_options import check_schedule_options
 from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
@@ -111,7 +110,6 @@ def place(
     described = describe(module)
     preset = stages_preset(strategy)
     strategy = strategy_of(strategy, described, num_ranks)
-    check_schedule_options(strategy)
     resolved = strategy.resolve(described, num_ranks)
     refuse_overlaps(module)
     check_same_on_all_ranks(module, world)

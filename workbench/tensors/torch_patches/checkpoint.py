@@ -4,11 +4,15 @@ torch recomputes when a rank first needs a saved tensor, and stops when that ran
 different ones (a placeholder needs none), so one rank would recompute, with its boxings, while another continues. Here
 the first saved tensor is a token, the trigger. The last nodes of the function read it, and the recomputation runs to
 its end.
+
+Where a step computes gradients of inputs and of weights apart, the first part recomputes. What functions read there
+that the second part asks again is kept for it, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,20 +81,20 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not triggers:
             triggers.append(trigger)
             try:
-                return function(*inputs, **named)
+                with _keeping_operands(world.context.running):
+                    return function(*inputs, **named)
             except BaseException as error:  # noqa: BLE001 - raised below: torch before 2.13 would keep its hooks entered
                 errors.append(error)
                 return None
+        if world.context.running is not None:
+            world.context.running.refuse_second_recomputation()
         with hidden_from_modes():
             inputs, named = _wrapped(specs, inputs, named)
         before = _generator_state(world)
         _set_generator_state(world, random_state)
         try:
             with world.context.temporarily(call=call):
-                result = function(*inputs, **named)
-            if world.context.running is not None:
-                world.context.running.refuse_recomputation(tree_leaves(result))
-            return result
+                return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
 
@@ -100,8 +104,41 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if errors:
         raise errors.pop()
     if trigger is not None and trigger.requires_grad:
-        _start_at_the_end(result, trigger)
+        _start_at_the_end(result, trigger, world)
     return result
+
+
+class _Saved:
+    """What a checkpoint has put in the place of a saved tensor, and the tensor while the second part needs it."""
+
+    __slots__ = ("in_place", "kept")
+
+    def __init__(self, in_place: Any) -> None:
+        self.in_place, self.kept = in_place, None
+
+
+def _keeping_operands(running: Any) -> AbstractContextManager[Any]:
+    """Context around the first run of a function, inside a checkpoint's hooks of saved tensors, which it extends."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if running is None or not running.splits_backward or hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def unpack_or_keep(saved: _Saved) -> torch.Tensor:
+        tensor = unpack(saved.in_place) if saved.kept is None else saved.kept
+        if running.computes_weights:
+            saved.kept = None
+        elif running.keeps_operands:
+            saved.kept = tensor
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(pack(tensor)), unpack_or_keep)
+
+
+def is_in_checkpoint() -> bool:
+    """Whether autograd saves for a checkpoint."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ in (torch_checkpoint.__name__, __name__)
 
 
 def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
@@ -118,7 +155,7 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> A
     return tree_unflatten(leaves, structure)
 
 
-def _start_at_the_end(result: Any, trigger: torch.Tensor) -> None:
+def _start_at_the_end(result: Any, trigger: torch.Tensor, world: World) -> None:
     """Read the trigger before the first node of a result runs, once per backward.
 
     The hooks hold the trigger, a tensor, and not its node: before torch 2.13 a node of a function in Python loses what
@@ -131,7 +168,8 @@ def _start_at_the_end(result: Any, trigger: torch.Tensor) -> None:
 
     def ask(grads: Any) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in asked:
+        running = world.context.running
+        if task not in asked and not (running is not None and running.computes_weights):
             asked.add(task)
             _node(trigger).saved_tensors  # noqa: B018 - unpacking is what recomputes
 

@@ -138,7 +138,7 @@ class Executor:
             self.running.runs_backward = True
             try:
                 if action.kind == "I":
-                    self._deferred[_key(action)] = backward_of_inputs(loss)
+                    self._deferred[_key(action)] = backward_of_inputs(loss, self.running)
                 else:
                     loss.backward()
             finally:

@@ -29,6 +29,9 @@ class RunningStep:
         edges: (from stage, to stage) of the boxings of the present forward; None in a backward.
         observer: receives every boxing while a forward cache records a call; else None.
         splits_backward: whether this step computes gradients of inputs and of weights in separate actions.
+        keeps_operands: whether the function that runs is asked again for gradients of weights, so that a checkpoint
+            keeps what it reads. The engine sets it around each such function.
+        computes_weights: whether gradients of weights are computed, from what checkpoints have kept.
         losses: if the program itself calls ``backward``, the losses that wait for the schedule's backward. None if a
             backward runs at once.
         runs_backward: whether the schedule's own backward runs, which gives all leaves their gradients.
@@ -42,6 +45,8 @@ class RunningStep:
     edges: list[tuple[int, int | None]] | None = None
     observer: Any = None
     splits_backward: bool = False
+    keeps_operands: bool = False
+    computes_weights: bool = False
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -51,16 +56,16 @@ class RunningStep:
     def __post_init__(self) -> None:
         self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
 
-    def refuse_recomputation(self, results: list[Any]) -> None:
-        """A checkpoint has run a function again in a backward.
+    def refuse_second_recomputation(self) -> None:
+        """A checkpoint is to run a function again, in a backward.
 
         Raises:
-            StrategyError: a split backward, of a function that this rank computes.
+            StrategyError: for gradients of weights, which ranks compute at their own times.
         """
-        if self.splits_backward and not all(getattr(result, "is_placeholder", True) for result in results):
+        if self.computes_weights:
             raise StrategyError(
-                f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which has 2 parts "
-                "here (inputs, weights): each would run it, at other times on other ranks. Use 1f1b, or leave the "
+                f"{self.schedule}: a layer would run again 2 times in a backward (torch.utils.checkpoint), for its "
+                "inputs and for its weights: a function reads other tensors for its weights. Use 1f1b, or leave the "
                 "checkpoint out."
             )
 

@@ -2,16 +2,17 @@
 
 The first part is a backward of the whole micro-batch that leaves out the parameters of this rank. Beside it stay the
 gradients of the results of those functions that read a parameter beside an input. The second part asks each of these
-functions for its parameters alone, so nothing is computed twice and no boxing runs twice. (Qi et al., arXiv
-2401.10241.)
+functions for its parameters alone, so nothing is computed twice and no boxing runs twice. A checkpoint runs its layers
+again in the first part, and keeps for the second what these functions read. (Qi et al., arXiv 2401.10241.)
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -28,43 +29,88 @@ _Graph = tuple[tuple[int, ...], ...]
 """By number of a node, the nodes that it hands gradients to."""
 
 
+class SplitStep(Protocol):
+    """What checkpoints see of a step: see ``RunningStep``."""
+
+    keeps_operands: bool
+    computes_weights: bool
+
+
+@dataclass
+class _NoStep:
+    keeps_operands: bool = False
+    computes_weights: bool = False
+
+
 class WeightGradients:
     """The postponed part of a micro-batch's backward: functions, gradients of their results, and their parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: SplitStep) -> None:
+        self._running = running
         self._left: list[tuple[Any, list[Any], list[torch.Tensor]]] = []
 
-    def watch(self, node: Any, parameters: list[torch.Tensor]) -> None:
-        """Keep the gradients of a function's results when the first part comes by."""
+    def watch(self, node: Any, parameters: list[torch.Tensor], between: list[Any]) -> None:
+        """Keep the gradients of a function's results, and what it reads in a checkpoint, when the first part comes by.
+
+        Functions ``between`` it and its parameters do not run in the first part.
+        """
         grads: list[Any] = []
-        node.register_prehook(grads.extend)  # a hook that held the node would keep it alive for ever
+        running = self._running
+
+        def begin(found: Any) -> None:  # a hook that held the node would keep it alive for ever
+            if running.computes_weights:
+                return
+            grads.extend(found)
+            running.keeps_operands = True
+            for function in between:
+                _read_operands(function)
+
+        def end(*_: Any) -> None:
+            running.keeps_operands = False
+
+        node.register_prehook(begin)
+        node.register_hook(end)
         self._left.append((node, grads, parameters))
 
     def accumulate(self) -> None:
         """Compute the postponed gradients and add them to those of the parameters."""
         left, self._left = self._left, []
-        for node, grads, parameters in left:
-            found = [(GradientEdge(node, at), grad) for at, grad in enumerate(grads) if grad is not None]
-            if found:
-                ends, seeds = zip(*found, strict=True)
-                _engine_run_backward(
-                    ends, seeds, False, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
-                )
+        self._running.computes_weights = True
+        try:
+            for node, grads, parameters in left:
+                found = [(GradientEdge(node, at), grad) for at, grad in enumerate(grads) if grad is not None]
+                if found:
+                    ends, seeds = zip(*found, strict=True)
+                    _engine_run_backward(
+                        ends, seeds, False, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
+                    )
+        finally:
+            self._running.computes_weights = False
 
 
-def backward_of_inputs(loss: torch.Tensor) -> WeightGradients:
-    """The first part of a backward; the result is the second one."""
-    kept = WeightGradients()
+def _read_operands(function: Any) -> None:
+    for name in _names_of_operands(type(function)):
+        getattr(function, name)
+
+
+@cache
+def _names_of_operands(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
+
+
+def backward_of_inputs(loss: torch.Tensor, running: SplitStep | None = None) -> WeightGradients:
+    """The first part of a backward; the result is the second one. ``running`` is the step, if there is one."""
+    kept = WeightGradients(running or _NoStep())
     with local_torch():
         nodes, kinds, graph = _graph(loss.grad_fn)
         readers = _readers(kinds, graph)
-        postponed = {leaf for _, leaves in readers for leaf in leaves}
+        postponed = {leaf for _, leaves, _ in readers for leaf in leaves}
         others = [node.variable for at, node in enumerate(nodes) if hasattr(node, "variable") and at not in postponed]
     if not postponed or not others:
         backward(loss)
         return kept
-    for at, leaves in readers:
-        kept.watch(nodes[at], [nodes[leaf].variable for leaf in leaves])
+    for at, leaves, between in readers:
+        kept.watch(nodes[at], [nodes[leaf].variable for leaf in leaves], [nodes[function] for function in between])
     backward(loss, retain_graph=True, inputs=others)
     return kept
 
@@ -96,25 +142,30 @@ def _kind_of(node: Any) -> int:
 
 
 @lru_cache(maxsize=256)
-def _readers(kinds: _Kinds, graph: _Graph) -> list[tuple[int, list[int]]]:
-    """The functions of torch that read parameters beside an input, each with those that it alone reads.
+def _readers(kinds: _Kinds, graph: _Graph) -> list[tuple[int, list[int], list[int]]]:
+    """The functions of torch that read parameters beside an input, each with those that it alone reads, and the
+    functions between.
 
     An input is what leads to a barrier. All micro-batches of a step share the result.
 
-    >>> _readers((_FUNCTION, _FUNCTION, _PARAMETER, _BARRIER, _PARAMETER), ((1, 4), (2, 3), (), (), ()))
-    [(1, [2]), (0, [4])]
+    >>> kinds = _FUNCTION, _FUNCTION, _PARAMETER, _BARRIER, _FUNCTION, _PARAMETER
+    >>> _readers(kinds, ((1, 4), (2, 3), (), (), (5,), ()))
+    [(1, [2], []), (0, [5], [4])]
     """
     leads: dict[int, bool] = {}  # whether a node leads to an input
     reads: dict[int, list[int]] = {}
+    passed: dict[int, list[int]] = {}
     for node in _inputs_first(graph):
         beside = [below for below in graph[node] if not leads[below]]
         leads[node] = kinds[node] == _BARRIER or len(beside) < len(graph[node])
         if beside and leads[node]:
-            reads[node] = _parameters(kinds, graph, beside)
+            behind = _behind(graph, beside)
+            reads[node] = [one for one in behind if kinds[one] == _PARAMETER]
+            passed[node] = [one for one in behind if kinds[one] == _FUNCTION]
     # What a barrier reads, it reads in the first part: its parameters count twice
     count = Counter(leaf for node, leaves in reads.items() for leaf in leaves * (1 + kinds[node]))
-    found = [(node, [leaf for leaf in leaves if count[leaf] == 1]) for node, leaves in reads.items()]
-    return [(node, leaves) for node, leaves in found if leaves]
+    found = [(node, [leaf for leaf in leaves if count[leaf] == 1], passed[node]) for node, leaves in reads.items()]
+    return [each for each in found if each[1]]
 
 
 def _inputs_first(graph: _Graph) -> Iterator[int]:
@@ -131,8 +182,8 @@ def _inputs_first(graph: _Graph) -> Iterator[int]:
             waiting += [(below, False) for below in graph[node] if below not in seen]
 
 
-def _parameters(kinds: _Kinds, graph: _Graph, roots: Iterable[int]) -> list[int]:
-    """The parameters at the ends of a part of a graph."""
+def _behind(graph: _Graph, roots: Iterable[int]) -> list[int]:
+    """The nodes of a part of a graph."""
     seen: dict[int, None] = {}
     waiting = list(roots)
     while waiting:
@@ -140,4 +191,4 @@ def _parameters(kinds: _Kinds, graph: _Graph, roots: Iterable[int]) -> list[int]
         if node not in seen:
             seen[node] = None
             waiting += graph[node]
-    return [node for node in seen if kinds[node] == _PARAMETER]
+    return list(seen)

@@ -22,6 +22,7 @@ from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.torch_patches.checkpoint import is_in_checkpoint
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gather_scatter import gather, start_gather
@@ -205,7 +206,8 @@ class ShardedUnit:
         wholes = dict(zip(once, found, strict=True))
         call.insert([(member, wholes[id(parameter)]) for member, parameter, _ in present])
         execution_order.active.append(call)
-        if torch.is_grad_enabled() and not _is_recomputed():
+        # a checkpoint saves nothing, and gathers when it runs the layer again
+        if torch.is_grad_enabled() and not is_in_checkpoint():
             call.before, execution_order.last = execution_order.last, reference
             call.save_references([(member, p) for member, p, _ in present], [wholes[id(p)] for p in call.parameters])
         execution_order.prefetch(world)
@@ -262,9 +264,3 @@ def _release(reference: Callable[[], GatheredCall | None]) -> None:
     call = reference()
     if call is not None:
         call.release()
-
-
-def _is_recomputed() -> bool:
-    """Whether this is inside a checkpoint, which saves nothing and gathers when it runs the layer again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
