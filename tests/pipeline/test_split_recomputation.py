@@ -12,12 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
 from tests.pipeline.test_split_backward import Counting, Frozen, Model, Plain, Shared, run
+from tests.training.test_recompute_kinds import INPUTS, TARGETS, Net
 from tests.training.training_runs import Setup, assert_trains_like_one_device
+from workbench.core.strategy import Strategy
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.stage_settings import settings_of
+from workbench.cost.stages import prices_of, stage_prices
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import plain
 from workbench.tensors.torch_patches.checkpoint import _Saved
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.split_backward import WeightGradients, backward_of_inputs
 
@@ -102,6 +108,29 @@ def test_layers_run_again_once_and_keep_what_their_weights_need():
         assert (whole.products, first.products, second.products) == (6, 2 + 2, 2)
         assert held == 4 * 64 * (8 + 2 + 8 + 16)  # of the norm: its input, mean and deviation; of the layers: theirs
         assert kept_bytes(model) == 0
+
+    run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("recompute", ["recompute", "recompute=2"])
+def test_what_blocks_keep_for_their_weights_is_predicted(recompute):
+    """Besides their inputs."""
+    torch.manual_seed(0)
+    made = Net()
+    costs = layer_costs(Net, INPUTS, loss_fn=F.cross_entropy, targets=TARGETS)
+    resolved = Strategy(f"*: data | {recompute}").resolve(costs.layers, 1)
+    settings = settings_of(costs, resolved, load_hardware("h200"), len(INPUTS))
+    (stage,) = stage_prices(costs, resolved.layers, prices_of(costs.rows, resolved.layers, settings), settings)
+
+    def program():
+        model = wb.parallelize(made, f"*: data | {recompute}")
+        given = wb.to_global(INPUTS, placement=wb.placement.all("cpu"), sbp="B").requires_grad_()
+        running = RunningStep((), "zero_bubble", [], 1, splits_backward=True)
+        with current().context.temporarily(running=running):
+            weights = backward_of_inputs(F.cross_entropy(model(given), TARGETS), running)
+            inputs = (4 if recompute == "recompute" else 2) * INPUTS.nbytes
+            assert kept_bytes(model) == inputs + stage.operands_bytes
+            weights.accumulate()
 
     run_ranks(program, 1)
 

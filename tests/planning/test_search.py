@@ -268,7 +268,7 @@ def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
 def test_a_v_needs_two_layers_on_each_rank() -> None:
     constraints = Constraints(schedule="dualpipe_v", pipeline=2)
     with pytest.raises(StrategyError, match="a schedule interleaved or in a V needs 2 layers on each rank"):
-        run(replace(random_problem(5), num_ranks=2, batch_size=4, constraints=constraints))
+        solve(replace(random_problem(5), num_ranks=2, batch_size=4, constraints=constraints))
 
 
 @pytest.mark.parametrize(

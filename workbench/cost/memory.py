@@ -13,7 +13,7 @@ from workbench.cost.stages import StagePrice
 from workbench.pipeline.check import live_when_fullest, most_postponed
 from workbench.pipeline.schedules import make_table
 
-_FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+_FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble", *V_SCHEDULES)
 """Schedules with a formula. For others, the live micro-batches are counted in the table."""
 
 
@@ -23,12 +23,17 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     Stages that share a rank are not full at the same time.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
+    if stages == 1:  # micro-batches run one after the other
+        return [1.0]
     if strategy.schedule not in _FORMULAS:
         return list(_counted_in_table(strategy.schedule, stages, m, ranks))
     if strategy.schedule == "gpipe":
         return [float(m)] * stages
     if strategy.schedule == "zero_bubble":
         return [float(min(m, stages))] * stages
+    if strategy.schedule in V_SCHEDULES:
+        fewer = strategy.schedule == "zero_bubble_v"  # by one before the turn
+        return [float(min(m, stages - stage - (fewer and stage < ranks))) for stage in range(stages)]
     if stages == ranks:
         return [float(min(m, ranks - stage)) for stage in range(stages)]
     return [_live_of_interleaved(stage, ranks, stages // ranks, m) for stage in range(stages)]
@@ -39,7 +44,7 @@ def postponed_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     begins another backward. Zero without recomputation: these micro-batches keep no more than other live ones.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
-    if not strategy.options.recompute or strategy.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages == 1 or not strategy.options.recompute or strategy.schedule in ("gpipe", "1f1b", "interleaved"):
         return [0.0] * stages
     if strategy.schedule == "zero_bubble":
         return [float(min(stage, m - 1)) for stage in range(stages)]
@@ -50,7 +55,7 @@ def postponed_micro_batches(strategy: ResolvedStrategy) -> list[float]:
 def _counted_in_table(
     schedule: str, stages: int, num_micro_batches: int, ranks: int, is_postponed: bool = False
 ) -> list[float]:
-    """By stage, from the table; that of a V has its peak before three times as many micro-batches as ranks."""
+    """By stage, from the table; in a V, three times as many micro-batches as ranks tell all."""
     few = min(num_micro_batches, 3 * ranks) if schedule in V_SCHEDULES else num_micro_batches
     table = make_table(schedule, stages, few, ranks)
     found: Counter[int] = Counter()
