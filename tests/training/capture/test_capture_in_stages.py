@@ -11,6 +11,7 @@ import workbench as wb
 from tests.models.training import whole
 from tests.models.zoo import make
 from tests.processes import run_processes
+from workbench.core.options import VIRTUAL_SCHEDULES
 from workbench.testing import run_ranks
 
 
@@ -25,11 +26,16 @@ def filled(module):
 STAGES = {False: "[0-1]: data@0; [2-3]: data@1", True: "0: data@0; 1: data@1; 2: data@2; 3: data@3"}
 
 
+def is_virtual(options):
+    """Whether ranks have two stages."""
+    return any(word in VIRTUAL_SCHEDULES for word in options.split())
+
+
 def parallel_blocks(options):
     """Four blocks with dropout, on stages."""
     drop = partial(nn.Dropout, 0.3)
     blocks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), drop(), nn.Linear(6, 4)) for _ in range(4)]
-    return wb.parallelize(filled(nn.Sequential(*blocks)), f"{STAGES['interleaved' in options]} | {options}")
+    return wb.parallelize(filled(nn.Sequential(*blocks)), f"{STAGES[is_virtual(options)]} | {options}")
 
 
 def everywhere(values):
@@ -90,7 +96,8 @@ def assert_captured_in_stages(options, num_ranks=2, run=run_ranks, train=train_i
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "zero_bubble", "interleaved", pytest.param("gpipe", marks=pytest.mark.slow)]
+    "schedule",
+    ["1f1b", "zero_bubble", "interleaved", "zero_bubble_v", pytest.param("gpipe", marks=pytest.mark.slow)],
 )
 def test_a_scheduled_step_is_captured(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
@@ -111,6 +118,10 @@ def test_gradients_of_captured_steps_add_up_on_every_rank(schedule):
         "2x2x1 mb=2 1f1b zero=3",
         "2x1x1 mb=2 1f1b bf16",
         "2x1x1 mb=2 1f1b recompute",
+        "2x1x1 mb=3 zero_bubble recompute",
+        "2x1x1 mb=5 zero_bubble_v recompute=cheap",
+        "2x1x1 mb=5 dualpipe_v",
+        "2x2x1 mb=3 dualpipe_v zero=3",
         "2x2x1 mb=2 interleaved zero=2",
         "2x2x1 mb=2 interleaved zero=3",
     ],
