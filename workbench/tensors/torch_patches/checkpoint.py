@@ -114,7 +114,8 @@ class _Saved:
     __slots__ = ("in_place", "kept")
 
     def __init__(self, in_place: Any) -> None:
-        self.in_place, self.kept = in_place, None
+        self.in_place = in_place
+        self.kept: torch.Tensor | None = None
 
 
 def _keeping_operands(running: Any) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ again in the first part, and keeps for the second what these functions read. (Qi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -94,7 +94,7 @@ def _read_operands(function: Any) -> None:
 
 
 @cache
-def _names_of_operands(kind: type) -> list[str]:
+def _names_of_operands(kind: Hashable) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
