@@ -9,7 +9,7 @@ again in the first part, and keeps for the second what these functions read. (Qi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -89,12 +89,13 @@ class WeightGradients:
 
 
 def _read_operands(function: Any) -> None:
-    for name in _names_of_operands(type(function)):
+    kind: Any = type(function)
+    for name in _names_of_operands(kind):
         getattr(function, name)
 
 
 @cache
-def _names_of_operands(kind: Hashable) -> list[str]:
+def _names_of_operands(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
