@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.browser.page import LabPage
 from tests.browser.server import LabServer, write_notebook
+from tests.browser.test_perfetto_button import PERFETTO
 
 pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow]
 NOTEBOOK = "runs.ipynb"
@@ -41,6 +43,8 @@ def broken_loss(output, target):
     return cross_entropy(output, target)
 
 wb.Panel(wb.Session.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
+---
+%workbench profile
 """
 CELLS = _SOURCE.split("---\n")
 RUN_BUTTON = ".wb-panel button.wb-primary"
@@ -102,6 +106,49 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.wait_for_state("done")
     rows = opened.rows.all_inner_texts()
     assert len(rows) == 3, f"one device, and a row for each of the two strategies: {rows}"
+
+
+def test_a_profile_and_a_script_by_the_keyboard(opened: Any, tmp_path: Path) -> None:
+    page = opened.page
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+    )
+    press(opened.button("Script"))
+    page.locator(".wb-panel pre.wb-script", has_text="wb.parallelize(model_fn(), STRATEGY)").wait_for()
+    with page.expect_download() as download:
+        press(opened.button("Download"))
+    assert download.value.suggested_filename == "script.py"
+    assert "BATCH_SIZE = 128" in Path(download.value.path()).read_text(encoding="utf-8")
+
+    press(opened.run_button)
+    opened.wait_for_step(1)
+    press(opened.button("Profile"))
+    page.locator(".wb-panel .wb-profile table").wait_for()
+    opened.wait_for_state("running")
+    assert "3 steps on 2 ranks" in page.locator(".wb-panel .wb-profile").inner_text()
+    press(opened.button("Stop"))
+    opened.wait_for_state("done")
+    show_in_perfetto(page, page.locator(".wb-panel .wb-profile"))
+
+    opened.show(6, ".jp-OutputArea-output table:has-text('overlapped')")
+    show_in_perfetto(page, page.locator(".jp-OutputArea-output:not(.wb-panel *)", has_text="open in Perfetto").last)
+
+
+def press(button: Any) -> None:
+    """Reach a button with the keyboard, and press it."""
+    button.focus()
+    button.press("Enter")
+
+
+def show_in_perfetto(page: Any, profile: Any) -> None:
+    """A profile's button hands its file to a page of Perfetto."""
+    with page.context.expect_page() as shown:
+        press(profile.get_by_role("button", name="open in Perfetto"))
+    perfetto = shown.value
+    perfetto.wait_for_function("window.received !== undefined")
+    assert perfetto.evaluate("received.title").startswith("profile-")
+    assert perfetto.evaluate("Array.from(new Uint8Array(received.buffer).slice(0, 2))") == [0x1F, 0x8B], "gzip"
+    perfetto.close()
 
 
 def test_own_loops_are_followed(opened: Any) -> None:

@@ -15,7 +15,10 @@ from IPython.utils.capture import capture_output
 import workbench as wb
 from tests.timeouts import wait_until
 from tests.training.profiling.trace_files import assert_is_valid, named
-from workbench.session import cluster, magic
+from workbench.core.profile import Profile
+from workbench.session import cluster, magic, profiles
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
 
 pytestmark = pytest.mark.engines
 
@@ -133,6 +136,25 @@ def test_a_run_of_a_comparison(run, session):
     )
     _, profile, _ = run("%workbench profile")
     assert profile.num_steps == 2 and [row.num_exchanges > 0 for row in profile.ranks] == [True, True]
+
+
+def test_a_run_is_profiled_on_the_way(session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = (inputs, inputs[:, :2])
+    subject = Subject.of(lambda: torch.nn.Linear(4, 2), data, F.mse_loss, batch_size=8, steps=100_000)
+    found = []
+    with Comparison(session, subject) as comparison:
+        training = comparison.start("*: data")
+        training.profile()
+        wait_until(lambda: found.extend(m for m in training.poll() if isinstance(m, Profile)) or found, "the profile")
+        assert not training.done(), "it comes while the run goes on"
+        training.stop()
+        assert training.result().equal
+    (profile,) = found
+    assert profile.num_steps == 3 and [row.num_exchanges > 0 for row in profile.ranks] == [True, True]
+    assert_is_valid(json.loads(gzip.decompress((tmp_path / profile.path).read_bytes()))["traceEvents"])
+    assert profiles.last(session) is profile
 
 
 def test_it_begins_before_a_run_and_not_in_it(run, session):

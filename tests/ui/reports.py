@@ -93,6 +93,9 @@ class FakeRun:
         self.commands.append("resume")
         self.waiting.append(RunEvent("running", 1))
 
+    def profile(self) -> None:
+        self.commands.append("profile")
+
     def change(self, strategy: Strategy, name: str = "", predicted: object = None) -> None:
         self.later = name, predicted
         self.commands.append(f"strategy {strategy}")

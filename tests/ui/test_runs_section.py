@@ -9,6 +9,7 @@ import pytest
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.reports import FakeTrainer, block
 from workbench.core.metrics import RunEvent
+from workbench.core.profile import Profile, RankProfile
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
 from workbench.session.comparison.comparison import RunStopped
@@ -236,3 +237,20 @@ def test_a_run_can_have_a_seed_of_its_own(part: RunsSection, trainer: FakeTraine
     with pytest.raises(RunError, match="seed='x': a whole number"):
         part.run(seed="x")
     assert not part.busy
+
+
+def test_profile_asks_the_run_or_starts_one(part: RunsSection, trainer: FakeTrainer):
+    section = part.profile_section
+    assert section.box.layout.display == "none" and "train with this strategy" in section.button.tooltip
+    section.button.click()
+    assert trainer.runs[0].commands == ["profile"] and part.busy and "train with" not in section.button.tooltip
+    trainer.runs[0].waiting += [RunEvent("profiling", 2), Profile((RankProfile(0, 3, 1.0, 0.5, 0.5, 0.2, 0.2),))]
+    wait_until(lambda: section.box.layout.display == "", "the profile is shown while the run goes on")
+    (shown,) = section._output.outputs
+    assert "<table>" in shown["data"]["text/html"] and "3 steps on 1 rank" in shown["data"]["text/plain"]
+    assert "Profile of data" in section._title.value
+    lines = [line.text for line in part.live.log.lines]
+    assert any("profiles 3 steps after 4 others" in line for line in lines) and "profiled: the table is below" in lines
+    trainer.runs[0].waiting.append(RunEvent("unprofiled", 9, "another profile counts the steps"))
+    wait_until(lambda: any(line.warns and "no profile: another" in line.text for line in part.live.log.lines))
+    finish(part, trainer)

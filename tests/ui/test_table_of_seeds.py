@@ -121,3 +121,11 @@ def test_names_exports_and_files_keep_every_seed(tmp_path):
     page = table.exported("html")
     assert "means \u00b1 standard deviations" in page and "All 1 strategies equal one device in 3 runs" in page
     assert "mean" in static_text("", SEEDS, None) or "\u00b1 100" in static_text("", SEEDS, None)
+
+
+def test_the_cost_of_fewer_steps_says_so(runs: list[RunRecord], baseline: RunRecord):
+    table = RunTable()
+    planned = {"settings": {"seed": 0, "steps": 9}}
+    table.add([replace(runs[0], settings={"seed": 0, "steps": 3})], [replace(baseline, **planned)])
+    assert {row.name: row.steps for row in table.rows} == {"data": "", "1 device": "3 steps"}
+    assert table.page.page.count("<small>3 steps</small>") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("stop", "pause", "resume", "strategy")
+KINDS = ("stop", "pause", "resume", "strategy", "profile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from workbench.core.profile import Profile
+from workbench.core.profile import Profile, RankPart
 from workbench.session.cluster import Session
 from workbench.session.on_engine.profiles import begin_profile, take_profile
 from workbench.units import counted
@@ -31,7 +32,7 @@ _last: WeakKeyDictionary[Session, Profile] = WeakKeyDictionary()
 
 def begin(session: Session, steps: int, warmup: int, any_size: bool, path: str | None) -> str:
     """Profile the next steps of the engines; returns what to tell the user."""
-    file = Path(path or time.strftime("profile-%Y%m%d-%H%M%S.json.gz"))
+    file = Path(path) if path else _new_file()
     session.submit(begin_profile, steps, warmup, any_size, label="profile").result()
     _asked[session] = _Asked(steps, warmup, file)
     before = f" after {counted(warmup, 'other')}" if warmup else ""
@@ -55,9 +56,18 @@ def finish(session: Session) -> Profile | str | None:
             "warming up. The next cell is profiled instead; --warmup sets another number."
         )
     del _asked[session]
+    return made_of(session, parts, asked.path)
+
+
+def made_of(session: Session, parts: Sequence[RankPart], path: Path | None = None) -> Profile:
+    """The profile of all ranks' parts, in their order; its file is written."""
     profile = _last[session] = Profile()
-    fill(profile, parts, asked.path, session.device, _MORE_STEPS)
+    fill(profile, parts, path or _new_file(), session.device, _MORE_STEPS)
     return profile
+
+
+def _new_file() -> Path:
+    return Path(time.strftime("profile-%Y%m%d-%H%M%S.json.gz"))
 
 
 def last(session: Session) -> Profile | None:
@@ -65,4 +75,4 @@ def last(session: Session) -> Profile | None:
     return _last.get(session)
 
 
-__all__ = ["begin", "finish", "last"]
+__all__ = ["begin", "finish", "last", "made_of"]

@@ -100,6 +100,7 @@ class Controls:
         run: starts a run.
         plan: loads the planner's choice into the panel.
         facts: model, parameters, batch.
+        beside: more buttons behind the text.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Controls:
         run: Callable[[], None],
         plan: Callable[[], None],
         facts: str,
+        *beside: widgets.Button,
     ) -> None:
         self._edit = edit
         self._refreshing = False
@@ -132,7 +134,7 @@ class Controls:
         self.copy = button("Copy", lambda: None, "wb-copy", tooltip="copy the text; wb.Strategy(text) reads it")
         self.mistakes = html("", "wb-mistake-list")
         self._observe()
-        self.bars = self._lay_out(facts)
+        self.bars = self._lay_out(facts, beside)
 
     def _preset_button(self, name: str) -> widgets.Button:
         return button(name, lambda: self._edit(lambda state: state.set_preset(name)))
@@ -163,7 +165,7 @@ class Controls:
             on_value(control, lambda change, name=name: self._on_option(**{name: change["new"]}))  # type: ignore[misc]
         on_value(self.text, lambda change: self._on_user(lambda state: state.set_text(change["new"])))
 
-    def _lay_out(self, facts: str) -> list[widgets.Widget]:
+    def _lay_out(self, facts: str, beside: tuple[widgets.Button, ...]) -> list[widgets.Widget]:
         pipeline, data, model = self.degrees.values()
         presets = bar(*self.presets.values(), self.planned, css=("wb-group",))
         history = bar(self.undo, self.redo, css=("wb-group",))
@@ -182,7 +184,7 @@ class Controls:
         return [
             bar(presets, history, html("", "wb-space"), label(facts, "wb-facts")),
             bar(*groups, css=("wb-bar", "wb-wrap")),
-            bar(label("as text"), text, self.copy),
+            bar(label("as text"), text, self.copy, *beside),
             self.mistakes,
         ]
 

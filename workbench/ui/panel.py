@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as widgets
 from IPython.display import display
@@ -19,7 +19,9 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.cluster import Session
 from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.session.scripts import script
 from workbench.theme import Palette
+from workbench.ui import panel_texts
 from workbench.ui.controls import bar, button, display_widget, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
@@ -31,22 +33,15 @@ from workbench.ui.static_panel import check_text, static_html, static_text
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_editor import StrategyEditor, facts_of
 from workbench.ui.tabs import Tabs, tab_contents
-from workbench.units import format_count
 from workbench.writers.choose import Log
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_ENDS = {
-    "closed": "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, "
-    "or wb.Session()), and run the cell that makes the panel once more, with them.",
-    "resized": "the session has another number of engines now. Run the cell that makes the panel once more.",
-}
 _STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
-_NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
 
 
 class Panel(widgets.VBox):
@@ -124,7 +119,7 @@ class Panel(widgets.VBox):
         trainer: Trainer | None = None,
     ) -> None:
         if callable(session):
-            raise ValueError(_model_first(session))
+            raise ValueError(panel_texts.model_first(session))
         job = (model_fn, dataset, loss_fn, collate_fn)
         self._is_offline = is_offline = session is None and trainer is None
         if is_offline:
@@ -143,6 +138,11 @@ class Panel(widgets.VBox):
         optimizer = offline_trainer.optimizer_name(optimizer_fn)
         predictor = Predictor(hardware, batch_size, optimizer, lambda: trained.compiles)
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
+        self._job: dict[str, Any] = {
+            "model_fn": model_fn, "dataset": None if offline_trainer.is_shape(dataset) else dataset, "loss_fn": loss_fn,
+            "optimizer_fn": optimizer_fn, "collate_fn": collate_fn, "count": count,
+            "batch_size": batch_size, "steps": steps, "seed": seed,
+        }  # fmt: skip
         self._handle: Any = None
         self._timer: threading.Timer | None = None
         self._no_run = offline_trainer.NO_ENGINES if is_offline else ""
@@ -160,13 +160,14 @@ class Panel(widgets.VBox):
                 strategy,
                 facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
                 predictor,
-                title=_title(model_fn, trainer, batch_size),
+                title=panel_texts.title(model_fn, trainer, batch_size),
                 on_run=self._on_run,
                 on_theme=self._on_page,
                 on_change=self._keep_static,
                 no_run=self._no_run,
                 calibrate=None if session is None else lambda: offline_trainer.measured(session),
                 count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
+                script=self.script,
             )
         self._editor.busy = lambda: self.running
         self._endings: list[Callable[[], None]] = []
@@ -174,10 +175,11 @@ class Panel(widgets.VBox):
             self._endings.append(self._editor.bytes.end)
         self.tabs = Tabs(guard(self._runs_section.live.see_status))
         self._was = (False, False)
+        runs = self._runs_section
         parts = {
             "strategy": self._editor.children,
-            "live": [html(_NO_RUN_YET, "wb-nothing-yet"), self._runs_section.live.box],
-            "compare": [self._runs_section.table.box],
+            "live": [html(panel_texts.NO_RUN_YET, "wb-nothing-yet"), runs.live.box, runs.profile_section.box],
+            "compare": [runs.table.box],
         }
         super().__init__([self._bar(), *(tab_contents(tab, widgets) for tab, widgets in parts.items())])
         self.add_class(PANEL_CLASS)
@@ -198,8 +200,8 @@ class Panel(widgets.VBox):
 
     def _on_message(self, _rank: int, message: object) -> None:
         """Handle the session's message that it is closed, or has other engines."""
-        if isinstance(message, RunEvent) and message.kind in _ENDS:
-            self._no_run = _ENDS[message.kind]
+        if isinstance(message, RunEvent) and message.kind in panel_texts.ENDS:
+            self._no_run = panel_texts.ENDS[message.kind]
             self._editor.forbid_runs(self._no_run)
 
     def _bar(self) -> widgets.VBox:
@@ -278,6 +280,20 @@ class Panel(widgets.VBox):
         if self._no_run:
             raise SessionError(f"panel.run(): {self._no_run}")
         self._runs_section.run(steps, seed)
+
+    def profile(self) -> None:
+        """Profile the next steps of the run, or start one: the tab Live shows the table, see ``wb.debug.profile``.
+
+        Raises:
+            StrategyError, SessionError: as ``run``.
+        """
+        if not self.running and self._no_run:
+            raise SessionError(f"panel.profile(): {self._no_run}")
+        self._runs_section.profile()
+
+    def script(self, library: Literal["workbench", "torch"] = "workbench") -> str:
+        """The panel's strategy as a script for ``torchrun``, see ``wb.planner.script``."""
+        return script(self.strategy, self.state.num_ranks, library=library, **self._job)
 
     def stop(self) -> None:
         """Ask the run to end after its current step; its weights and figures stay. A second call ends it at once,
@@ -378,18 +394,3 @@ class Panel(widgets.VBox):
         if self._handle is None or self.running:
             return
         self._handle.update(self._static_bundle(), raw=True)
-
-
-def _model_first(model_fn: Callable[..., Any]) -> str:
-    name = getattr(model_fn, "__name__", "model_fn")
-    return (
-        f"Panel({name}, ...): the first argument is a function, but a session comes first. Write "
-        f"wb.Panel(wb.Session.current(), {name}, ...), or wb.Panel(None, {name}, ..., num_ranks=2) to predict only."
-    )
-
-
-def _title(model_fn: Callable[[], nn.Module], trainer: Trainer, batch_size: int) -> str:
-    """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
-    num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
-    name = getattr(model_fn, "__name__", type(model_fn).__name__)
-    return f"{name}, {format_count(num_parameters)} parameters, batch {batch_size}"

@@ -29,6 +29,7 @@ from workbench.ui.planning.machine_bar import MachineBar
 from workbench.ui.planning.planner_section import PlannerSection, Search, search_for
 from workbench.ui.planning.prediction_pictures import no_predictions_html, predictions_html
 from workbench.ui.planning.predictor import Predictor, counted
+from workbench.ui.script_section import ScriptSection
 from workbench.ui.strategy.state import PanelState
 
 
@@ -48,6 +49,7 @@ class StrategyEditor:
         no_run: the reason why the panel cannot run at all; empty if it can.
         calibrate: measures the machine of the engines, for a panel without ``hardware``; None without engines.
         count: counts the bytes that a strategy sends; None leaves it at estimates.
+        script: (library) -> the strategy as a script.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StrategyEditor:
         no_run: str = "",
         calibrate: Callable[[], Hardware] | None = None,
         count: Counter | None = None,
+        script: Callable[[Any], str] = str,
     ) -> None:
         self._lock = threading.RLock()
         self.bytes = ByteCounter(count, guarded(self._show_counted), self._is_busy) if count else None
@@ -79,7 +82,8 @@ class StrategyEditor:
         self.busy: Callable[[], bool] = lambda: False
         self.has_calls: Callable[[], bool] = lambda: False
         self.state = PanelState(layers, num_ranks, strategy)
-        self.controls = Controls(self.edit, on_run, self.plan, title)
+        self.script = ScriptSection(script)
+        self.controls = Controls(self.edit, on_run, self.plan, title, self.script.button)
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
@@ -89,7 +93,7 @@ class StrategyEditor:
         self._in_thread = guarded(self._measure)
         self.planner = PlannerSection(predictor, self._take_plan, self.refresh, search)
         below = (self.machine.box, self.predictions, self.planner.box)
-        self.children = [*self.controls.bars, self.grid, self.tensor, *below]
+        self.children = [*self.controls.bars, self.script.box, self.grid, self.tensor, *below]
         self.refresh()
 
     # ---- what the panel asks ------------------------------------------------------------------------------------
@@ -170,8 +174,11 @@ class StrategyEditor:
         with self._lock:
             try:
                 with self.state.unless_it_fails():
+                    before = self.state.text
                     action(self.state)
                     self.refresh()
+                    if self.state.text != before:
+                        self.script.close()  # it is of another strategy
             except Exception:
                 self._show_controls()
                 raise

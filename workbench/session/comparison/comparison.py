@@ -7,19 +7,14 @@ torch. This run is the reference for losses, weights and speed-up.
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
+from workbench.core.metrics import RunRecord
 from workbench.core.presets import preset_name
 from workbench.core.seeds import with_seed
-from workbench.core.step_values import Pairs, appended
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError, RunError
@@ -28,17 +23,15 @@ from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.checker import Checker, RunObserver, RunStopped, one_device_of
 from workbench.session.comparison.machine import machine_text, versions
 from workbench.session.comparison.run_records import AnnouncedStrategy, measured_record, now_text, segments_of
-from workbench.session.comparison.saved_runs import RunFile, SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.comparison.training_on_engine import OneDevice, RankReport
-from workbench.session.remote_call import RemoteCall
+from workbench.session.comparison.training_run import Message, TrainingRun
 from workbench.writers.protocol import Writer
 from workbench.writers.run_log import RunLog
 
-_POLL_S = 0.3
 NO_STRATEGY = "plain torch, no parallelism"
 """The one-device run has this text instead of a strategy."""
-Message = StepBlock | StepSpans | RunEvent
 _keys = itertools.count()
 
 
@@ -263,128 +256,6 @@ class Comparison:
     def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int, seed: int) -> RunRecord:
         reference = self._checker.known(OneDevice(seed=seed))
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())
-
-
-class TrainingRun:
-    """The training of one strategy, while the notebook goes on."""
-
-    def __init__(
-        self,
-        comparison: Comparison,
-        planned: RunRecord,
-        strategy: Strategy,
-        call: RemoteCall,
-        file: RunFile | None,
-        log: RunLog,
-    ) -> None:
-        self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
-        self._file, self._log = file, log
-        self._values: dict[str, Pairs] = {}
-        self._spans: dict[int, StepSpans] = {}
-        self._record: RunRecord | None = None
-        self._interrupted = threading.Event()
-        self._announced: dict[str, AnnouncedStrategy] = {}
-        self._bubbles: list[float | None] = []  # of the run's earlier strategies
-
-    @property
-    def name(self) -> str:
-        """The name of the run in tables."""
-        return self.planned.name
-
-    @property
-    def run_id(self) -> str:
-        """The name of the run's file; empty if it is not kept."""
-        return self._file.run_id if self._file is not None else ""
-
-    def poll(self) -> list[Message]:
-        """Reports since the last call: blocks of steps of all ranks, spans, events."""
-        found = [message for _, message in self.call.messages() if isinstance(message, Message)]
-        if self._file is not None:
-            self._file.add(found)
-        self._log.add(found)
-        for message in found:
-            if isinstance(message, StepSpans):
-                self._spans[message.rank] = message
-            elif isinstance(message, RunEvent) and message.kind == "strategy":
-                self._bubbles.append(bubble(list(self._spans.values())))
-                self._spans.clear()
-            elif isinstance(message, StepBlock):
-                self._values = appended(self._values, message.values)
-                self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
-        return found
-
-    def done(self) -> bool:
-        """Whether the run has ended, also by an error."""
-        return self.call.done()
-
-    def stop(self) -> None:
-        """Ask the run to end at the next step; it keeps its measurements."""
-        self.call.send_command("stop")
-
-    def interrupt(self) -> None:
-        """End the run at once, in the middle of a step or of the check."""
-        self._interrupted.set()
-        self.call.cancel()
-
-    def pause(self) -> None:
-        """Ask the run to wait after its current step."""
-        self.call.send_command("pause")
-
-    def resume(self) -> None:
-        """Ask a paused run to go on."""
-        self.call.send_command("resume")
-
-    def change(self, strategy: StrategyLike, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
-        """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.
-
-        Args:
-            name: the name of this part of the run in tables. Default: the strategy's text.
-            predicted: its prediction, see ``RunRecord``.
-
-        Raises:
-            StrategyError: it does not fit the model or the number of engines.
-        """
-        text = str(self.comparison.strategy(strategy))
-        self._announced[text] = AnnouncedStrategy(name or text, predicted or {})
-        self.call.send_command("strategy", text)
-
-    def result(self, timeout: float | None = None) -> RunRecord:
-        """Wait for the run, and return it compared with one device.
-
-        Raises:
-            CellError: a rank failed.
-        """
-        if self._record is None:
-            try:
-                reports = self._followed(timeout)
-            except TimeoutError:
-                raise
-            except BaseException as error:
-                self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
-                raise
-            self.poll()
-            observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
-            record = self.comparison.record(self.planned, self.strategy, reports, self._announced, observer)
-            waited = [*self._bubbles, bubble(list(self._spans.values()))]
-            parts = zip(record.segments, waited, strict=False)
-            segments = tuple(replace(segment, bubble=share) for segment, share in parts)
-            record = replace(record, bubble=waited[-1], segments=segments, values=self._values)
-            self._record = self._finish(record)
-        return self._record
-
-    def _followed(self, timeout: float | None) -> list[RankReport]:
-        """The ranks' reports; meanwhile the run's file and log get its steps."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.call.done() and time.monotonic() < end:
-            self.poll()
-            with suppress(Exception):  # raised again below
-                self.call.result(min(_POLL_S, max(0.0, end - time.monotonic())))
-        return self.call.result(0.0)
-
-    def _finish(self, record: RunRecord) -> RunRecord:
-        self._log.close(record.error)
-        file, self._file = self._file, None
-        return file.finish(record) if file is not None else record
 
 
 __all__ = [

@@ -26,6 +26,7 @@ from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import Around, train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.profiling.rank_profiler import RankProfiler
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.compiled_steps import CompiledSteps
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
@@ -33,6 +34,7 @@ from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, num_tokens
 from workbench.training.runs.weight_changes import state_tensors
 from workbench.transport.traffic import Moment
+from workbench.units import counted
 
 _SPANS_INTERVAL_S = 1.0
 _PAUSE_S = 0.05
@@ -82,17 +84,23 @@ class LiveRun:
         measured = 0 if compiles else 1  # a compiled run's first step is the last one that runs the model
         self._measures_at = {measured} if job.measures_memory else set[int]()  # steps in which activations are counted
         self._layers, self._layers_since = LayerTimes(self.model), 0
+        self._profiler: RankProfiler | None = None
 
     def train(self, keeps_weights: bool = False) -> RankResult:
         """Take the job's steps. All ranks call it."""
         seed_draws(self.job)
-        with self.world.context.temporarily(generator=self.generator):
-            for step, batch in enumerate(self.job.batches()):
-                self._step(step, batch)
-                if keeps_weights and step == checked_step(self.job):
-                    self.result.weights = logical_state(self.model)
-                if self._is_time_to_collect(step) and not self._collect(step):
-                    break
+        try:
+            with self.world.context.temporarily(generator=self.generator):
+                for step, batch in enumerate(self.job.batches()):
+                    self._step(step, batch)
+                    if keeps_weights and step == checked_step(self.job):
+                        self.result.weights = logical_state(self.model)
+                    if self._is_time_to_collect(step) and not self._collect(step):
+                        break
+        finally:
+            if self._profiler is not None:  # it may lack steps, and counts none of the next run
+                self._profiler.end()
+        self._report_profile(len(self._sent))
         last = self._segment()
         segments = [*self.result.segments, last]
         peak = max(segment.memory_bytes["peak"] for segment in segments)
@@ -181,6 +189,7 @@ class LiveRun:
         self.result.losses += [loss for loss in block.losses if loss is not None]
         self.result.step_times_s += block.time_s[self.world.rank]
         self._report(block)
+        self._report_profile(step + 1)
         self._until_spans_s -= sum(block.step_times_s)
         is_due = self._until_spans_s <= 0 or step == self.job.num_steps - 1
         if is_due:
@@ -210,6 +219,8 @@ class LiveRun:
                     return False
                 if command.kind == "strategy":
                     self._change_strategy(command.text, step)
+                elif command.kind == "profile":
+                    self._begin_profile(step)
                 elif (command.kind == "pause") != paused:
                     paused = not paused
                     self._report(RunEvent("paused" if paused else "running", step))
@@ -240,6 +251,27 @@ class LiveRun:
         moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
         total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))
         self._report(RunEvent("strategy", step, text, time.perf_counter() - started, total))
+
+    def _begin_profile(self, step: int) -> None:
+        """Profile the next steps, unless a profile counts them already."""
+        if self.world.context.profiler is not None:
+            self._report(RunEvent("unprofiled", step, "another profile counts the steps"))
+            return
+        self._profiler = RankProfiler(self.world)
+        self._profiler.begin()
+        self._report(RunEvent("profiling", step))
+
+    def _report_profile(self, step: int) -> None:
+        """Report this rank's part of a profile that counts no more steps."""
+        profiler = self._profiler
+        if profiler is None or not profiler.is_done:
+            return
+        self._profiler, part = None, profiler.part()
+        if part is None:
+            ended = counted(profiler.num_ended, "step")
+            self._report(RunEvent("unprofiled", step, f"{ended} ended, the first {profiler.warmup} are for warming up"))
+        elif self._listen is not None:
+            self._listen(part)
 
     def _segment(self) -> RankSegment:
         """The figures since the last change of strategy."""

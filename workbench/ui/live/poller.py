@@ -37,6 +37,9 @@ class Run(Protocol):
     def resume(self) -> None:
         """Ask a paused run to go on."""
 
+    def profile(self) -> None:
+        """Ask the run to profile its next steps; ``poll`` then has a ``Profile``."""
+
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
         """Ask the run to go on under another strategy, with the same weights. ``name`` names this part of the run, and
         ``predicted`` is kept with it.

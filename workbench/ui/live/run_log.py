@@ -12,10 +12,11 @@ from statistics import median
 import ipywidgets as widgets
 
 from workbench.core.metrics import RunEvent, StepBlock
+from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html, on_value
 from workbench.ui.number_text import three_digits
-from workbench.units import format_bytes, format_ranks, format_seconds
+from workbench.units import counted, format_bytes, format_ranks, format_seconds
 
 MAX_LINES = 200
 _STEPS_EVERY_S = 10.0
@@ -68,6 +69,11 @@ class RunLog:
             self.say(f"{step} \u00b7 compiling its operators; later steps run as one program between exchanges")
         elif event.kind == "uncompiled":
             self.say(f"{step} \u00b7 {event.text}", warns=True)
+        elif event.kind == "profiling":
+            steps, others = counted(DEFAULT_STEPS, "step"), counted(DEFAULT_WARMUP, "other")
+            self.say(f"{step} \u00b7 profiles {steps} after {others}")
+        elif event.kind == "unprofiled":
+            self.say(f"{step} \u00b7 no profile: {event.text}", warns=True)
         else:
             self.say(f"{step} \u00b7 {'paused' if event.kind == 'paused' else 'goes on'}")
 

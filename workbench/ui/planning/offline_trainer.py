@@ -27,7 +27,7 @@ def costs_of(
         dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
         collate_fn: makes a batch of samples, as for ``wb.Panel``.
     """
-    if _is_shape(dataset):
+    if is_shape(dataset):
         return layer_costs(model_fn, dataset)
     batch = first_batch(dataset, loss_fn, collate_fn)
     return layer_costs(model_fn, batch.inputs, loss_fn=loss_fn, targets=batch.targets)
@@ -42,7 +42,7 @@ def sent_counter(
     hardware: Hardware | None,
 ) -> Counter | None:
     """Counts the bytes that strategies of a model send; None without samples. ``hardware`` is None for engines."""
-    if dataset is None or _is_shape(dataset):
+    if dataset is None or is_shape(dataset):
         return None
     return SentCounter(model_fn, dataset, loss_fn, collate_fn, batch_size, hardware).count
 
@@ -56,7 +56,8 @@ def measured(session: Any) -> Hardware:
     return found
 
 
-def _is_shape(dataset: Any) -> bool:
+def is_shape(dataset: Any) -> bool:
+    """Whether it is the shape of a batch instead of samples."""
     return isinstance(dataset, tuple) and all(isinstance(size, int) for size in dataset)
 
 
@@ -82,8 +83,9 @@ class OfflineTrainer:
         self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None, collate_fn: Any = None
     ) -> None:
         self.layers, self.num_ranks = costs.layers, num_ranks
-        is_shape = _is_shape(dataset)
-        self.sample_shape = tuple(dataset[1:]) if is_shape else first_batch(dataset, loss_fn, collate_fn).sample_shape
+        self.sample_shape = (
+            tuple(dataset[1:]) if is_shape(dataset) else first_batch(dataset, loss_fn, collate_fn).sample_shape
+        )
         self.baseline: RunRecord | None = None
 
     def start(self, *_args: Any) -> Any:

@@ -23,8 +23,8 @@ from workbench.ui.runs.table_rows import Row
 from workbench.ui.short_names import short_name
 from workbench.units import counted
 
-_WIDTH, _HEIGHT = 396.0, 236.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 388.0, 24.0, 200.0
+_WIDTH, _HEIGHT = 346.0, 236.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 338.0, 24.0, 200.0
 _MOST_STRATEGIES = 8
 _MOST_POINTS, _NUM_MARKS = 150, 5
 _MARKS = (
@@ -56,6 +56,10 @@ class _Strategy:
             return "var(--wb-idle)"
         shade, hue = divmod(self.number, len(LIGHT.stages))
         return f"var(--wb-stage-{hue}{'-second' if shade % 2 else ''})"
+
+    @property
+    def line(self) -> str:
+        return f"stroke: {self.colour}; stroke-linejoin: round; stroke-width: {5 if self.is_truth else 1.5}"
 
     @property
     def mark(self) -> str:
@@ -143,11 +147,11 @@ def _frame(across: panel_svg.Axis, up: panel_svg.Axis) -> Iterator[str]:
 
 def _curves(one: _Strategy, place: int, count: int, across: panel_svg.Axis, up: panel_svg.Axis, is_pale: bool) -> str:
     """The lines of a strategy, and marks at steps where other strategies have none: equal curves stay visible."""
-    width, shapes = 6.0 if one.is_truth else 1.5, []
+    shapes = []
     for steps, values in one.curves:
         places = [(across.at(step), up.at(value)) for step, value in zip(steps, values, strict=True)]
         line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if places else ""
-        shapes.append(element("path", d=line, style=f"stroke: {one.colour}; stroke-width: {width}"))
+        shapes.append(element("path", d=line, style=one.line))
         stride = max(len(places) // _NUM_MARKS, count, 1)
         marked = [] if one.is_truth else places[place * stride // count :: stride]
         shapes += [_mark(one, f"translate({x:.1f} {y:.1f})") for x, y in marked]
@@ -162,8 +166,7 @@ def _mark(one: _Strategy, transform: str) -> str:
 
 def _key(one: _Strategy, is_selected: bool) -> str:
     """The line and mark of a strategy, with its name."""
-    width = 6 if one.is_truth else 1.5
-    line = element("path", d="M0 6H20", style=f"stroke: {one.colour}; stroke-width: {width}")
+    line = element("path", d="M0 6H20", style=one.line)
     mark = "" if one.is_truth else _mark(one, "translate(10 6)")
     glyph = element("svg", line, mark, width="20", height="12", aria_hidden="true")
     name = element("span", text=short_name(one.name), css="strong" if is_selected else "", title=one.name)

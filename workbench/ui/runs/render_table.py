@@ -170,7 +170,8 @@ def _row(row: Row, fastest: float, selected: bool) -> str:
 
 def _number_cell(row: Row, key: str) -> str:
     """The number, and below it its spread, and the relative difference to the chosen baseline's."""
-    below = filter(None, (row.spread_text(key), row.changes.get(key)))
+    steps = row.steps if key == "rank_seconds" else ""  # of few steps it is no number to compare
+    below = filter(None, (row.spread_text(key), row.changes.get(key), steps))
     return element("td", element("span", text=row.texts[key]), *(element("small", text=t) for t in below), css="number")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.profile import Profile
 from workbench.core.seeds import seeds_of, with_seed, without_seed
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
@@ -25,6 +26,7 @@ from workbench.ui.failures import guarded
 from workbench.ui.live.history import Message
 from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
+from workbench.ui.runs.profile_section import ProfileSection
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
@@ -86,7 +88,8 @@ class RunsSection:
         on_value(self.check, self._on_check)
         self.compile = widgets.Checkbox(trainer.compiles, description="compile the step", indent=False)
         on_value(self.compile, self._on_compile)
-        self.live = RunView(trainer.num_ranks, (self.trace_button,), has_status=False)
+        self.profile_section = ProfileSection(self.profile)
+        self.live = RunView(trainer.num_ranks, (self.profile_section.button, self.trace_button), has_status=False)
         finds = self._find_difference if hasattr(trainer, "first_difference") else None
         opened = lambda run: callbacks.opened(run.strategy)  # noqa: E731
         self.table = RunTable(opened, self._run_again, saved, part=finds, another=self._run_another)
@@ -164,6 +167,13 @@ class RunsSection:
         self.live.status.show_stopping()
         self._show_buttons()
 
+    def profile(self) -> None:
+        """Profile the next steps of the run; without one, start one. Raises as ``run`` does."""
+        if self._poller is None:
+            self.run()
+        if self._poller is not None:
+            self._poller.run.profile()
+
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
         if self._poller is not None and not self.is_paused:
@@ -232,6 +242,9 @@ class RunsSection:
             for message in messages:
                 if isinstance(message, OneDeviceSteps):
                     self.live.add_one_device(message.block)
+                elif isinstance(message, Profile):
+                    self.profile_section.show(message, next(iter(self._names.values()), "the run"))
+                    self.live.log.say("profiled: the table is below")
             if self._run is not None and self._run.one_device_losses is not None:
                 self.live.show_one_device(self._run.one_device_losses)
             found = [message for message in messages if isinstance(message, Message)]
@@ -364,6 +377,7 @@ class RunsSection:
         self.change_button.layout.display = "none" if changing else ""
         self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
         self.trace_button.disabled = not self._spans and not busy
+        self.profile_section.refresh(busy)
 
 
 def predictions(estimate: Any) -> Mapping[str, float]:

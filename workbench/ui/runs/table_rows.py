@@ -19,7 +19,7 @@ from workbench.ui.number_text import (
     speedup_text,
     three_digits,
 )
-from workbench.units import format_bytes, format_seconds
+from workbench.units import counted, format_bytes, format_seconds
 
 TICK, CROSS = "\u2713", "\u2717"
 
@@ -55,7 +55,7 @@ class Row:
     """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
     how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not,
     ``note`` what its mark alone would hide. With several ``seeds``, ``values`` are means and ``spread`` has standard
-    deviations."""
+    deviations. ``steps`` says how many were trained, if fewer than planned."""
 
     key: str
     name: str
@@ -73,6 +73,7 @@ class Row:
     changes: Mapping[str, str] = field(default_factory=dict)
     spread: Mapping[str, float] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
+    steps: str = ""
 
     def spread_text(self, key: str) -> str:
         """The standard deviation of a value, as ``'\u00b1 2.10'``; empty where there is none."""
@@ -136,6 +137,7 @@ def run_rows(
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
                 spread=_spread(run, base),
                 seeds=tuple(run.settings.get("seeds", ())),
+                steps=_steps_text(run),
             )
         )
     return rows
@@ -143,6 +145,12 @@ def run_rows(
 
 def _as_keys(truth: str | Sequence[str]) -> Sequence[str]:
     return (truth,) if isinstance(truth, str) else truth
+
+
+def _steps_text(run: RunRecord) -> str:
+    """The trained steps of a run that was stopped, or of one device, which trains those that are compared."""
+    count = len(run.step_times_s)
+    return counted(count, "step") if 0 < count < run.settings.get("steps", count) else ""
 
 
 def _spread(run: RunRecord, base: RunRecord | None) -> dict[str, float]:

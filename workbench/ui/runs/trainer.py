@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.profile import Profile
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -169,7 +170,7 @@ class _BackgroundRun:
             else:
                 order(self._run)
 
-    def poll(self) -> Sequence[Message | OneDeviceSteps]:
+    def poll(self) -> Sequence[Message | Profile | OneDeviceSteps]:
         first = [OneDeviceSteps(self._first.get()) for _ in range(self._first.qsize())]
         return [*first, *(self._run.poll() if self._run is not None else [])]
 
@@ -196,6 +197,9 @@ class _BackgroundRun:
 
     def resume(self) -> None:
         self._ask(TrainingRun.resume)
+
+    def profile(self) -> None:
+        self._ask(TrainingRun.profile)
 
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
         self._ask(lambda run: run.change(strategy, name, predicted))

@@ -1,0 +1,74 @@
+"""A run that is asked for a profile on the way: the parts of all ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.runs.test_live_run import STEPS, assert_like_one_device, events_of, make_job, train
+from workbench.core.profile import RankPart
+from workbench.core.run_commands import RunCommand
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.runs.train import run_strategy
+
+
+def parts_of(messages) -> dict[int, RankPart]:
+    return {message.profile.rank: message for message in messages if isinstance(message, RankPart)}
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2 1f1b"])
+def test_three_steps_of_every_rank_come_while_the_run_goes_on(strategy: str):
+    results, messages = train(strategy, lambda said: [RunCommand("profile")], num_steps=60)
+    parts = parts_of(messages)
+    assert set(parts) == {0, 1} and all(part.profile.num_steps == 3 and part.events for part in parts.values())
+    assert [event.kind for event in events_of(messages)] == ["profiling"]
+    assert messages.index(parts[0]) < len(messages) - 4, "not only at the end"
+    assert_like_one_device(results[0], 60)
+
+
+def test_a_run_that_is_too_short_says_so_and_the_next_one_is_not_profiled():
+    def program() -> list[object]:
+        said: list[object] = []
+        job = make_job(4)
+        run_strategy(job, "*: data", listen=said.append, commands=lambda: [RunCommand("profile")])
+        run_strategy(replace(job, num_steps=STEPS), "*: data", listen=said.append)
+        assert current().context.profiler is None
+        return said
+
+    said = run_ranks(program, 2)
+    assert not any(parts_of(messages) for messages in said)
+    texts = [event.text for event in events_of(said[0]) if event.kind == "unprofiled"]
+    assert len(texts) == 1 and "steps ended, the first 4 are for warming up" in texts[0]
+
+
+def test_a_run_that_fails_leaves_no_profile_behind():
+    def broken_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 8:
+            raise ValueError("broken")
+        return torch.nn.functional.cross_entropy(output, target)
+
+    calls, said = list[int](), list[object]()
+
+    def program() -> bool:
+        with pytest.raises(Exception, match="broken"):
+            run_strategy(
+                replace(make_job(60), loss_fn=broken_loss),
+                "*: data",
+                listen=said.append,
+                commands=lambda: [RunCommand("profile")],
+            )
+        return current().context.profiler is None
+
+    assert run_ranks(program, 1) == [True]
+
+
+def test_a_second_profile_waits_for_the_first():
+    _, messages = train("*: data", lambda said: [RunCommand("profile")] * 2, num_steps=40)
+    assert [(event.kind, event.text) for event in events_of(messages)] == [
+        ("profiling", ""), ("unprofiled", "another profile counts the steps"),
+    ]  # fmt: skip
+    assert len(parts_of(messages)) == 2

@@ -1,0 +1,36 @@
+"""Texts of the panel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from workbench.ui.runs.trainer import Trainer
+from workbench.units import format_count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ENDS = {
+    "closed": "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, "
+    "or wb.Session()), and run the cell that makes the panel once more, with them.",
+    "resized": "the session has another number of engines now. Run the cell that makes the panel once more.",
+}
+"""By the kind of a session's message, why the panel cannot run."""
+NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
+
+
+def model_first(model_fn: Callable[..., Any]) -> str:
+    """The error where a function stands in place of the session."""
+    name = getattr(model_fn, "__name__", "model_fn")
+    return (
+        f"Panel({name}, ...): the first argument is a function, but a session comes first. Write "
+        f"wb.Panel(wb.Session.current(), {name}, ...), or wb.Panel(None, {name}, ..., num_ranks=2) to predict only."
+    )
+
+
+def title(model_fn: Callable[[], nn.Module], trainer: Trainer, batch_size: int) -> str:
+    """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
+    num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
+    name = getattr(model_fn, "__name__", type(model_fn).__name__)
+    return f"{name}, {format_count(num_parameters)} parameters, batch {batch_size}"
