@@ -176,7 +176,7 @@ def test_undo_at_the_start_does_nothing():
 def test_a_preset_that_cannot_be_made_is_a_problem_not_a_crash():
     state = make(num_ranks=8)
     state.set_preset("pipeline")
-    assert "8 ranks" in state.text_problem and not state.can_run
+    assert "8 stages" in state.text_problem and not state.can_run
     assert state.strategy == Strategy("*: data")
 
 
@@ -289,7 +289,7 @@ def test_a_fix_at_a_group_is_for_all_its_layers():
 
 def test_presets_that_cannot_be_made_say_why():
     state = PanelState(LAYERS, 8)
-    assert "8 ranks" in state.presets["pipeline"] and state.presets["data"] == ""
+    assert "8 stages" in state.presets["pipeline"] and state.presets["data"] == ""
 
 
 def test_the_planner_s_choice_is_a_start_like_a_preset():
