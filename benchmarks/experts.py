@@ -5,7 +5,8 @@
 4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
 experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use
 (ZeRO 3), which holds as much on each process; the two start from the same weights, which must agree at the end. With
-few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products.
+few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products, and
+both with themselves in one process, on its share of the tokens: what a mixture costs before it is spread.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FEW_EXPERTS, MANY_TOKENS = 8, (16, 128)
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 1e-3
 _SPREAD, _GATHERED, _DENSE = "*: expert", "*: data | zero=3", "dense, *: data"
+_ONE_MIXTURE, _ONE_DENSE = "one process", "dense, one process"
 
 
 class Experts(nn.Module):
@@ -81,11 +83,12 @@ class Dense(nn.Module):
 
 
 class Training:
-    """A model of layers and AdamW; call it for one step on the same batch of tokens."""
+    """A model of layers and AdamW; call it for one step on the same batch of tokens. ``strategy`` None: one process."""
 
-    def __init__(self, layer: Callable[[], nn.Module], strategy: str, tokens: tuple[int, int]) -> None:
+    def __init__(self, layer: Callable[[], nn.Module], strategy: str | None, tokens: tuple[int, int]) -> None:
         torch.manual_seed(0)
-        self.model = wb.parallelize(nn.Sequential(*(layer() for _ in range(LAYERS))), strategy)
+        model = nn.Sequential(*(layer() for _ in range(LAYERS)))
+        self.model = model if strategy is None else wb.parallelize(model, strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
         self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
 
@@ -111,7 +114,11 @@ def work(rounds: int, calls: int) -> None:
     mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, _GATHERED)}
     time_s = medians(interleave(mixtures, rounds, calls, around=together))
     check_equal(mixtures[_SPREAD].model, mixtures[_GATHERED].model)
-    beside_dense = {_SPREAD: Training(few, _SPREAD, MANY_TOKENS), _DENSE: Training(Dense, "*: data", MANY_TOKENS)}
+    share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
+    beside_dense = {
+        _SPREAD: Training(few, _SPREAD, MANY_TOKENS), _DENSE: Training(Dense, "*: data", MANY_TOKENS),
+        _ONE_MIXTURE: Training(few, None, share), _ONE_DENSE: Training(Dense, None, share),
+    }  # fmt: skip
     dense_s = medians(interleave(beside_dense, rounds, calls, around=together))
     if wb.rank() == 0:
         sizes = {f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens": time_s}
@@ -124,9 +131,13 @@ def work(rounds: int, calls: int) -> None:
         )
         few_tokens, many_tokens = sizes
         faster, dense = Target(3.0, at_least=True), Target(1.1)
+        beside_one = Target(1.1 * dense_s[_ONE_MIXTURE] / dense_s[_ONE_DENSE])
         judged = [
             side_by_side(few_tokens, time_s[_SPREAD], "gathered", time_s[_GATHERED], faster),
             side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
+            side_by_side(
+                f"{many_tokens}, 1.1 times one process", dense_s[_SPREAD], "dense", dense_s[_DENSE], beside_one
+            ),
         ]
         title = f"Experts spread over {NUM_PROCESSES} processes"
         publish(f"experts-{NUM_PROCESSES}", title, f"{how}\n\n{table(['', 'step, ms'], rows)}", judged)
