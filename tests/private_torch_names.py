@@ -118,8 +118,13 @@ torch.optim.Optimizer._optimizer_step_pre_hooks
 
 # Tensors without data, and the compiler
 torch._C._ensureCUDADeviceGuardSet
-torch._dynamo.config.nontraceable_tensor_subclasses.add
-torch._dynamo.trace_rules.add
+torch._C._dynamo.eval_frame
+torch._dynamo.convert_frame.CatchErrorsWrapper
+torch._dynamo.exc.SkipFrame
+torch._dynamo.types.ConvertFrameReturn
+torch._dynamo.types.FrameAction.SKIP
+torch._dynamo.types.FrameExecStrategy
+torch._dynamo.variables.builder.VariableBuilder._wrap
 torch._inductor.runtime.cache_dir_utils.cache_dir
 torch._inductor.standalone_compile
 torch._subclasses.fake_tensor.DataDependentOutputException

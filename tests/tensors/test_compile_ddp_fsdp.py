@@ -1,5 +1,7 @@
 """torch.compile, DistributedDataParallel and FSDP around a parallelized module: an error that says what to do."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,80 @@ def test_a_compiled_function_runs_global_tensors_uncompiled():
         return loss.item(), x.grad.full_tensor().tolist()
 
     assert run_ranks(program, 1) == [(31.0, [2.0] * 6)]
+
+
+def gated(first, second):
+    """As a user writes it beside a model, before there is a world."""
+    return torch.nn.functional.gelu(first) * second + 1.0
+
+
+class Gated(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 4)
+        self.gate = gate
+
+    def forward(self, x):
+        return self.last(self.gate(self.first(x), self.second(x)))
+
+
+def listed(first, second):
+    return sum(_halves([first, second]))
+
+
+def _halves(tensors):
+    return [torch.tanh(tensor) / 2 for tensor in tensors]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("function", [gated, listed])
+def test_functions_of_a_model_that_were_compiled_before(function, is_whole):
+    torch.compiler.reset()
+    compiled_calls = []
+
+    def backend(graph, _):
+        compiled_calls.append(graph)
+        return graph
+
+    gate = torch.compile(function, backend=backend, fullgraph=is_whole)
+    x, alone = torch.randn(8, 8), Gated(gate)
+    loss = alone(x).square().mean()
+    loss.backward()
+    num_compiled = len(compiled_calls)
+    assert num_compiled
+
+    def program(strategy):
+        model = wb.parallelize(Gated(gate), strategy)
+        for _ in range(2):
+            model.zero_grad()
+            found = model(x).square().mean()
+            found.backward()
+        plain = gate(torch.ones(2, 16), torch.ones(2, 16))
+        return found.detach().full_tensor(), model.first.weight.grad.full_tensor(), plain
+
+    for strategy in ("*: data", "*: model"):
+        for found, grad, plain in run_ranks(functools.partial(program, strategy), 2):
+            torch.testing.assert_close(found, loss.detach())
+            torch.testing.assert_close(grad, alone.first.weight.grad)
+            torch.testing.assert_close(plain, function(torch.ones(2, 16), torch.ones(2, 16)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_compiled_function_that_finds_a_global_tensor_elsewhere():
+    torch.compiler.reset()
+    kept = {}
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=True)
+    def scaled(x):
+        return x * kept["scale"]
+
+    def program():
+        kept["scale"] = wb.tensor(torch.arange(4.0), placement=wb.placement.all("cpu"), sbp="B")
+        return scaled(torch.ones(4)).full_tensor().tolist()
+
+    assert run_ranks(program, 1) == [[0.0, 1.0, 2.0, 3.0]]
 
 
 STRATEGIES = ("*: data | 1x2x1", "0: data@0; 2: data@1 | 2x1x1", "*: model | 1x1x2")

@@ -3,22 +3,26 @@
 An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
 
 Two systems cannot both own a module's parameters: DistributedDataParallel and FSDP would sum or cut what is a term or a
-shard already, without a word. torch.compile cannot look into layouts; ``wb.capture`` records a step without them. (A
-compiled function that meets global tensors on its way runs those parts uncompiled.)
+shard already, without a word. torch.compile cannot look into layouts; ``wb.capture`` records a step without them. A
+compiled function of global tensors runs uncompiled.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import swa_utils
+from torch.utils._pytree import tree_leaves
 
 from workbench.errors import LayoutError, StrategyError
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.patch_table import patch
+from workbench.tensors.patch_table import install_loaded, patch
 
 _INSTEAD = {
     "DistributedDataParallel": 'Leave it out: wb.parallelize(module, "*: data") sums gradients during backward.',
@@ -65,18 +69,65 @@ def _refusing(what: str, function: Callable[..., Any], place: int) -> Callable[.
         if isinstance(module, nn.Module):
             refuse(what, module)
         elif what == "torch.compile":
-            _let_break_graphs()
+            importlib.import_module("torch._dynamo.variables.builder")  # torch.compile would
+            install_loaded()
         return function(*args, **kwargs)
 
     return checked
 
 
-def _let_break_graphs() -> None:
-    from torch._dynamo import config, trace_rules  # slow to import; torch.compile imports it anyway
+class _Meeting(threading.local):
+    """Whether the function that this thread's compiler looks at reads a global tensor."""
 
-    if GlobalTensor not in config.nontraceable_tensor_subclasses:
-        config.nontraceable_tensor_subclasses.add(GlobalTensor)
-        trace_rules.add("workbench")
+    is_global = False
+
+
+_meeting = _Meeting()
+
+
+def _meeting_global_tensors(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """``wrap``, which the compiler calls for each value that a function reads; a global tensor ends its work."""
+    from torch._dynamo.exc import SkipFrame
+
+    @functools.wraps(wrap)
+    def wrapped(self: Any, value: Any) -> Any:
+        if isinstance(value, GlobalTensor):
+            _meeting.is_global = True
+            raise SkipFrame("it reads a global tensor, whose layout the compiler does not know")
+        return wrap(self, value)
+
+    return wrapped
+
+
+def _leaving_to_rules(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """``convert``, which compiles a function when it is called: a call that reads global tensors runs uncompiled,
+    with all that it calls. Its operations go by their rules. Calls with plain tensors are compiled.
+    """
+    from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+
+    uncompiled = ConvertFrameReturn(
+        frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
+    )
+
+    @functools.wraps(convert)
+    def converted(self: Any, frame: Any, *args: Any) -> Any:
+        _meeting.is_global = any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves(dict(frame.f_locals)))
+        result = uncompiled if _meeting.is_global else convert(self, frame, *args)
+        if not _meeting.is_global:
+            return result
+        _meeting.is_global = False
+        _count_as_compiled()
+        return uncompiled
+
+    return converted
+
+
+def _count_as_compiled() -> None:
+    """``fullgraph=True`` counts compiled functions since torch 2.13, and is an error without one."""
+    exchange = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if exchange is not None:
+        count = exchange(-1)  # while nobody counts
+        exchange(count + 1 if count >= 0 else count)
 
 
 def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
@@ -109,6 +160,10 @@ def _checking_averages(update: Callable[..., None]) -> Callable[..., None]:
 
     return update_parameters
 
+
+_WHY = "a compiled function would take a shard for the whole"
+patch("torch._dynamo.variables.builder.VariableBuilder._wrap", _WHY, _meeting_global_tensors)
+patch("torch._dynamo.convert_frame.CatchErrorsWrapper.__call__", _WHY, _leaving_to_rules)
 
 _REFUSED_AT = {
     "torch.compile": ("torch.compile", 0),

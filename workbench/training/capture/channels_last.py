@@ -17,7 +17,7 @@ from workbench.tensors.fake_mode import fake_mode
 
 _OPERANDS = {torch.ops.aten.convolution.default: 2, torch.ops.aten.convolution_backward.default: 3}
 """Convolutions, with the number of their first operands that are images and weights."""
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_VIEWS = (torch.ops.aten.view.default,)
 _FEWEST = 2
 """Convolutions, in forward and backward, for which turning pays."""
 
