@@ -6,6 +6,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -50,11 +51,17 @@ def test_losses_lie_over_one_another_with_one_device_behind(runs: list[RunRecord
     assert legend == ["data", "model", "1 device"]
 
 
-def test_throughput_is_a_running_median():
+def test_throughput_is_a_median_of_neighbours():
     times_s = (0.1,) * 30 + (10.0,) + (0.1,) * 30
     _, rate = pictures(make_record("data", step_times_s=times_s, losses=(1.0,) * 61))
     heights = {y for _, y in curves(rate)["data"]}
     assert len(heights) == 1, "one slow step moves no median"
+    halves = (0.1,) * 2000 + (0.2,) * 3000
+    _, rate = pictures(make_record("data", step_times_s=halves, losses=(1.0,) * 5000))
+    points = curves(rate)["data"]
+    assert len(points) <= 150 and points[-1][0] == max(x for x, _ in points)
+    falls = next(x for (x, y), (_, after) in pairwise(points) if after > y + 1)
+    assert (falls - points[0][0]) / (points[-1][0] - points[0][0]) == pytest.approx(0.4, abs=0.02)
 
 
 def test_colours_stay_while_the_table_is_sorted_and_filtered(runs: list[RunRecord]):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from workbench.core.metrics import RunRecord
 from workbench.theme import LIGHT
 from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
-from workbench.ui.live.running_median import running_medians
 from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.table_rows import Row
@@ -26,7 +26,7 @@ from workbench.units import counted
 _WIDTH, _HEIGHT = 346.0, 236.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 338.0, 24.0, 200.0
 _MOST_STRATEGIES = 8
-_MOST_POINTS, _NUM_MARKS = 150, 5
+_MOST_POINTS, _NUM_MARKS, _NEIGHBOURS = 150, 5, 5
 _MARKS = (
     "M-3.2 0a3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0 -6.4 0z",
     "M-2.8 -2.8h5.6v5.6h-5.6z",
@@ -75,7 +75,7 @@ def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord
         selected: the key of a row; the others are pale.
     """
     loss = ("Loss by step", "1 device behind the others", "loss", _losses)
-    rate = ("Throughput by step", "running median over 1 s", "samples/s", _rates)
+    rate = ("Throughput by step", "median of neighbouring steps", "samples/s", _rates)
     return [picture for kind in (loss, rate) if (picture := _picture(rows, members, selected, *kind))]
 
 
@@ -84,8 +84,20 @@ def _losses(run: RunRecord) -> Points:
 
 
 def _rates(run: RunRecord) -> Points:
+    """Medians of stretches of steps, few enough to be drawn, and of five neighbours of these."""
     times_s = np.array(run.step_times_s, dtype=float)
-    return _drawable(running_medians(run.batch_size / np.where(times_s > 0, times_s, np.nan), times_s))
+    is_known = np.isfinite(times_s) & (times_s > 0)
+    steps, rates = np.flatnonzero(is_known) + 1, run.batch_size / times_s[is_known]
+    if len(rates) > _MOST_POINTS:
+        parts = np.array_split(rates, _MOST_POINTS)
+        steps, rates = (
+            steps[np.cumsum([len(part) for part in parts]) - 1],
+            np.array([np.median(part) for part in parts]),
+        )
+    if not len(rates):
+        return steps, rates
+    around = sliding_window_view(np.pad(rates, _NEIGHBOURS // 2, mode="edge"), _NEIGHBOURS)
+    return steps, np.median(around, axis=1)
 
 
 def _drawable(values: np.ndarray) -> Points:
@@ -103,12 +115,13 @@ def _picture(
     points: Callable[[RunRecord], Points],
 ) -> str:
     places = {key: number for number, key in enumerate(members)}
-    known = [row for row in rows if not row.failure and any(len(points(run)[0]) for run in members.get(row.key, ()))]
+    known = [row for row in rows if not row.failure and any(run.step_times_s for run in members.get(row.key, ()))]
     truths, others = ([row for row in known if row.is_truth is of] for of in (True, False))
-    drawn = [
+    chosen = [
         _Strategy(row.key, row.name, places[row.key], row.is_truth, tuple(map(points, members[row.key])))
         for row in [*truths, *others[:_MOST_STRATEGIES]]
     ]
+    drawn = [one for one in chosen if any(len(steps) for steps, _ in one.curves)]
     if not drawn:
         return ""
     steps, values = (np.concatenate([curve[of] for one in drawn for curve in one.curves]) for of in (0, 1))
