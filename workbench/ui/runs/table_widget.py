@@ -63,6 +63,8 @@ class RunTable:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
         self._truths: dict[Any, RunRecord] = {}  # by seed
+        self._groups: dict[str, list[RunRecord]] = {}  # by the key of a row, its runs; those on one device last
+        self._every: list[RunRecord] = []  # the records of the rows
         self.sort, self.ascending = "samples_per_s", False
         self.selected = self.baseline = ""
         self.hidden: set[str] = set()
@@ -148,17 +150,6 @@ class RunTable:
         except ValueError:
             return self._sorted()
 
-    @property
-    def _groups(self) -> dict[str, list[RunRecord]]:
-        """By the key of a row, its runs; those on one device last."""
-        every = [*self.runs, *self._truths.values()]
-        return {key_of(group[0]): group for group in (groups(every) if self.means.value else [[run] for run in every])}
-
-    @property
-    def _every(self) -> list[RunRecord]:
-        """A record for each row, those on one device last."""
-        return [over_seeds(group)[0] for group in self._groups.values()]
-
     def _sorted(self) -> list[Row]:
         truths = [key_of(truth) for truth in self._truths.values()]
         rows = run_rows(self._every, self.baseline, self.names, truths)
@@ -166,6 +157,10 @@ class RunTable:
 
     def refresh(self) -> None:
         """Show the table in its present state."""
+        every = [*self.runs, *self._truths.values()]
+        found = groups(every) if self.means.value else [[run] for run in every]
+        self._groups = {key_of(group[0]): group for group in found}
+        self._every = [over_seeds(group)[0] for group in found]
         if not self.runs:
             self.box.children = (self._empty, self._loader)
             return
