@@ -157,8 +157,9 @@ class RunTable:
 
     def refresh(self) -> None:
         """Show the table in its present state."""
-        every = [*self.runs, *self._truths.values()]
-        found = groups(every) if self.means.value else [[run] for run in every]
+        runs, truths = self.runs, list(self._truths.values())
+        is_apart = not self.means.value
+        found = [[run] for run in [*runs, *truths]] if is_apart else [*groups(runs), *groups(truths)]
         self._groups = {key_of(group[0]): group for group in found}
         self._every = [over_seeds(group)[0] for group in found]
         if not self.runs:
