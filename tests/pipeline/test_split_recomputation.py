@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import workbench as wb
 from tests.pipeline.test_split_backward import Counting, Frozen, Model, Plain, Shared, run
 from tests.training.test_recompute_kinds import INPUTS, TARGETS, Net
-from tests.training.training_runs import Setup, assert_trains_like_one_device
+from tests.training.training_runs import Setup, assert_trains_like_one_device, strategy_text
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.stage_settings import settings_of
@@ -201,13 +201,34 @@ def watch_without_keeping(self, node, parameters, between):
         ("cnn", "2x1x1 mb=3 zero_bubble_v recompute", 2),
         pytest.param("gpt2", "2x2x1 mb=3 zero_bubble_v recompute=attention zero=3", 4, marks=pytest.mark.slow),
         pytest.param("gpt2", "2x1x2 mb=3 zero_bubble recompute sequence", 4, marks=pytest.mark.slow),
-        pytest.param("llama", "4x1x1 mb=7 zero_bubble_v recompute", 4, marks=pytest.mark.slow),
+        pytest.param("mlp", "2x2x1 mb=3 dualpipe_v recompute zero=1", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_steps_are_those_of_one_device(kind, options, num_ranks):
     """With dropout, whose numbers a second run draws again."""
     parallel = "model" if "x1x2 " in options else "data"
     assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
+
+
+DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
+"""Two blocks on eight stages."""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_a_block_over_several_stages_runs_again_where_each_has_a_rank(schedule):
+    assert_trains_like_one_device(Setup("gpt2", num_steps=2), "data", f"8x1x1 mb=7 {schedule} recompute", 8)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v", "dualpipe_v"])
+def test_a_block_over_several_stages_does_not_run_again_where_ranks_have_several(schedule):
+    """Its stages would wait for each other for ever."""
+    models = [Setup("gpt2").model() for _ in range(4)]
+
+    def program(rank):
+        with pytest.raises(StrategyError, match=r"recompute runs transformer\.h\.0 again, which lies on stages 0 to 3"):
+            wb.parallelize(models[rank], f"{DEEP} | 4x1x1 mb=7 {schedule} recompute")
+
+    run_ranks(program, 4)
 
 
 @pytest.mark.slow

@@ -12,7 +12,13 @@ Edges = Sequence[tuple[int, int | None]]
 stages wait for, and that has no gradient."""
 
 
-def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Edges | None = None) -> list[str]:
+def check_table(
+    table: Table,
+    num_stages: int,
+    num_micro_batches: int,
+    edges: Edges | None = None,
+    run_again: Sequence[tuple[int, int]] = (),
+) -> list[str]:
     """All mistakes of a table; empty if it can run.
 
     Each rank runs its actions in order. In a forward, a stage goes along the edges in the order of the program: it
@@ -23,6 +29,8 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
         table: the actions of every rank, in order.
         num_stages, num_micro_batches: the sizes that the table should have.
         edges: transfers between stages, for example as a run recorded them. None: each stage to the next.
+        run_again: first and last stage of blocks that a backward runs again when it comes to their last stage. What
+            their stages hand on is sent again.
 
     >>> from workbench.pipeline.schedules import make_table
     >>> check_table(make_table("gpipe", 2, 2), 2, 2, edges=[(0, 1), (1, 0)])
@@ -50,7 +58,7 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
         for action in sorted(set(listed) - wanted, key=str)
     ]
     problems += _stages_on_two_ranks(table)
-    return problems or _run(table, edges)
+    return problems or _run(table, edges, run_again)
 
 
 def along_stages(num_stages: int, reads_values: bool = False) -> list[tuple[int, int | None]]:
@@ -69,10 +77,12 @@ def _stages_on_two_ranks(table: Table) -> list[str]:
     return [f"stage {stage} stands on ranks {sorted(r)}" for stage, r in sorted(ranks_of.items()) if len(r) > 1]
 
 
-def _run(table: Table, edges: Edges) -> list[str]:
+def _run(table: Table, edges: Edges, run_again: Sequence[tuple[int, int]]) -> list[str]:
     """Run the actions of a table as far as their dependencies are done; returns the deadlock, if any."""
     done: set[Event] = set()
-    programs = [[(action, step) for action in actions for step in _steps(action, edges)] for actions in table]
+    programs = [
+        [(action, step) for action in actions for step in _steps(action, edges, run_again)] for actions in table
+    ]
     position = [0] * len(table)
     progress = True
     while progress:
@@ -94,10 +104,11 @@ def _run(table: Table, edges: Edges) -> list[str]:
 
 
 Event = tuple[str, int, int]
-"""Events to wait for: ("F" or "B", edge, micro-batch) for a message, ("ended", stage * 3 + phase, micro-batch)."""
+"""Events to wait for: ("F" or "B", edge, micro-batch) for a message, ("again", its stage, micro-batch) for one of a
+second run, ("ended", stage * 3 + phase, micro-batch)."""
 
 
-def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
+def _steps(action: Action, edges: Edges, run_again: Sequence[tuple[int, int]]) -> list[tuple[bool, Event]]:
     """The steps of an action, in order: (whether it waits for the event or makes it happen, event)."""
     stage, m = action.stage, action.micro_batch
     phase = {"F": 0, "B": 1, "I": 1, "W": 2}[action.kind]
@@ -106,6 +117,9 @@ def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
     for number, (source, target) in numbered if phase == 0 else reversed(numbered) if phase == 1 else ():
         if target is None and phase == 1:
             continue
+        for first, last in run_again if phase == 1 else ():
+            if (source, target) == (last - 1, last):
+                steps += [(to == stage, ("again", to, m)) for to in range(first + 1, last + 1) if stage in (to - 1, to)]
         sender, receiver = (source, target) if phase == 0 else (target, source)
         if sender == stage:
             steps.append((False, (direction, number, m)))

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
+from workbench.pipeline.check import check_table
+from workbench.pipeline.schedules import make_table
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.state import ParallelState, layers_of
@@ -58,8 +60,35 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
             f"strategy {str(state.strategy)!r}: recompute={how}, but the model has {len(blocks)} blocks: so many of "
             f"them run again. Use recompute={len(blocks)} or less, or recompute, which is all."
         )
-    chosen = chosen_blocks(len(blocks), how)
-    return [Recomputed(block, how) for number, block in enumerate(blocks) if number in chosen]
+    chosen = [block for number, block in enumerate(blocks) if number in chosen_blocks(len(blocks), how)]
+    _refuse_deadlocks(module, chosen, state)
+    return [Recomputed(block, how) for block in chosen]
+
+
+def _refuse_deadlocks(module: nn.Module, blocks: Sequence[nn.Module], state: ParallelState) -> None:
+    """Refuse blocks over several stages if these would wait for each other when they run again.
+
+    Raises:
+        StrategyError: names a block, its stages, and the ranks that would wait.
+    """
+    resolved, stage_of = state.resolved, dict[nn.Module, int]()
+    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
+        stage_of[layer] = choice.stage
+    stages = {block: {stage_of[part] for part in block.modules() if part in stage_of} for block in blocks}
+    over_several = {block: (min(on), max(on)) for block, on in stages.items() if len(on) > 1}
+    if not over_several:
+        return
+    m, again = resolved.num_micro_batches, sorted(set(over_several.values()))
+    table = make_table(resolved.schedule, resolved.num_stages, m, resolved.degrees[0])
+    if not (problems := check_table(table, resolved.num_stages, m, run_again=again)):
+        return
+    name = next(name for name, part in module.named_modules() if part in over_several)
+    first, last = over_several[module.get_submodule(name)]
+    raise StrategyError(
+        f"strategy {str(state.strategy)!r}: recompute runs {name} again, which lies on stages {first} to {last}. Under "
+        f"{resolved.schedule} with {m} micro-batches these would wait for each other ({problems[0]}). Put all layers "
+        "of a block on one stage, use 1f1b with one stage on each rank, or leave recompute out."
+    )
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
