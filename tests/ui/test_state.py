@@ -186,6 +186,25 @@ def test_options():
     assert state.text.endswith("| 2x1x1 mb=8 gpipe")
 
 
+def test_stages_of_the_preset_follow_the_schedule():
+    """Twice as many where ranks have two; stages that a user has chosen stay."""
+    state = make("pipeline | mb=1")
+    state.set_options(schedule="zero_bubble_v")
+    assert (state.can_run, state.text) == (
+        True,
+        "fc1: data@0; fc2: data@1; fc3: data@2; head: data@3 | 2x1x1 zero_bubble_v",
+    )
+    state.set_options(schedule="1f1b")
+    assert state.can_run and state.strategy.rows == make("pipeline").strategy.rows
+    state.set_stage(["fc2"], 1)
+    rows = state.strategy.rows
+    state.set_options(schedule="dualpipe_v")
+    state.set_degrees(Degrees(2, 1, 1))
+    assert state.strategy.rows == rows and not state.can_run
+    (mistake,) = state.mistakes
+    assert mistake.fixes == ("number the stages 0 to 3",)
+
+
 def test_a_strategy_that_does_not_parse_is_refused_at_once():
     with pytest.raises(StrategyError, match="fc1: dta"):
         make("fc1: dta")

@@ -62,7 +62,7 @@ def _mistakes_of_a_v(options: Options, degrees: tuple[int, int, int], num_stages
         return []
     message = f"pipeline degree {pipeline}, but the rows use {num_stages} {stages}: {rule}, so it takes {2 * pipeline}"
     fixes = [f"number the stages 0 to {2 * pipeline - 1}"]
-    if num_stages % 2 == 0 and num_ranks % (num_stages // 2) == 0 and not options.widths:
+    if num_stages > 2 and num_stages % 2 == num_ranks % (num_stages // 2) == 0 and not options.widths:
         fixes.insert(0, _fitting_degrees(num_stages // 2, model, num_ranks))
     return [(message, tuple(fixes))]
 

@@ -198,8 +198,15 @@ class PanelState:
         self._become(replace(self._now, strategy=strategy, num_ranks=num_ranks))
 
     def set_options(self, **changes: object) -> None:
-        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, context and others."""
-        self._become(replace(self._now, strategy=self.strategy.with_options(**changes)))
+        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, context and others.
+
+        Stages that are those of the preset ``pipeline`` become as many as the schedule takes.
+        """
+        strategy = self.strategy.with_options(**changes)
+        if strategy.options.schedule != self.options.schedule and self._pipeline_rows(self.options) == strategy.rows:
+            rows = self._pipeline_rows(strategy.options) or strategy.rows
+            strategy = Strategy.from_rows(rows, strategy.options)
+        self._become(replace(self._now, strategy=strategy))
 
     def set_preset(self, name: str) -> None:
         """Start again from a preset. One that cannot be made for this model is a problem of the text, not a crash."""
@@ -277,6 +284,13 @@ class PanelState:
             base = f"{name} | {options}" if options else name
             return _UndoEntry(value, num_ranks, base, value, own_degrees=bool(parse_options(options, []).degrees))
         return _UndoEntry(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
+
+    def _pipeline_rows(self, options: Options) -> tuple[Row, ...] | None:
+        """The rows of the preset ``pipeline``; None if it cannot be made."""
+        try:
+            return strategy_of(f"pipeline | {options}", self.layers, self.num_ranks).rows
+        except StrategyError:
+            return None
 
     def _drawn(self, layer: ResolvedLayer) -> Choice:
         _, model = self.resolved.stage_width(layer.stage)
