@@ -50,6 +50,19 @@ def backwards_in_1f1b():
     return Step(model, sgd_of(model), 2)(x, y.to_global(placement=first))
 
 
+def two_stages_in_a_v():
+    """Each stage has a rank of its own."""
+    first, second = flow.placement("cpu", ranks=[0]), flow.placement("cpu", ranks=[1])
+    model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
+    for stage, placement in enumerate((first, second)):
+        model[stage].to_global(placement, flow.sbp.broadcast, broadcast_from=0)
+        model[stage].config.set_stage(stage, placement)
+    x, y = (flow.as_tensor(part).to_global(first, flow.sbp.broadcast, broadcast_from=0) for part in data())
+    step = Step(model, sgd_of(model), 2)
+    step.config.schedule = "dualpipe_v"
+    return step(x, y.to_global(placement=second))
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -67,6 +80,7 @@ def backwards_in_1f1b():
             ["different numbers of rows", "(5, 4)", "(4, 2)"],
         ),
         (backwards_in_1f1b, ["1f1b", "gpipe"]),
+        (two_stages_in_a_v, ["dualpipe_v", "2 stages on each rank", "Use 1f1b"]),
     ],
 )
 def test_mistakes_are_told(wrong, words):

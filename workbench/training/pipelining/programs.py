@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from workbench.core.options import V_SCHEDULES
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.tensors.random import draw_key
@@ -54,8 +55,14 @@ def train_program(
         the program's result for every micro-batch, without history; and the times of this rank's actions.
 
     Raises:
-        StrategyError: no such schedule, or the program calls no backward from a scalar.
+        StrategyError: no such schedule, or one that puts several stages on a rank; or the program calls no backward from
+            a scalar.
     """
+    if schedule in V_SCHEDULES and len(placements) > 1:
+        raise StrategyError(
+            f"schedule {schedule!r}: it puts 2 stages on each rank, but each of the program's {len(placements)} stages "
+            "has ranks of its own. Use 1f1b, gpipe or zero_bubble."
+        )
     world, outputs = current(), [None] * len(parts)
     table = table_of(schedule, len(placements), len(parts))
     own = max(0, _stage_of(world, placements))
