@@ -55,8 +55,8 @@ def train_program(
         the program's result for every micro-batch, without history; and the times of this rank's actions.
 
     Raises:
-        StrategyError: no such schedule, or one that puts several stages on a rank; or the program calls no backward from
-            a scalar.
+        StrategyError: no such schedule, or one that puts several stages on a rank; or the program calls no backward
+            from a scalar.
     """
     if schedule in V_SCHEDULES and len(placements) > 1:
         raise StrategyError(
