@@ -1,4 +1,4 @@
-"""``offload=optimizer`` on a device: pinned memory, copies on a stream of their own, and no wait of the host."""
+"""``offload=`` on a device: pinned memory, copies on a stream of their own, and no wait of the host."""
 
 import copy
 
@@ -11,6 +11,8 @@ from tests.checked_device import DEVICE, counted
 from tests.checked_device.test_training import mlp, own_step, scheduled_step
 from workbench.testing import run_ranks
 from workbench.training.gradients import state_on_host
+from workbench.training.offload import activations, device_copies
+from workbench.training.offload.device_copies import DeviceCopies
 from workbench.training.offload.host_memory import is_offloaded
 from workbench.training.offload.staging import Staging
 
@@ -30,8 +32,10 @@ STRATEGIES = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Several buckets for small models."""
+    """Several buckets for small models, whose activations are large enough, and soon more than may leave at a time."""
     monkeypatch.setattr(state_on_host, "BUCKET_BYTES", 600)
+    monkeypatch.setattr(activations, "MIN_BYTES", 64)
+    monkeypatch.setattr(device_copies, "MAX_LEAVING", 1)
 
 
 def tensors_of(optimizer):
@@ -67,14 +71,45 @@ def same(found, expected):
     )
 
 
+@pytest.mark.parametrize("kinds", ["optimizer", "activations", "optimizer+activations"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_numbers_are_those_without_it_and_nothing_waits(strategy):
+def test_the_numbers_are_those_without_it_and_nothing_waits(strategy, kinds):
     step = STRATEGIES[strategy]
-    found = trained(f"{strategy} offload=optimizer", step=step)
+    found = trained(f"{strategy} offload={kinds}", step=step)
     assert same(found, trained(strategy.removesuffix(" |"), step=step))
     for _, places, counts in found:
-        assert places == {True}
+        assert places == {"optimizer" in kinds}
         assert not counts.waits, counts
+
+
+def test_activations_go_and_come(monkeypatch):
+    moved, copy = [], DeviceCopies._copy
+    monkeypatch.setattr(
+        DeviceCopies, "_copy", lambda *args: (moved.append(args[3].device.type == DEVICE.type), copy(*args))[1]
+    )
+    trained("*: data | offload=activations")
+    out, back = moved.count(False), moved.count(True)
+    assert out > back > 0, "the last ones have not left"
+
+
+def test_activations_that_are_read_too_early_are_wrong(monkeypatch):
+    begin, here = DeviceCopies._begin, DeviceCopies.bring_back
+
+    def without_wait(self, stored, following):
+        for one in (stored, *following):
+            begin(self, one)
+        if stored in self._leaving:
+            return here(self, stored, ())
+        return stored.here
+
+    monkeypatch.setattr(DeviceCopies, "bring_back", without_wait)
+    assert not same(trained("*: data | offload=activations"), trained("*: data"))
+
+
+def test_a_copy_out_waits_for_what_makes_the_activation(monkeypatch):
+    monkeypatch.setattr(DEVICE_STREAM, "wait_stream", lambda *_: None)
+    with pytest.raises(AssertionError, match="copies memory that launch"):
+        trained("*: data | offload=activations")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-KINDS = ("optimizer",)
-"""The optimizer's state."""
+KINDS = ("optimizer", "activations")
+"""The optimizer's state; what the forward of a module keeps for its backward."""
 BUCKET_BYTES = 2**24
 """The state of an optimizer comes and goes with parameters of so many bytes at a time, or with one that is larger."""
 
@@ -13,8 +13,8 @@ def offload_kind(value: object) -> str:
 
     Texts of other words stay as they are.
 
-    >>> offload_kind(False), offload_kind("optimizer")
-    ('', 'optimizer')
+    >>> offload_kind(False), offload_kind("optimizer"), offload_kind("activations+optimizer")
+    ('', 'optimizer', 'optimizer+activations')
     """
     if isinstance(value, bool):
         return "+".join(KINDS) if value else ""

@@ -26,6 +26,7 @@ _OTHER_OPTIONS = (
     "recompute=cheap",
     "recompute=attention",
     "offload=optimizer",
+    "offload=activations",
     "sequence",
     "context=2",
     "zero=1",
@@ -114,7 +115,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
         if option is None:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
             known += "recompute=attention, recompute=cheap, recompute=N, "
-            known += " or ".join(f"offload={kind}" for kind in OFFLOAD_KINDS) + ", "
+            known += ", ".join(f"offload={kind}" for kind in (*OFFLOAD_KINDS, "+".join(OFFLOAD_KINDS))) + ", "
             known += "sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""

@@ -24,7 +24,7 @@ from workbench.tensors.leaf_gradients import has_hooks, read_grad, will_accumula
 
 SMALLEST_NUMEL = 2**20
 """Elements of a weight from which on it pays (4 MB in 32 bits)."""
-_saves_through_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def embedding(indices: torch.Tensor, weight: torch.Tensor, padding: int | None = None) -> torch.Tensor:
@@ -57,7 +57,11 @@ def _step_that_adds(weight: Any) -> Any:
     # A block that is being recorded must show torch's functions, a recomputation must save the same tensors, and a
     # transform must see functions that it knows.
     is_observed = running.observer is not None or torch._C._are_functorch_transforms_active()
-    return None if is_observed or _saves_through_hooks(True) else running
+    hooks = _top_hooks(True)
+    is_observed = is_observed or (
+        hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "only_moves", False)
+    )
+    return None if is_observed else running
 
 
 def _is_parameter(tensor: Any) -> bool:

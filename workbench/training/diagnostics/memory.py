@@ -66,7 +66,8 @@ class ActivationMeter:
     """Counts the bytes that autograd holds for backward, in one measured step: at the moment when they are most.
 
     Under a schedule that is only some of the micro-batches: what a backward has used is given back. ``held_bytes`` are
-    held now, ``size_bytes`` were held at most. ``parameters`` are none of them, nor are those of the models.
+    held now, ``size_bytes`` were held at most, and ``offloaded_bytes`` at most beside the device. ``parameters`` are
+    none of them, nor are those of the models.
     """
 
     def __init__(self, *models: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -75,6 +76,7 @@ class ActivationMeter:
             self._own = {p.untyped_storage().data_ptr() for p in own}
         self._holders: dict[int, int] = {}  # by address of a storage
         self.held_bytes = self.size_bytes = 0
+        self._offloaded_now = self.offloaded_bytes = 0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -91,6 +93,11 @@ class ActivationMeter:
                 return tensor
         self._count(address, size, 1)
         return _SavedTensor(tensor, lambda: self._count(address, size, -1))
+
+    def count_offloaded(self, change: int) -> None:
+        """Count bytes that go to host memory, or negative ones that nobody needs any more."""
+        self._offloaded_now += change
+        self.offloaded_bytes = max(self.offloaded_bytes, self._offloaded_now)
 
     def _count(self, address: int, size: int, change: int) -> None:
         before = self._holders.get(address, 0)

@@ -84,6 +84,7 @@ class MemoryReport:
             held["activations"] = self._activations.size_bytes
         held["transport"] = world.transport.idle_bytes
         offloaded = sum(offloaded_bytes(optimizer) for optimizer in self._optimizers)
+        offloaded += 0 if self._activations is None else self._activations.offloaded_bytes
         return {kind: held[kind] for kind in KINDS if kind in held} | ({OFFLOADED: offloaded} if offloaded else {})
 
 
@@ -92,8 +93,8 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
 
     A storage counts once, as the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
     ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors in it
-    (results of boxings may lie there). ``offloaded``, where there is any, is beside the total: state of optimizers that
-    ``offload=`` keeps in host memory, or on CPUs in files.
+    (results of boxings may lie there). ``offloaded``, where there is any, is beside the total: state of optimizers
+    and, in a context, activations that ``offload=`` keeps in host memory, or on CPUs in files.
 
     Args:
         things: modules and optimizers.

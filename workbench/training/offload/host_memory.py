@@ -13,8 +13,9 @@ import socket
 import sys
 import tempfile
 import weakref
+from collections import defaultdict
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
@@ -29,6 +30,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files take memory."""
 _FOLDERS_ON_DISK = ("/var/tmp",)
 """Where files go if the usual temporary folder is in memory."""
+_PINNED_UNIT = 256
 _addresses: set[int] = set()
 _said: set[str] = set()
 
@@ -38,6 +40,9 @@ class HostMemory(Protocol):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """New bytes, as a tensor of the CPU."""
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Nobody will ask for these bytes any more; tensors that show them may still live."""
 
     def will_read(self, memory: torch.Tensor) -> None:
         """Begin to bring bytes near, without waiting."""
@@ -49,21 +54,31 @@ class HostMemory(Protocol):
 class PinnedMemory:
     """Memory of the host from and to which a GPU copies by itself.
 
-    Blocks grow, because torch rounds each up to a power of two.
+    Blocks grow, because torch rounds each up to a power of two. What is freed is used for the same size again: copies
+    of one stream come in order.
     """
 
     def __init__(self) -> None:
         self._block, self._used, self._total = torch.empty(0, dtype=torch.uint8), 0, 0
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """New bytes, as a tensor of the CPU."""
-        if self._used + num_bytes > self._block.numel():
-            size = 1 << (max(num_bytes, self._total, 1) - 1).bit_length()
-            self._block, self._used = torch.empty(size, dtype=torch.uint8).pin_memory(), 0
-            self._total += size
+        size = _rounded(num_bytes, _PINNED_UNIT)
+        if self._free[size]:
+            return self._free[size].pop()[:num_bytes]
+        if self._used + size > self._block.numel():
+            length = 1 << (max(size, self._total) - 1).bit_length()
+            self._block, self._used = torch.empty(length, dtype=torch.uint8).pin_memory(), 0
+            self._total += length
             _register(self._block)
-        start, self._used = self._used, _rounded(self._used + num_bytes, 256)
+        start, self._used = self._used, self._used + size
         return self._block[start : start + num_bytes]
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Use these bytes again."""
+        size = _rounded(memory.numel(), _PINNED_UNIT)
+        self._free[size].append(memory.as_strided((size,), (1,)))
 
     def will_read(self, memory: torch.Tensor) -> None:
         """Nothing: the memory is there."""
@@ -76,6 +91,7 @@ class MappedFile:
     """Memory in a file of a temporary folder, which is gone when nobody uses it any more.
 
     The file is mapped in blocks that grow, because each keeps a file descriptor. Space on the disk is taken as needed.
+    Each allocation has a storage of its own; with the last tensor that shows it, its place is free for the same size.
     """
 
     def __init__(self) -> None:
@@ -83,9 +99,10 @@ class MappedFile:
         with tempfile.TemporaryFile(prefix="workbench-offload-", dir=self.folder) as file:
             self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
-        self._block, self._start, self._used, self._size = torch.empty(0, dtype=torch.uint8), 0, 0, 0
         self._mapping: mmap.mmap | None = None
-        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self._start = self._used = self._size = 0
+        self._places: dict[int, _Place] = {}
+        self._free: dict[int, list[_Place]] = defaultdict(list)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """New bytes, as a tensor of the CPU.
@@ -94,34 +111,56 @@ class MappedFile:
             StrategyError: the disk is full.
         """
         size = _rounded(num_bytes, mmap.ALLOCATIONGRANULARITY)
+        place = self._free[size].pop() if self._free[size] else self._new_place(size)
+        memory = torch.frombuffer(place.mapping, dtype=torch.uint8, count=num_bytes, offset=place.start)
+        storage = memory.untyped_storage()
+        self._places[storage.data_ptr()] = place
+        _register(memory)
+        weakref.finalize(storage, self._give_back, storage.data_ptr(), size).atexit = False
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Nothing: the place is free with the last tensor that shows it."""
+
+    def will_read(self, memory: torch.Tensor) -> None:
+        """Let the kernel read ahead."""
+        self._places[memory.data_ptr()].advise(mmap.MADV_WILLNEED, memory.numel())
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give back the pages; what is written to them stays in the file."""
+        self._places[memory.data_ptr()].advise(mmap.MADV_DONTNEED, memory.numel())
+
+    def _new_place(self, size: int) -> _Place:
         if self._mapping is None or self._used + size > len(self._mapping):
             self._start, self._used, length = self._size, 0, max(size, self._size)
             self._size += length
             os.ftruncate(self._file, self._size)
             self._mapping = mmap.mmap(self._file, length, offset=self._start)
-            self._block = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            _register(self._block)
         try:
             if hasattr(os, "posix_fallocate"):  # else a write to the mapped memory ends the process
                 os.posix_fallocate(self._file, self._start + self._used, size)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise _no_space(num_bytes, self.folder) from None
-        memory = self._block[self._used : self._used + num_bytes]
-        self._places[memory.data_ptr()] = self._mapping, self._used, size
+            raise _no_space(size, self.folder) from None
         self._used += size
-        return memory
+        return _Place(self._mapping, self._used - size)
 
-    def will_read(self, memory: torch.Tensor) -> None:
-        """Let the kernel read ahead."""
-        mapping, start, size = self._places[memory.data_ptr()]
-        mapping.madvise(mmap.MADV_WILLNEED, start, size)
+    def _give_back(self, address: int, size: int) -> None:
+        place = self._places.pop(address)
+        place.advise(mmap.MADV_DONTNEED, size)
+        self._free[size].append(place)
 
-    def release(self, memory: torch.Tensor) -> None:
-        """Give back the pages; what is written to them stays in the file."""
-        mapping, start, size = self._places[memory.data_ptr()]
-        mapping.madvise(mmap.MADV_DONTNEED, start, size)
+
+class _Place(NamedTuple):
+    """A part of a mapped file."""
+
+    mapping: mmap.mmap
+    start: int
+
+    def advise(self, advice: int, num_bytes: int) -> None:
+        """Tell the kernel how these bytes will be used."""
+        self.mapping.madvise(advice, self.start, num_bytes)
 
 
 def host_memory(device: torch.device) -> HostMemory:
@@ -191,7 +230,7 @@ def _file_system(folder: str) -> str:
 def _register(memory: torch.Tensor) -> None:
     storage = memory.untyped_storage()
     _addresses.add(storage.data_ptr())
-    weakref.finalize(storage, _addresses.discard, storage.data_ptr())
+    weakref.finalize(storage, _addresses.discard, storage.data_ptr()).atexit = False
 
 
 def _rounded(number: int, unit: int) -> int:
