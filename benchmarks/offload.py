@@ -2,8 +2,9 @@
 
     python -m benchmarks.offload
 
-A GPT of 8 blocks with AdamW on 2 processes, data parallel. Each strategy has processes of its own, because the peak is
-that of the process: above where it stood before the model was made. Files are in the temporary folder.
+A GPT of 8 blocks with AdamW on 2 processes: a wide one for the optimizer's state, and one on more words for
+activations, data parallel and in two stages. Each strategy has processes of its own, because the peak is that of the
+process: above where it stood before the model was made. Files are in the temporary folder.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ from workbench.training.diagnostics.memory import PeakMeter
 from workbench.units import format_bytes, format_seconds
 
 NUM_PROCESSES, NUM_STEPS, WARM_STEPS, ROUNDS = 2, 6, 3, 8
-WIDTH, NUM_BLOCKS, NUM_WORDS, LENGTH, BATCH = 768, 8, 4096, 128, 8
-PAIRS = (("*: data", "*: data | offload=optimizer"), ("*: data | zero=1", "*: data | zero=1 offload=optimizer"))
+NUM_BLOCKS = 8
+WIDE, LONG = (768, 4096, 128, 8), (256, 1024, 256, 16)
+"""Width, number of words, length and number of texts."""
+PAIRS = (
+    (WIDE, "*: data", "*: data | offload=optimizer"),
+    (WIDE, "*: data | zero=1", "*: data | zero=1 offload=optimizer"),
+    (LONG, "*: data", "*: data | offload=activations"),
+    (LONG, "pipeline | mb=4 gpipe", "pipeline | mb=4 gpipe offload=activations"),
+)
 SAVED = Target(0.7, at_least=True)
 _STRATEGIES = "BENCHMARK_STRATEGIES"
 
@@ -34,10 +42,11 @@ _STRATEGIES = "BENCHMARK_STRATEGIES"
 class Training:
     """A model with its optimizer; call it for one step on the same batch."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, size: Sequence[int], strategy: str) -> None:
         torch.manual_seed(0)
-        self.words = torch.randint(NUM_WORDS, (BATCH, LENGTH))
-        self.model = wb.parallelize(GPT(WIDTH, NUM_BLOCKS, NUM_WORDS, LENGTH), strategy)
+        width, num_words, length, batch = size
+        self.words = torch.randint(num_words, (batch, length))
+        self.model = wb.parallelize(GPT(width, NUM_BLOCKS, num_words, length), strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def __call__(self) -> float:
@@ -51,50 +60,57 @@ class Training:
 def work() -> None:
     """What each of the processes runs: the peak of one strategy, or the times of several; the first one hands in."""
     wb.init()
-    meter, (first, *others) = PeakMeter(current().device), json.loads(os.environ[_STRATEGIES])
-    training = Training(first)
+    size, first, *others = json.loads(os.environ[_STRATEGIES])
+    meter = PeakMeter(current().device)
+    training = Training(size, first)
     if others:
-        trainings = {first: training, **{name: Training(name) for name in others}}
+        trainings = {first: training, **{name: Training(size, name) for name in others}}
         found: dict[str, Any] = medians(interleave(trainings, ROUNDS, 1, together))
     else:
         losses = [training() for _ in range(WARM_STEPS)]
         meter.start_again()
         losses += [training() for _ in range(NUM_STEPS - WARM_STEPS)]
-        report = wb.debug.memory_report(training.model, training.optimizer)[0]
-        offloaded = report.get("offloaded", 0)
-        found = {"losses": losses, "state": report["optimizer"] + offloaded, "offloaded": offloaded}
-        found["peak"] = meter.peak_bytes()
+        peak = meter.peak_bytes()
+        with wb.debug.memory_report(training.model, training.optimizer) as report:
+            losses.append(training())
+        held = report[0]
+        found = {"losses": losses, "peak": peak, "offloaded": held.get("offloaded", 0)}
+        found |= {kind: held[kind] for kind in ("optimizer", "activations")}
     if wb.rank() == 0:
         hand_in(found)
     wb.barrier()
 
 
-def _launched(strategies: Sequence[str]) -> dict[str, Any]:
-    os.environ[_STRATEGIES] = json.dumps(strategies)
+def _launched(size: Sequence[int], *strategies: str) -> dict[str, Any]:
+    os.environ[_STRATEGIES] = json.dumps([size, *strategies])
     (found,) = launch_often("benchmarks.offload", NUM_PROCESSES, [], 1)
     return dict(found)
+
+
+def _words(size: Sequence[int]) -> str:
+    width, num_words, length, batch = size
+    number = sum(p.numel() for p in GPT(width, NUM_BLOCKS, num_words, length).parameters())
+    return f"width {width}, {number / 1e6:.0f} million parameters, {batch} texts of {length} words"
 
 
 def main() -> int:
     """Launch each strategy, and publish."""
     rows, judged = [], []
-    for plain, offloaded in PAIRS:
-        peaks, times_s = {name: _launched([name]) for name in (plain, offloaded)}, _launched([plain, offloaded])
+    for size, plain, offloaded in PAIRS:
+        peaks, times_s = {name: _launched(size, name) for name in (plain, offloaded)}, _launched(size, plain, offloaded)
         if peaks[plain]["losses"] != peaks[offloaded]["losses"]:
             raise RuntimeError(f"benchmarks.offload: {offloaded} has other losses than {plain}.")
         for name, one in peaks.items():
-            sizes = (format_bytes(one[kind]) for kind in ("peak", "state", "offloaded"))
-            rows.append([f"`{name}`", *sizes, format_seconds(times_s[name])])
-        saved, state = peaks[plain]["peak"] - peaks[offloaded]["peak"], peaks[plain]["state"]
-        words = format_bytes(saved), f"state {format_bytes(state)}"
-        judged.append(Comparison(f"bytes saved by {offloaded}", saved / state, SAVED, *words))
-    parameters = sum(p.numel() for p in GPT(WIDTH, NUM_BLOCKS, NUM_WORDS, LENGTH).parameters())
+            sizes = (format_bytes(one[kind]) for kind in ("peak", "optimizer", "activations", "offloaded"))
+            rows.append([f"`{name}`", _words(size), *sizes, format_seconds(times_s[name])])
+        saved, beside = peaks[plain]["peak"] - peaks[offloaded]["peak"], peaks[offloaded]["offloaded"]
+        words = format_bytes(saved), f"offloaded {format_bytes(beside)}"
+        judged.append(Comparison(f"bytes saved by {offloaded}, {_words(size)}", saved / beside, SAVED, *words))
     body = (
-        f"GPT, width {WIDTH}, {NUM_BLOCKS} blocks, {parameters:,} parameters, AdamW, {BATCH} texts of {LENGTH} words, "
-        f"{NUM_PROCESSES} processes, rank 0. Losses of {NUM_STEPS} steps are the same with and without. Steps of a "
-        f"pair in turns.\n\n"
+        f"A GPT of {NUM_BLOCKS} blocks, AdamW, {NUM_PROCESSES} processes, rank 0. Losses of {NUM_STEPS} steps are the "
+        "same with and without. Steps of a pair in turns.\n\n"
     )
-    body += table(["", "peak of the process", "state", "offloaded", "step"], rows)
+    body += table(["", "", "peak of the process", "state", "activations", "offloaded", "step"], rows, 2)
     return 0 if publish("offload", "What is offloaded on CPUs", body, judged) else 1
 
 

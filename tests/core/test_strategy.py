@@ -25,12 +25,36 @@ LAYERS = [
         "fc: model; head: model@1 | 1x2+1x1 mb=2 gpipe sequence",
         "conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b",
         "blocks.[4-11].attn: model:column@2; *.norm: model:row | 4x2x2 gpipe zero=1 recompute bf16",
+        "*: data | 1x2x1 zero=1 recompute=cheap offload=optimizer",
+        "*: data | offload=optimizer+activations sequence",
     ],
 )
 def test_one_line_round_trip(text):
     strategy = Strategy(text)
     assert str(strategy) == text and Strategy(str(strategy)) == strategy
     assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("offload", "did you mean 'offload=optimizer'"),
+        (
+            "offload=foo",
+            "'offload=foo' is none of .*offload=optimizer, offload=activations, offload=optimizer.activations",
+        ),
+        ("offload=optimizer+optimizer", "is none of"),
+        ("offload=optimizer offload=activations", "both offload=optimizer and offload=activations: give one"),
+    ],
+)
+def test_wrong_words_for_offload(options, words):
+    with pytest.raises(StrategyError, match=words):
+        Strategy(f"*: data | {options}")
+
+
+def test_what_is_offloaded_has_one_order():
+    assert str(Strategy("*: data | offload=activations+optimizer")) == "*: data | offload=optimizer+activations"
+    assert Strategy("*: data").with_options(offload=True).options.offload == "optimizer+activations"
 
 
 def test_a_choice_alone_means_all_layers():

@@ -7,8 +7,10 @@ import random
 import pytest
 
 from tests.training.training_runs import Setup, assert_runs_agree, on_one_device, on_ranks, rows_of
+from workbench.core.offload_kinds import CHOICES
 from workbench.core.options import SCHEDULES
 from workbench.core.strategy import Strategy
+from workbench.training.offload import activations
 
 SETUP = Setup("mixtral", "adamw", num_steps=2)
 DEGREES = ["1x2x1", "1x1x2", "2x1x1", "1x4x1", "1x2x2", "1x1x4", "2x2x1", "2x1x2", "1x4x2", "2x2x2", "2x4x1"]
@@ -30,12 +32,18 @@ def strategy_of(seed: int) -> tuple[str, int]:
     recompute = chosen.choice(["", "recompute", "recompute=cheap", "recompute=attention", "recompute=1"])
     words += [recompute]
     words += ["sequence"] if model > 1 and chosen.random() < 0.3 else []
-    words += ["offload=optimizer"] if seed % 3 == 0 else []
+    words += [f"offload={CHOICES[seed // 2 % 3]}"] if seed % 2 == 0 else []
     rows = chosen.choice([["data"], ["model"], ["data", "model"]])
     text = rows_of(SETUP.model(), " ".join(filter(None, words)), lambda: chosen.choice(rows))
     expert = chosen.choice(["; *: expert", "; *: expert", ""])
     before, _, options = text.partition(" | ")
     return f"{before}{expert} | {options}", pipeline * data * model
+
+
+@pytest.fixture(autouse=True)
+def small_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a small model saves is large enough to be offloaded."""
+    monkeypatch.setattr(activations, "MIN_BYTES", 64)
 
 
 @pytest.mark.sampled(10)

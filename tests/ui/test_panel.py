@@ -131,6 +131,9 @@ def test_options_of_the_whole_model(panel: Panel):
     assert "shards=3, but a data degree of 2" in controls.mistakes.value
     controls.undo.click()
     assert controls.shards.value == 0 and "shards" not in controls.text.value
+    controls.offload.value = "optimizer+activations"
+    assert "offload=optimizer+activations" in controls.text.value
+    controls.undo.click()
     controls.offload.value = ""
     assert "offload" not in controls.text.value
     controls.undo.click()

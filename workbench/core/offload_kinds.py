@@ -4,6 +4,8 @@ from __future__ import annotations
 
 KINDS = ("optimizer", "activations")
 """The optimizer's state; what the forward of a module keeps for its backward."""
+CHOICES = ("optimizer", "activations", "optimizer+activations")
+"""What the option says, where it is given."""
 BUCKET_BYTES = 2**24
 """The state of an optimizer comes and goes with parameters of so many bytes at a time, or with one that is larger."""
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from workbench.core.offload_kinds import KINDS as OFFLOAD_KINDS
-from workbench.core.offload_kinds import offload_kind
+from workbench.core.offload_kinds import CHOICES, offload_kind
 from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.suggest import suggest
 from workbench.errors import StrategyError
@@ -115,7 +114,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
         if option is None:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
             known += "recompute=attention, recompute=cheap, recompute=N, "
-            known += ", ".join(f"offload={kind}" for kind in (*OFFLOAD_KINDS, "+".join(OFFLOAD_KINDS))) + ", "
+            known += ", ".join(f"offload={choice}" for choice in CHOICES) + ", "
             known += "sequence, bf16, fp16"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
@@ -146,8 +145,8 @@ def _option(word: str) -> tuple[str, Any] | None:
     if blocks := re.fullmatch(rf"recompute(=({'|'.join(KINDS)}|\d+))?", word):
         return "recompute", blocks[2] or "full"
     if word.startswith("offload="):
-        kinds = offload_kind(word.removeprefix("offload="))
-        return ("offload", kinds) if kinds and set(kinds.split("+")) <= set(OFFLOAD_KINDS) else None
+        choice = offload_kind(word.removeprefix("offload="))
+        return ("offload", choice) if choice in CHOICES else None
     return (word, True) if word == "sequence" else None
 
 

@@ -10,7 +10,8 @@ Options: the degrees ``pipeline x data x model``, or for stages of different wid
 by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``shards=`` (ZeRO splits over
 groups of so many data ranks, and groups hold copies), ``recompute``
 (or ``recompute=attention``, ``recompute=cheap``, ``recompute=4`` blocks),
-``offload=optimizer`` (its state lies in the host's memory, or for CPUs in files),
+``offload=optimizer``, ``offload=activations`` or ``offload=optimizer+activations`` (the optimizer's state, what forward
+keeps for backward, or both lie in the host's memory, or for CPUs in files),
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``context=`` (so many of the data ranks take the same samples, and each a slice of their sequence),
 ``bf16`` or ``fp16``.

@@ -173,7 +173,7 @@ def combine(
         timeline_of(strategy, *times, hop_s) if with_timeline else None,
         tuple(_boxing_shares(stage, wait_s) for stage in stages),
         model.training_flops,
-        max(sum(stages[s].offloaded for s in mine) for mine in slices),
+        max(sum(stages[s].offloaded + alive[s] * stages[s].leaving for s in mine) for mine in slices),
     )
 
 

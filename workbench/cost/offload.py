@@ -22,6 +22,12 @@ def offloads(setting: StageSettings, kind: str) -> bool:
     return kind in setting.offload.split("+")
 
 
+def copies_s(num_bytes: float, beside_s: float, setting: StageSettings) -> float:
+    """Seconds that copies add to work of ``beside_s`` seconds: a GPU copies beside its work, a CPU does both."""
+    seconds = num_bytes / offload_bytes_per_s(setting)
+    return seconds if setting.hardware.exchanges_on_cores else max(0.0, seconds - beside_s)
+
+
 def state_here_bytes(
     state_bytes: float, parameter_bytes: Sequence[float], setting: StageSettings
 ) -> tuple[float, float]:

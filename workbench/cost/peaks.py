@@ -15,6 +15,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.weight_splits import TABLE
 from workbench.cost.buckets import UNDER_WAY, bucket_bytes
 from workbench.cost.layers import LayerPrice
+from workbench.cost.offload import offloads
 from workbench.cost.stage_settings import StageSettings
 
 SMALL_UNIT_BYTES, LARGEST_UNIT = 2**20, 4
@@ -89,6 +90,7 @@ def _activations(
 ) -> list[tuple[int, bool, float]]:
     """(row, whether in its own function or in those after it, bytes) through a stage."""
     found, kept = [], 0.0
+    is_offloaded, before, stays = offloads(setting, "activations"), 0.0, 0.0
     block, of_block = None, 0.0
     kind, has_blocks = setting.recompute_kind, any_block(blocks)
     is_full = kind not in ("", "scores")
@@ -110,8 +112,13 @@ def _activations(
             kept += price.kept_behind_block_bytes
         else:
             kept += price.kept_bytes
+        if is_offloaded:  # what backward works on, what comes or goes beside it, and what never goes
+            own = kept - (results if is_full and (blocks[i] >= 0 or not has_blocks) else 0.0)
+            stays += kept - own
+            before, kept = own, before + own + stays
         found.append((row, False, kept + again + price.passing_after_bytes))
         found.append((row, True, kept + again - price.kept_after_bytes + price.passing_bytes))
+        kept = 0.0 if is_offloaded else kept
     return found
 
 

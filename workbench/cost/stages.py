@@ -14,7 +14,7 @@ from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
-from workbench.cost.offload import offloads, state_here_bytes
+from workbench.cost.offload import copies_s, offloads, state_here_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings
 
@@ -40,6 +40,7 @@ class StagePrice:
         operands_bytes: further activations of a micro-batch whose gradients of weights are postponed: what recomputed
             layers read for them.
         offloaded: bytes that it holds beside the device, instead of these.
+        leaving: activations beside the device, per live micro-batch.
         peaks: memory at the fullest moments of a backward.
     """
 
@@ -64,6 +65,7 @@ class StagePrice:
     apart: float = 0.0
     offloaded: float = 0.0
     operands_bytes: float = 0.0
+    leaving: float = 0.0
 
 
 def prices_of(
@@ -160,18 +162,24 @@ def _added_up(
         sizes = [size * part for size in _tensors(model, updated, prices)]
         optimizer, updating = state_here_bytes(offloaded, sizes, setting)
         peaks = peaks._replace(update_bytes=peaks.update_bytes + updating)
+    backward = input_s + boxing_back + again.compute_s + again.boxing_s + weight_s
+    leaving = 0.0
+    if offloads(setting, "activations"):  # not those of a loss, which is computed behind the module
+        of_loss = prices[-1].kept_after_bytes if len(model.rows) - 1 in mine else 0.0
+        leaving = max(0.0, again.kept_bytes - again.results_bytes - of_loss)
+    waits = copies_s(leaving, forward + boxing, setting), copies_s(leaving, backward, setting)
     return StagePrice(
-        forward + boxing,
-        input_s + boxing_back + again.compute_s + again.boxing_s,
+        forward + boxing + waits[0],
+        input_s + boxing_back + again.compute_s + again.boxing_s + waits[1],
         weight_s,
-        forward + input_s + weight_s + again.compute_s,
+        forward + input_s + weight_s + again.compute_s + sum(waits),
         boxing + boxing_back + again.boxing_s,
         sum(prices[i].boxed_bytes for i in mine) + again.boxed_bytes,
         weights,
         parameters,
         gradients,
         optimizer,
-        again.kept_bytes,
+        again.kept_bytes - leaving,
         peaks,
         shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
@@ -182,6 +190,7 @@ def _added_up(
         apart,
         offloaded,
         again.operands_bytes,
+        leaving,
     )
 
 
@@ -235,8 +244,8 @@ def recomputed_blocks(model: ModelCosts, recompute: str = "full") -> Sequence[in
 
 
 class Recomputation(NamedTuple):
-    """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, bytes kept before it, and
-    further bytes kept after it for the gradients of weights.
+    """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, bytes kept before it, further
+    bytes kept after it for the gradients of weights, and of those before it, results that blocks do not compute again.
     """
 
     compute_s: float
@@ -244,6 +253,7 @@ class Recomputation(NamedTuple):
     boxed_bytes: float
     kept_bytes: float
     operands_bytes: float = 0.0
+    results_bytes: float = 0.0
 
 
 def _recomputed(
@@ -262,6 +272,7 @@ def _recomputed(
     kept += sum(prices[i].kept_behind_block_bytes - prices[i].kept_bytes for i in behind)
     begun: set[int] = set()
     operands = 0.0
+    results = sum(prices[i].kept_results_bytes(kind) for i in inside)
     for i in inside:
         kept -= prices[i].kept_bytes
         own = prices[i].kept_bytes - prices[i].kept_after_bytes
@@ -272,12 +283,13 @@ def _recomputed(
             kept += prices[i].input_bytes
             own -= min(own, prices[i].input_bytes)
         begun.add(blocks[i])
-        kept += prices[i].kept_results_bytes(kind)
         operands += own
+    kept += results
     return Recomputation(
         sum(prices[i].again_s(kind) for i in inside),
         sum(prices[i].boxing_forward_s for i in inside),
         sum(prices[i].boxed_forward_bytes for i in inside),
         kept,
         operands,
+        results,
     )

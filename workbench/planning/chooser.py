@@ -50,6 +50,8 @@ class Rates(NamedTuple):
     kept: float = 0.0
 
 
+_OFFLOADED_PART = 1 / 16
+"""The part of a micro-batch that the search takes to be on the device where activations are offloaded."""
 FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE = Mode(), Mode(ONLY), Mode(ONLY, is_whole=True)
 
 
@@ -92,11 +94,13 @@ class Chooser:
         return self._lists_of_units[key]
 
     def live(self, candidate: Candidate) -> list[float]:
-        """For every stage, the largest number of micro-batches whose activations are alive."""
+        """For every stage, the largest number of micro-batches whose activations are alive on the device."""
         options = candidate.options
-        key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages)
+        key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages, options.offload)
         if key not in self._alive:
-            self._alive[key] = live_micro_batches(self.shape_of(candidate))
+            is_offloaded = "activations" in options.offload
+            alive = live_micro_batches(self.shape_of(candidate))
+            self._alive[key] = [_OFFLOADED_PART for _ in alive] if is_offloaded else alive
         return self._alive[key]
 
     def shape_of(self, candidate: Candidate) -> ResolvedStrategy:

@@ -132,10 +132,10 @@ def _fixes(problem: Problem, run: Run) -> str:
     if problem.optimizer != "sgd" and _fits(replace(problem, optimizer="sgd"), run):
         fixes.append("optimizer='sgd'")
     constraints = problem.constraints
-    if constraints.offload is None and _fits(
-        replace(problem, constraints=replace(constraints, offload="optimizer")), run
-    ):
-        fixes.append("offload='optimizer'")
+    for offload in ("optimizer", "optimizer+activations") if constraints.offload is None else ():
+        if _fits(replace(problem, constraints=replace(constraints, offload=offload)), run):
+            fixes.append(f"offload={offload!r}")
+            break
     if not fixes:
         tried = f"up to {MAX_RANK_FACTOR} times the ranks, 16 bits, another optimizer, offload"
         return f"A short look found nothing that makes it fit: {tried}."

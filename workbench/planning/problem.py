@@ -10,8 +10,7 @@ from numbers import Integral, Real
 
 from workbench.core.expert_rows import fitting_ranks, number_in_list, over_data
 from workbench.core.model_costs import LayerCost, ModelCosts
-from workbench.core.offload_kinds import KINDS as OFFLOAD_KINDS
-from workbench.core.offload_kinds import offload_kind
+from workbench.core.offload_kinds import CHOICES, offload_kind
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
 from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.rows import Layer, Row
@@ -60,7 +59,8 @@ class Constraints:
             the fewest seconds.
         shards: as in strategies, 0 for all data ranks; None: those, and under ZeRO 3 the ranks of a host.
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
-        offload: as in strategies ("optimizer"), "" for nothing; None: nothing, which is fastest where it fits.
+        offload: as in strategies ("optimizer", "activations", "optimizer+activations"), "" for nothing; None: nothing,
+            which is fastest where it fits.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
     """
@@ -142,7 +142,7 @@ class Problem:
         self._refuse_unknown("zero", range(4), self.constraints.values("zero"))
         kinds = [recompute_kind(value) for value in self.constraints.values("recompute")]
         offloads = [offload_kind(value) for value in self.constraints.values("offload")]
-        self._refuse_unknown("offload", ["", *OFFLOAD_KINDS, "+".join(OFFLOAD_KINDS)], offloads)
+        self._refuse_unknown("offload", ["", *CHOICES], offloads)
         self._refuse_unknown("recompute", ("", *KINDS), [kind for kind in kinds if not kind.isdecimal()])
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:

@@ -170,8 +170,8 @@ def plan(
         compile: the step is compiled (``wb.capture``): functions between two products are one program.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, False, "attention",
-            "cheap" or a number of blocks), ``offload=`` ("optimizer", "" for nothing, or both to let the search
-            choose), ``sequence=`` (True or False), ``layers="head: data@1"``,
+            "cheap" or a number of blocks), ``offload=`` ("optimizer", "activations", "optimizer+activations", ""
+            for nothing, or several to let the search choose), ``sequence=`` (True or False), ``layers="head: data@1"``,
             and ``heads=``, numbers that the model degree must divide, for a model that does not name its heads.
 
     Raises:

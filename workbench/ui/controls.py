@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
-from workbench.core.offload_kinds import KINDS
+from workbench.core.offload_kinds import CHOICES
 from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
@@ -39,7 +39,7 @@ _OPTION_TIPS = {
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
     "precision": "fp32, or autocast to 16 bits",
 }
-_OFFLOAD = (("none", ""), *((kind, kind) for kind in KINDS), *([("both", "+".join(KINDS))] if len(KINDS) > 1 else []))
+_OFFLOAD = (("none", ""), *((choice if "+" not in choice else "both", choice) for choice in CHOICES))
 _RECOMPUTE = (("none", ""), ("cheap", "cheap"), ("attention", "attention"), ("full", "full"))
 
 

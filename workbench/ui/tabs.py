@@ -35,7 +35,7 @@ TERMS = {
     "attention, keys and values of the others pass by.",
     "recompute": "Blocks run forward a second time during backward instead of keeping their activations.",
     "offload": "What lies in the host's memory, or for CPUs in files on a disk, and comes to the device where it is "
-    "needed: the optimizer's state for each update.",
+    "needed: the optimizer's state for each update, activations for backward.",
     "sequence": "Between layers that are split by model, activations are split along the sequence (dimension 1) "
     "instead of being copied. Norms then take less memory.",
     "links": "How many bytes per second two ranks exchange, inside a host and between hosts.",

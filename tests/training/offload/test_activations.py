@@ -29,6 +29,7 @@ CASES = [
     ("gpt2", "data", "2x1x1 mb=4 gpipe recompute", 2),
     ("mlp", "data", "2x1x1 mb=4 zero_bubble", 2),
     ("mlp", "data", "2x1x1 mb=4 interleaved", 2),
+    ("mlp", "data", "2x1x1 mb=4 zero_bubble_v", 2),
     ("llama", "data", "1x2x1 zero=1 offload=optimizer", 2),
 ]
 
@@ -155,6 +156,22 @@ def test_nothing_outlives_a_graph_that_is_dropped(least, monkeypatch):
         return alive() is None
 
     assert run_ranks(program, 1) == [True]
+
+
+def test_large_weights_accumulate_as_without_it():
+    """In place, behind the first micro-batch, which rounds otherwise than adding a gradient."""
+    built = nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Linear(1024, 1024))
+    x, y = torch.randn(32, 32), torch.randn(32, 1024)
+
+    def program(strategy):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        wb.forward_backward(model, F.mse_loss, x, y)
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    found, without = (
+        run_ranks(lambda s=s: program(s), 1)[0] for s in ("*: data | mb=4 offload=activations", "*: data | mb=4")
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, without, strict=True))
 
 
 def test_a_graph_that_is_kept_is_used_again():

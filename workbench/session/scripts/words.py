@@ -42,6 +42,8 @@ _OPTIONS = {
     "recompute=attention": "blocks run again in backward, without their products with weights",
     r"recompute=(\d+)": "{0} blocks keep their inputs only, and run again in backward",
     "offload=optimizer": "the optimizer's state lies in host memory (on CPUs in files) between updates",
+    "offload=activations": "what forward keeps for backward lies in host memory (on CPUs in files) meanwhile",
+    r"offload=optimizer\+activations": "the optimizer's state and activations lie in host memory (on CPUs in files)",
     "sequence": "between model-parallel layers, each model rank holds a slice of the sequence",
     "bf16": "forward computes in bfloat16, by autocast",
     "fp16": "forward computes in float16, by autocast; small gradients need torch.amp.GradScaler",
