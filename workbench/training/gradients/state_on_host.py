@@ -250,7 +250,7 @@ def bring_back(optimizer: Optimizer) -> None:
     state = optimizer.state
     with torch.no_grad(), local_torch():
         for parameter, values in state.items():
-            for key, value in values.items():
+            for key, value in values.items() if isinstance(values, dict) else ():
                 if type(value) is torch.Tensor and value.numel() and is_offloaded(value):
                     values[key] = value.to(parameter.device, copy=True)
     if isinstance(state, WaitingState):
