@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
 from tests.checked_device import DEVICE, counted
-from tests.checked_device.test_training import mlp, own_step, scheduled_step
+from tests.checked_device.test_training import X, Y, mlp, own_step, scheduled_step
 from workbench.testing import run_ranks
 from workbench.training.gradients import state_on_host
 from workbench.training.offload import activations, device_copies
@@ -80,6 +81,27 @@ def test_the_numbers_are_those_without_it_and_nothing_waits(strategy, kinds):
     for _, places, counts in found:
         assert places == {"optimizer" in kinds}
         assert not counts.waits, counts
+
+
+def test_a_scaler_skips_and_takes_steps():
+    """Gradients in 16 bits: torch's scaler reads one number of the device, and the fused step unscales."""
+    built = mlp()
+
+    def program(strategy):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer, scaler = OPTIMIZERS["adamw"](model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        for _ in range(30):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(X).float(), Y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights = [p.full_tensor() for p in model.parameters()]
+        return [v.detach().cpu().clone() for v in (*weights, *tensors_of(optimizer))], scaler.get_scale()
+
+    found = run_ranks(lambda: program("*: data | fp16 offload=optimizer"), device=DEVICE)
+    assert same(found, run_ranks(lambda: program("*: data | fp16"), device=DEVICE))
+    assert found[0][1] < 2.0**40
+    assert len(found[0][0]) == 3 * len(list(built.parameters())), "some steps were taken"
 
 
 def test_activations_go_and_come(monkeypatch):

@@ -75,6 +75,15 @@ def test_too_much_memory_is_said_in_numbers():
     assert memory.count("value limit") == 2, "the two ranks of the first stage"
 
 
+def test_what_is_offloaded_is_said_beside_it():
+    estimate = make_estimate(offloaded_bytes=30e6)
+    memory = section(predictions_html(Prediction(estimate, resolved(), limit_bytes=150e6)), "memory")
+    assert "50.0 MB too much, 30.0 MB offloaded" in memory
+    memory = section(predictions_html(Prediction(estimate, resolved(), limit_bytes=400e6)), "memory")
+    assert "30.0 MB offloaded" in memory and "too much" not in memory
+    assert "offloaded" not in predictions_html(Prediction(make_estimate(), resolved()))
+
+
 def test_a_limit_far_away_is_named_at_the_edge():
     memory = section(predictions_html(Prediction(make_estimate(), resolved(), limit_bytes=80e9)), "memory")
     assert "limit 80.0 GB \u2192" in memory and '<line class="limit"' not in memory

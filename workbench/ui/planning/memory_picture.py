@@ -44,6 +44,9 @@ def memory_html(estimate: Estimate, resolved: ResolvedStrategy, limit_bytes: flo
     else:
         title, height, parts = "Predicted peak memory", *_cells(stages, peak, limit_bytes)
         detail = detail or (f"of {format_bytes(limit_bytes)}" if limit_bytes is not None else "")
+    if estimate.offloaded_bytes:
+        beside = f"{format_bytes(estimate.offloaded_bytes)} offloaded"
+        detail, summary = f"{detail}, {beside}" if detail else beside, f"{summary}, {beside} beside it"
     css = "memory over" if too_much else "memory"
     picture = panel_svg.svg(WIDTH, height, summary, *parts)
     return panel_svg.section(title, detail, picture, panel_svg.legend(legend), css=css)
