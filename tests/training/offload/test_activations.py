@@ -74,7 +74,7 @@ def test_one_device():
     assert_trains_like_one_device(Setup("llama", num_steps=2), "data", "1x2x1 mb=2 offload=activations", 2)
 
 
-class Halves(nn.Module):
+class TwoParts(nn.Module):
     """Two functions save views of what a layer makes, and two others save it."""
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Halves(nn.Module):
 
 
 def test_views_are_stored_once_and_weights_never(stored):
-    built, x = Halves(), torch.randn(10, 16)
+    built, x = TwoParts(), torch.randn(10, 16)
 
     def program():
         model = wb.parallelize(copy.deepcopy(built), "*: data | offload=activations")
@@ -158,7 +158,7 @@ def test_nothing_outlives_a_graph_that_is_dropped(least, monkeypatch):
     assert run_ranks(program, 1) == [True]
 
 
-def test_large_weights_accumulate_as_without_it():
+def test_gradient_accumulation_fusion_is_as_without_it():
     """In place, behind the first micro-batch, which rounds otherwise than adding a gradient."""
     built = nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Linear(1024, 1024))
     x, y = torch.randn(32, 32), torch.randn(32, 1024)
@@ -175,7 +175,7 @@ def test_large_weights_accumulate_as_without_it():
 
 
 def test_a_graph_that_is_kept_is_used_again():
-    built, x = Halves(), torch.randn(10, 16)
+    built, x = TwoParts(), torch.randn(10, 16)
 
     def program():
         model = wb.parallelize(copy.deepcopy(built), "*: data | offload=activations")
