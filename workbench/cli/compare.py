@@ -48,9 +48,10 @@ def load_job(path: Path) -> Job:
 
 
 def dataset_of(module: ModuleType) -> Any:
-    """The file's data set; calls it if it is a function."""
-    dataset = module.dataset
-    return dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
+    """The file's data set; calls it if it is a function or a class."""
+    from workbench.session.scripts.sources import makes_dataset
+
+    return module.dataset() if makes_dataset(module.dataset) else module.dataset
 
 
 def run_file(path: Path) -> ModuleType:

@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from workbench.core.intervals import Interval, common, total, united, without
 from workbench.core.json_record import JsonRecord
@@ -216,8 +217,8 @@ class Profile:
 
 
 def _link(file: Path) -> str:
-    name = html.escape(str(file))
-    return f'<a href="{name}" download>{name}</a>'
+    """A name may have characters that mean something in an address, such as ``#``."""
+    return f'<a href="{quote(file.as_posix())}" download>{html.escape(str(file))}</a>'
 
 
 __all__ = [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from workbench.tensors import patch_table as patches
 from workbench.tensors.world import World, thread_world
+from workbench.transport.threads import ThreadHub, ThreadTransport
 
 
 class Simulated:
@@ -21,3 +24,8 @@ class Simulated:
     def __exit__(self, *exc: object) -> None:
         patches.remove()
         thread_world.world = self.previous
+
+
+def world_of_one(device: torch.device) -> World:
+    """A world whose only rank is this one: what runs in it has the layouts and random numbers of a strategy."""
+    return World(0, 1, device, ThreadTransport(ThreadHub(1), 0, device))

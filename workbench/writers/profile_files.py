@@ -25,7 +25,7 @@ def fill(
     profile.notes = _notes(parts, device_type, more_steps)
     try:
         if path is not None:
-            _write(profile, parts, Path(path))
+            _write(profile, parts, Path(path).expanduser())
     except OSError as error:
         profile.path, profile.size_bytes = None, 0
         profile.notes += (f"{path} was not written: {error}",)

@@ -71,6 +71,38 @@ def fixed_heads() -> nn.Module:
     return Transformer(num_heads=4)
 
 
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A data set that is made without arguments."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return vectors[0][index], vectors[1][index]
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+
+def table() -> dict[str, torch.Tensor]:
+    """A data set of named columns."""
+    return {"x": vectors[0], "labels": vectors[1]}
+
+
+def count(inputs: torch.Tensor, targets: torch.Tensor) -> int:
+    return int((targets != 0).sum())
+
+
 def optimizer_fn(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 

@@ -17,6 +17,7 @@ import workbench as wb
 from tests.session.scripts.jobs import (
     BATCH_SIZE,
     NUM_STEPS,
+    count,
     fixed_heads,
     fused,
     mean_over_words,
@@ -183,12 +184,33 @@ def test_layers_of_other_kinds_and_shared_weights_are_refused() -> None:
 def test_a_model_with_its_own_loss_takes_the_batch() -> None:
     data = {"ids": texts[0], "labels": texts[1]}
     text = wb.planner.script("*: data", 2, transformer, data, batch_size=8, library="torch")
-    assert "output = model(**batch)\n" in text and "loss = output.loss" in text
+    assert "output = model(**batch)\n" in text and 'loss = output["loss"] if isinstance(output, dict)' in text
     assert "wb.forward_backward(model, inputs=batch)" in wb.planner.script(
         "*: data", 2, transformer, data, batch_size=8
     )
     with pytest.raises(RunError, match="Give a data set of tuples"):
         wb.planner.script("*: data", 2, transformer, data, F.cross_entropy, batch_size=8, library="torch")
+
+
+def test_a_class_is_called_for_its_data_set() -> None:
+    home = "tests.session.scripts.jobs"
+    texts = [
+        wb.planner.script("*: data", 2, mlp, f"{home}:{name}", F.cross_entropy, batch_size=8, library=library)
+        for name in ("Pairs", "table")
+        for library in ("workbench", "torch")
+        if (name, library) != ("table", "torch")
+    ]
+    assert all(text.count("dataset()") == 1 for text in texts)
+
+
+def test_what_torch_has_no_loop_for() -> None:
+    with pytest.raises(StrategyError, match="count: ranks average their losses, however many terms"):
+        wb.planner.script("*: data", 2, mlp, vectors, F.cross_entropy, count=count, batch_size=8, library="torch")
+    alone = wb.planner.script("*: data", 1, mlp, vectors, F.cross_entropy, count=count, batch_size=8, library="torch")
+    assert "count" not in alone
+    nested = (vectors[0], {"classes": vectors[1]})
+    with pytest.raises(RunError, match=r"a batch has a dict in it.*tuples or dicts of tensors"):
+        wb.planner.script("*: data", 2, mlp, nested, F.cross_entropy, batch_size=8, library="torch")
 
 
 def test_mistakes_in_the_arguments() -> None:

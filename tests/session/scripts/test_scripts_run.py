@@ -13,9 +13,26 @@ import pytest
 
 import workbench as wb
 from tests.docs.pages import ROOT
-from tests.session.scripts.jobs import NUM_STEPS, fixed_heads, fused, losses_of_one_device, mlp, transformer, words_of
+from tests.session.scripts.jobs import (
+    BATCH_SIZE,
+    NUM_STEPS,
+    OwnLoss,
+    Pairs,
+    fixed_heads,
+    fused,
+    losses_of_one_device,
+    mean_over_words,
+    mlp,
+    table,
+    transformer,
+    with_dropout,
+    words_of,
+)
 from tests.timeouts import PROGRAM_TIMEOUT_S
 from tests.warm import executable
+from workbench.testing import run_ranks
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_one_device
 
 SPLIT = "*: data; blocks: model; words: model:row; head: model:column"
 CASES: list[tuple[str, int, Callable[[], Any]]] = [
@@ -34,13 +51,17 @@ CASES: list[tuple[str, int, Callable[[], Any]]] = [
 ]
 
 
-def losses_printed(text: str, num_ranks: int, folder: Path) -> list[float]:
-    (folder / "script.py").write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [executable(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "script.py"],
+def torchrun(name: str, num_ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [executable(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", name],
         capture_output=True, text=True, cwd=folder, timeout=PROGRAM_TIMEOUT_S, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def losses_printed(text: str, num_ranks: int, folder: Path) -> list[float]:
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    done = torchrun("script.py", num_ranks, folder)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
 
@@ -71,6 +92,32 @@ def test_a_script_of_the_workbench_goes_on_from_its_checkpoint(tmp_path: Path) -
     assert losses_printed(text, num_ranks, tmp_path) == pytest.approx(right, rel=1e-5)
     longer = text.replace(f"STEPS = {NUM_STEPS}", f"STEPS = {NUM_STEPS + 1}")
     assert losses_printed(longer, num_ranks, tmp_path) == pytest.approx([further], rel=1e-5)
+
+
+def losses_of_the_comparison(make: Callable[[], Any], dataset: Any, loss_fn: Any) -> list[float]:
+    def program() -> list[float]:
+        return run_one_device(Job(make, dataset, loss_fn, None, BATCH_SIZE, NUM_STEPS)).losses
+
+    return run_ranks(program, 1)[0]
+
+
+@pytest.mark.procs
+def test_dropout_is_that_of_the_comparison(tmp_path: Path) -> None:
+    text = wb.planner.script("*: data", 2, with_dropout, Pairs, mean_over_words, batch_size=BATCH_SIZE, steps=NUM_STEPS)
+    right = losses_of_the_comparison(with_dropout, Pairs(), mean_over_words)
+    assert losses_printed(text, 2, tmp_path) == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.procs
+def test_a_dict_of_arrays_is_loaded_once_for_torch(tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"batch_size": BATCH_SIZE, "steps": NUM_STEPS}
+    text = wb.planner.script("*: data", 2, OwnLoss, table, library="torch", **numbers)
+    right = losses_of_the_comparison(OwnLoss, table(), None)
+    assert losses_printed(text, 2, tmp_path) == pytest.approx(right, rel=1e-5)
+    assert text.count("dataset()") == 1
+    (tmp_path / "few.py").write_text(text.replace("BATCH_SIZE = 8 ", "BATCH_SIZE = 80 "))
+    done = torchrun("few.py", 2, tmp_path)
+    assert done.returncode != 0 and "BATCH_SIZE is 80, of 24 samples" in done.stderr
 
 
 @pytest.mark.procs

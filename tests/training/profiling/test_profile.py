@@ -302,3 +302,19 @@ def test_lanes_do_not_overlap():
         own = [interval for interval, number in zip(intervals, found, strict=True) if number == lane]
         assert all(one[1] <= other[0] for one, other in pairwise(own))
     assert len(set(found)) == 3
+
+
+def test_names_of_files_that_an_address_does_not_take_and_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def program():
+        step = make_step("*: data | 1x2x1")
+        with wb.debug.profile("~/my #1 run.json") as profile:
+            for _ in range(8):
+                step(X, Y)
+        return profile
+
+    [profile, _] = run_ranks(program, 2)
+    assert profile.path == tmp_path / "my #1 run.json" and profile.path.is_file()
+    assert "/my%20%231%20run.json" in profile._repr_html_() and ">" + str(profile.path) in profile._repr_html_()
+    assert "all time outside of exchanges is compute" in str(profile)

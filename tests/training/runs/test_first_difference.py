@@ -49,6 +49,36 @@ def test_a_right_model_has_no_difference_beyond_rounding(name):
         assert found.num_compared >= 10 and found.num_same_bytes > 0, (case, str(found))
 
 
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_random_numbers_are_no_difference_and_go_on_after_it(precision):
+    """Plain torch draws other ones than a strategy, so one device is then a world of one rank."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4))
+    torch.manual_seed(7)
+    further = torch.rand(3)
+    torch.manual_seed(7)
+    for found in differences(model, [[f"*: data | mb=2 {precision}"], [f"*: model | 1x1x2 {precision}"]]):
+        assert not found and found.num_compared >= 14, str(found)
+    assert torch.equal(torch.rand(3), further)
+
+
+class DrawsByRank(nn.Module):
+    """Its dropout is not that of one device: each rank draws from a generator that it has seeded."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        own = torch.Generator().manual_seed(wb.rank() + wb.world_size())
+        keep = torch.rand(8, generator=own) < 0.5
+        return F.dropout(self.b(self.a(x) * keep), 0.1)
+
+
+def test_a_mistake_beside_random_numbers_is_found():
+    [found] = differences(DrawsByRank(), [["*: data"]])
+    assert (found.layer, found.function) == ("", "mul"), str(found)
+
+
 @wb.register_rule("b d -> b d")  # wrong: it takes columns apart
 def shares(x):
     """Each value over the sum of its row."""

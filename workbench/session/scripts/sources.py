@@ -76,13 +76,17 @@ class Source:
     @property
     def is_called(self) -> bool:
         """Whether a data set is a function that returns it."""
-        return self.module is None or (callable(self.value) and not hasattr(self.value, "__getitem__"))
+        return self.module is None or makes_dataset(self.value)
 
     @property
     def samples(self) -> Any:
         """The data set; None if it is not known."""
-        is_function = callable(self.value) and not hasattr(self.value, "__getitem__")
-        return self.value() if is_function else self.value
+        return self.value() if makes_dataset(self.value) else self.value
+
+
+def makes_dataset(value: Any) -> bool:
+    """Whether a value is no data set, but a function or a class that makes one when it is called."""
+    return callable(value) and (isinstance(value, type) or not hasattr(value, "__getitem__"))
 
 
 def _load(role: str, given: str, module: str, name: str) -> Any:

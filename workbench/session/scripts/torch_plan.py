@@ -119,6 +119,8 @@ def _of_options(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield option, why
     if options.zero > 1 and data == 1:
         yield f"zero={options.zero}", "there is 1 data rank; fully_shard shards over data ranks"
+    if "count" in recipe.sources and data > 1:
+        yield "count", "ranks average their losses, however many terms each of them has"
     if recipe.batch_size % data:
         yield (
             f"{data} data ranks",

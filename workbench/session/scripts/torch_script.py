@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workbench.errors import RunError
 from workbench.session.scripts.recipe import Recipe
 from workbench.session.scripts.sources import imports_of
@@ -24,8 +26,10 @@ from typing import Any
 _TRAIN = """\
 def batches(part: int, num_parts: int) -> Iterator[Any]:
     \"\"\"One part of each batch, epoch after epoch, in the order of the workbench.\"\"\"
-    samples = {samples}
+{samples}
     generator = torch.Generator().manual_seed(SEED)
+    if len(samples) < BATCH_SIZE:
+        raise ValueError(f"BATCH_SIZE is {BATCH_SIZE}, of {len(samples)} samples")
     while True:
         order = torch.randperm(len(samples), generator=generator)
         # Gradients are averaged over ranks, so parts are equal: the rest is left out.
@@ -63,6 +67,7 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 """
+_OWN_LOSS = 'loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)'
 _FOREACH = """\
     for group in optimizer.param_groups:
         group["foreach"] = False  # split and whole parameters cannot share a launch
@@ -78,9 +83,11 @@ def torch_script(recipe: Recipe) -> str:
 
     Raises:
         StrategyError: the strategy has parts without an equivalent in torch.
-        RunError: batches are dicts, and the loss is a function of their entries.
+        RunError: batches are dicts, and the loss is a function of their entries; or an entry is no tensor.
     """
     plan = torch_plan(recipe)
+    _check_batch(recipe)
+    recipe = replace(recipe, sources={role: source for role, source in recipe.sources.items() if role != "count"})
     if recipe.is_dict and "loss_fn" in recipe.sources:
         raise RunError(
             'script(library="torch"): batches are dicts, and loss_fn takes one of their entries. Give a data set of '
@@ -97,6 +104,20 @@ def torch_script(recipe: Recipe) -> str:
         "\n\n".join(block for block in blocks if block)
         + f"\n\n\n{_parallelize(recipe, plan)}\n\n{_train(recipe, plan)}"
     )
+
+
+def _check_batch(recipe: Recipe) -> None:
+    batch = recipe.first_samples
+    if batch is None:
+        return
+    entries = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, dict) else [batch]
+    others = sorted({type(entry).__name__ for entry in entries if not hasattr(entry, "to")})
+    if others or not isinstance(batch, (tuple, list, dict)):
+        found = f"has a {', a '.join(others)} in it" if others else f"is a {type(batch).__name__}"
+        raise RunError(
+            f'script(library="torch"): a batch {found}; the script moves the entries of a tuple or a dict to a device, '
+            "so they are tensors. Give a data set whose samples are tuples or dicts of tensors or numbers."
+        )
 
 
 _MODEL_NOTE = """
@@ -211,29 +232,27 @@ def _train(recipe: Recipe, plan: TorchPlan) -> str:
 
 
 def _samples(recipe: Recipe) -> str:
-    """The data set as one that torch's loader reads."""
+    """The lines that make the data set one that torch's loader reads."""
+    name = recipe.dataset_text
     if isinstance(recipe.samples, tuple):
-        return f"TensorDataset(*map(torch.as_tensor, {recipe.dataset_text}))"
+        return f"    samples = TensorDataset(*map(torch.as_tensor, {name}))"
     if isinstance(recipe.samples, dict):
-        name = recipe.dataset_text
-        return f"[dict(zip({name}, row)) for row in zip(*{name}.values())]"
-    return recipe.dataset_text
+        rows = "samples = [dict(zip(columns, row)) for row in zip(*columns.values())]"
+        return f"    columns = {name}\n    {rows}"
+    return f"    samples = {name}"
 
 
 def _forward(recipe: Recipe) -> str:
     """The lines that move a batch to the device and compute its loss."""
     if recipe.is_dict:
         move, call = "batch = {name: values.to(device) for name, values in batch.items()}", "model(**batch)"
-        result = "loss = model(**batch).loss"
     elif "loss_fn" in recipe.sources:
         move, call = "*inputs, targets = (values.to(device) for values in batch)", "model(*inputs)"
-        result = "loss = loss_fn(output, targets)"
     else:
         move, call = "inputs = [values.to(device) for values in batch]", "model(*inputs)"
-        result = "loss = output"
     is_bf16 = recipe.strategy.options.precision == "bf16"
     forward = [f"output = {call}"]
     if is_bf16:
         forward = ["with torch.autocast(device.type, torch.bfloat16):", f"    output = {call}"]
-    result = result.replace(call, "output")
+    result = "loss = loss_fn(output, targets)" if "loss_fn" in recipe.sources else _OWN_LOSS
     return "\n".join(f"        {line}" for line in (move, *forward, result))

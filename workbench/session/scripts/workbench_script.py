@@ -15,6 +15,7 @@ def main() -> None:
     torch.manual_seed(SEED)  # the same weights on every rank
     model = wb.parallelize(model_fn(), STRATEGY)
     optimizer = {optimizer}
+    torch.manual_seed(SEED)  # of dropout, which wb.compare seeds alike
     # Each rank reads the samples that it needs, in an order that is the same everywhere.
     loader = wb.GlobalDataLoader(
         {dataset},

@@ -24,7 +24,7 @@ from workbench.core.sbp import Sbp, broadcast, partial_sum, split
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
-from workbench.tensors.simulated import Simulated
+from workbench.tensors.simulated import Simulated, world_of_one
 from workbench.tensors.world import World, current
 from workbench.training.costs.offload_time import time_offload
 from workbench.training.costs.stopwatch import Stopwatch
@@ -32,7 +32,6 @@ from workbench.training.costs.times import DTYPES, ExchangeTime, FunctionTime, P
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import forward_backward
-from workbench.transport.threads import ThreadHub, ThreadTransport
 
 PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (512, 512, 512), (256, 1024, 512),
             (64, 256, 1024), (1024, 64, 256), (16, 1024, 1024), (32, 1536, 1536), (128, 1024, 1024))  # fmt: skip
@@ -269,7 +268,7 @@ def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
 
     Every rank trains its own, without exchanges.
     """
-    alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0, watch.world.device))
+    alone = world_of_one(watch.world.device)
     alone.context.generator = torch.Generator().manual_seed(0)
     steps = [_tiny_step(alone, depth) for depth in _DEPTHS]
     with Simulated(alone):

@@ -50,10 +50,10 @@ class Recording:
     def notes(self) -> tuple[str, ...]:
         """What a reader should know."""
         if self._torch is None:
-            return (
-                "simulated ranks share a process: without torch's profiler, all time outside of exchanges is compute",
-            )
-        return (self._torch.problem,) if self._torch.problem else ()
+            problem = "simulated ranks share a process, where torch's profiler does not tell them apart"
+        else:
+            problem = self._torch.problem
+        return (f"{problem}: all time outside of exchanges is compute",) if problem else ()
 
     def start(self) -> None:
         """Start what records. That takes time, so that the step in which it happens is better not one of the steps."""

@@ -27,11 +27,9 @@ from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
-from workbench.training.parallel import parallelize
-from workbench.training.pipelining.step import train_micro_batches
-from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
-from workbench.training.runs.recorded_values import LOSS, RecordedValue, ValueName, ValueRecorder
+from workbench.training.runs.exact_dtypes import KeepsFloat64
+from workbench.training.runs.recorded_steps import values_in_plain_torch, values_on_one_rank, values_under
+from workbench.training.runs.recorded_values import LOSS, RecordedValue, ValueName
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart, perturb, precision_of
 from workbench.training.strategies.state import describe
 
@@ -148,6 +146,7 @@ class _Search:
     ) -> None:
         self.world: World = current()
         self.made: dict[Any, Any] = {}
+        self.draws = False  # the model draws random numbers: one device is then a world of one rank, which draws alike
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         layers = describe(model)
         self.strategy = strategy_of(strategy, layers, self.world.world_size)
@@ -158,7 +157,16 @@ class _Search:
         self.tolerance = TOLERANCES[precision_of(model, precision)]
 
     def find(self) -> FirstDifference:
-        """The first difference that is not rounding."""
+        """The first difference that is not rounding. Random numbers then go on as if there had been no search."""
+        before = default_generator.states(self.world.device)
+        all_gather_object(None, self.world, "the beginning of a search")  # simulated ranks share a generator
+        try:
+            return self._first()
+        finally:
+            default_generator.set_states(before, self.world.device)
+
+    def _first(self) -> FirstDifference:
+        """See ``find``."""
         names = _of_rank_0(list(self._one_device), self.world)
         own, truth = self._taken(self.strategy), self._truth
         same = all_gather_object(self._same_bytes(names, own, truth), self.world, "names of equal values")
@@ -206,7 +214,8 @@ class _Search:
 
     @_once
     def _one_device(self) -> dict[ValueName, RecordedValue]:
-        return self._taken(None)
+        values = self._taken(None)
+        return self._taken(None) if self.draws else values
 
     @_once
     def _truth(self) -> dict[ValueName, RecordedValue]:
@@ -248,24 +257,14 @@ class _Search:
         if dtype is not None:
             model, batch = model.to(dtype), _cast(batch, dtype)
         parts = batch.cut(self.num_micro_batches)
-        generator = torch.Generator().manual_seed(0)
-        with default_generator.seeded(0):  # of plain tensors
-            pass
-        with exact_sums(), self.world.context.temporarily(generator=generator):
-            if strategy is not None:
-                model = parallelize(model, strategy)
-                recorder = ValueRecorder(model)
-                with recorder.watch():
-                    train_micro_batches(model, self.loss_fn, parts)
-                return recorder.values
-            model, precision = model.to(self.world.device), self.strategy.options.precision
-            if precision in AUTOCAST_DTYPES and dtype is None:
-                autocast_forward(model, self.world.autocast_type, AUTOCAST_DTYPES[precision])
-            recorder = ValueRecorder(model)
-            with recorder.watch():
-                for part in parts:
-                    (part.on_device(self.world.device).loss(model, self.loss_fn) * part.share).backward()
-        return recorder.values
+        if strategy is not None:
+            return values_under(strategy, model, parts, self.loss_fn)
+        precision = self.strategy.options.precision if dtype is None else "fp32"
+        if not self.draws:
+            values, self.draws = values_in_plain_torch(model, parts, self.loss_fn, precision)
+            return values
+        same = {"num_micro_batches": self.num_micro_batches, "precision": precision}
+        return values_on_one_rank(Strategy("*: data").with_options(**same), model, parts, self.loss_fn)
 
     # ---- comparisons ----------------------------------------------------------------------------------------------
 

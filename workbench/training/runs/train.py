@@ -20,7 +20,7 @@ from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
 from workbench.tensors import default_generator
-from workbench.tensors.simulated import Simulated
+from workbench.tensors.simulated import Simulated, world_of_one
 from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
@@ -33,7 +33,6 @@ from workbench.training.runs.live_run import LiveRun, is_simulated, logical_stat
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
 from workbench.transport.device_clock import Time, seconds
-from workbench.transport.threads import ThreadHub, ThreadTransport
 
 _worlds_of_one: WeakKeyDictionary[World, World] = WeakKeyDictionary()
 """By this rank's world, a world of which it is the only rank: its plans serve the next run of that kind."""
@@ -126,7 +125,7 @@ def _run_on_one_rank(
         current(),
         Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision),
     )
-    alone = _worlds_of_one.pop(here, None) or World(0, 1, here.device, ThreadTransport(ThreadHub(1), 0, here.device))
+    alone = _worlds_of_one.pop(here, None) or world_of_one(here.device)
     with Simulated(alone):
         result = run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)
     _worlds_of_one[here] = alone  # not after a failure
