@@ -137,8 +137,8 @@ def test_trying_out_a_pair_leaves_the_model_and_the_random_numbers_alone() -> No
 def test_what_torch_has_for_it(strategy: str, num_ranks: int, words: str) -> None:
     text = script_of_torch(strategy, transformer, num_ranks)
     assert words in text and "workbench as wb" not in text
-    # Without a barrier at the end, one run in five aborted: a thread of gloo frees a tensor after Python has ended.
-    assert "    dist.barrier()  # gloo's threads" in text.partition("dist.destroy_process_group()")[0][-200:]
+    # Where Python ended by itself, 3 of 18 runs aborted: a thread of gloo freed a tensor then.
+    assert text.rstrip().splitlines()[-1].startswith("    os._exit(0)  # a thread of gloo")
 
 
 def test_one_error_names_all_that_torch_has_no_equivalent_for() -> None:

@@ -60,12 +60,14 @@ def main() -> None:
         if dist.get_rank() == 0:
             mean = value.item() / dist.get_world_size()
             print(f"step {step}  loss {mean:.8g}", flush=True)
-    dist.barrier()  # gloo's threads free the last tensors while Python still runs
+    dist.barrier()  # no rank ends while others wait for it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    print(end="", flush=True)
+    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python's own end
 """
 _OWN_LOSS = 'loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)'
 _FOREACH = """\
