@@ -67,7 +67,7 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     print(end="", flush=True)
-    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python's own end
+    os._exit(0)  # a thread of gloo that holds a tensor would abort Python's end
 """
 _OWN_LOSS = 'loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)'
 _FOREACH = """\
