@@ -21,12 +21,17 @@ def parts_of(messages) -> dict[int, RankPart]:
 
 @pytest.mark.parametrize("strategy", ["*: data", "0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2 1f1b"])
 def test_three_steps_of_every_rank_come_while_the_run_goes_on(strategy: str):
-    results, messages = train(strategy, lambda said: [RunCommand("profile")], num_steps=60)
-    parts = parts_of(messages)
-    assert set(parts) == {0, 1} and all(part.profile.num_steps == 3 and part.events for part in parts.values())
-    assert [event.kind for event in events_of(messages)] == ["profiling"]
-    assert messages.index(parts[0]) < len(messages) - 4, "not only at the end"
-    assert_like_one_device(results[0], 60)
+    """The run is stopped when they have come, long before its end."""
+
+    def commands(said: list[object]) -> list[RunCommand]:
+        return [RunCommand("profile"), *([RunCommand("stop")] if set(parts_of(said)) == {0, 1} else [])]
+
+    results, messages = train(strategy, commands, num_steps=2000)
+    num_steps = len(results[0].losses)
+    assert num_steps < 2000
+    assert all(part.profile.num_steps == 3 and part.events for part in parts_of(messages).values())
+    assert events_of(messages)[0].kind == "profiling"
+    assert_like_one_device(results[0], num_steps)
 
 
 def test_a_run_that_is_too_short_says_so_and_the_next_one_is_not_profiled():
