@@ -12,6 +12,15 @@ from typing import NamedTuple
 from benchmarks.one_table import NOT_MET, cells_of
 from benchmarks.reporting import HEADER, table
 
+IN_SHORT = {
+    "Data parallel and ZeRO": ("Data parallel", "ZeRO"),
+    "Tensor parallel": ("Tensor parallel",),
+    "Pipelines": ("Pipelines",),
+    "Compiled steps": ("Compiled",),
+    "Attention on a split sequence": ("Attention on a split sequence",),
+    "Boxings": ("Boxings",),
+}
+"""Lines of the first page: what the titles of their comparisons begin with, whatever the number of processes."""
 _SCALES = {"ms": 1e-3, "us": 1e-6}
 """Times have the unit that fits them."""
 
@@ -62,26 +71,33 @@ def read_rows(text: str) -> list[Row]:
 
 def beside_software(rows: Iterable[Row]) -> str:
     """One line per comparison with other programs: its slowest and its fastest row, and the targets met."""
-    return _extremes(rows, _against, num_left=3)
+    return _extremes(((row.title, row) for row in rows), _against, num_left=3)
 
 
 def in_short(rows: Iterable[Row]) -> str:
-    """The same with ratios only."""
-    return _extremes(rows, _times, num_left=1)
+    """The lines of ``IN_SHORT``, with ratios only."""
+    kept = list(rows)
+    lines = ((line, row) for line in IN_SHORT for row in kept if _line_of(row) == line)
+    return _extremes(lines, _times, num_left=1)
 
 
 def alone(rows: Iterable[Row]) -> str:
-    """A sentence on the rows that this leaves out."""
-    others = [row for row in rows if not row.is_beside_software]
+    """A sentence on the rows that these leave out."""
+    others = [row for row in rows if not row.is_beside_software or not _line_of(row)]
     met = sum(row.verdict != NOT_MET for row in others)
-    return f"{len(others)} more targets name no other software, but a formula, a limit or a prediction; {met} are met."
+    return f"{len(others)} more targets are of other comparisons, a formula, a limit or a prediction; {met} are met."
 
 
-def _extremes(rows: Iterable[Row], say: Callable[[Row], str], num_left: int) -> str:
+def _line_of(row: Row) -> str:
+    """Its line of ``IN_SHORT``; empty without one."""
+    return next((line for line, beginnings in IN_SHORT.items() if row.title.startswith(beginnings)), "")
+
+
+def _extremes(rows: Iterable[tuple[str, Row]], say: Callable[[Row], str], num_left: int) -> str:
     groups = defaultdict(list)
-    for row in rows:
+    for line, row in rows:
         if row.is_beside_software:
-            groups[row.title].append(row)
+            groups[line].append(row)
     lines = []
     for title, group in groups.items():
         ordered = sorted(group, key=lambda row: row.times_as_good)

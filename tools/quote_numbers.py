@@ -44,7 +44,7 @@ def _newest() -> tuple[Path, str]:
 
 
 def short_part() -> str:
-    """For the README: a line per comparison with other software, how many targets were met, when and on what."""
+    """For the README: a few lines of comparisons with other software, how many targets were met, when and on what."""
     path, text = _newest()
     rows = summary.read_rows(text)
     return f"""{summary.in_short(rows)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.one_table import Result, cells_of, one_table
 from benchmarks.reporting import Comparison, Target, side_by_side
-from benchmarks.summary import alone, beside_software, in_short, misses, read_rows
+from benchmarks.summary import IN_SHORT, alone, beside_software, in_short, misses, read_rows
 
 FASTER = Target(1, at_least=True)
 STEPS = [
@@ -40,13 +40,17 @@ def test_the_worst_row_stands_beside_the_best() -> None:
 
 
 def test_in_short_it_is_ratios() -> None:
-    assert summarized(in_short, ("Steps", STEPS)) == [("Steps", "0.75×", "2.5×", "2 of 3")]
+    """Of the comparisons that the first page names, whatever the number of processes."""
+    slow, others = STEPS[1:2], STEPS[2:]
+    found = summarized(in_short, ("ZeRO against x", slow), ("Steps", STEPS), ("Data parallel", STEPS[:1]))
+    assert found == [("Data parallel and ZeRO", "0.8×", "2.5×", "1 of 2")]
+    assert len(IN_SHORT) == 6 and summarized(in_short, ("Steps", others)) == []
 
 
 def test_targets_without_other_software_are_counted() -> None:
     found = Result("x", "day", "Steps", "", tuple(tuple(row.cells()) for row in [*STEPS, *FIGURES]))
     assert alone(read_rows(one_table([found]))) == (
-        "7 more targets name no other software, but a formula, a limit or a prediction; 2 are met."
+        "10 more targets are of other comparisons, a formula, a limit or a prediction; 4 are met."
     )
 
 
