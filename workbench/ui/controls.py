@@ -122,7 +122,7 @@ class Controls:
         self.degrees = {name: self._number(1, 4096) for name in ("pipeline", "data", "model")}
         self.sum = html()
         self.micro_batches = self._number(1, 4096)
-        self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "92px"})
+        self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "124px"})
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
         self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
         self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
