@@ -161,7 +161,7 @@ def test_nothing_outlives_a_graph_that_is_dropped(least, monkeypatch):
 def test_gradient_accumulation_fusion_is_as_without_it():
     """In place, behind the first micro-batch, which rounds otherwise than adding a gradient."""
     built = nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Linear(1024, 1024))
-    x, y = torch.randn(32, 32), torch.randn(32, 1024)
+    x, y = torch.randn(4096, 32), torch.randn(4096, 1024)
 
     def program(strategy):
         model = wb.parallelize(copy.deepcopy(built), strategy)
