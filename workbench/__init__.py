@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from workbench.ui.live.live_view import LiveView as LiveView
     from workbench.ui.panel import Panel as Panel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "workbench.api": [

@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def versions_text() -> str:
-    """The versions in one line: ``workbench 0.1.0, torch 2.13.0, Python 3.12.1``."""
+    """The versions in one line: ``workbench 0.2.0, torch 2.13.0, Python 3.12.1``."""
     return ", ".join(f"{name} {number}" for name, number in versions().items())
 
 
