@@ -210,6 +210,17 @@ def test_a_few_steps_are_those_of_one_device(kind, options, num_ranks):
     assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
 
 
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
+def test_three_options_are_refused_together(schedule):
+    models = [copy.deepcopy(model) for model in [Model(Plain)] * 2]
+
+    def program(rank):
+        with pytest.raises(StrategyError, match=rf"{schedule}, recompute and offload=activations are 3 options"):
+            wb.parallelize(models[rank], f"pipeline | {schedule} recompute offload=activations")
+
+    run_ranks(program, 2)
+
+
 DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
 """Two blocks on eight stages."""
 
