@@ -4,37 +4,55 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 
 import workbench as wb
 from tests.processes import Ranks
+from tests.timeouts import wait_until
 from tests.transport.chaos import added_resources, open_resources
 from workbench.errors import CollectiveAborted
 from workbench.tensors.world import shutdown
 
 pytestmark = pytest.mark.procs
 TIMEOUT_S = 3.0
-NUM_NUMBERS = 2**24
+NUM_MESSAGES, NUM_NUMBERS = 20, 2**24
 """A message far larger than the buffers of a connection."""
 
 
 def stop_while_sending():
-    """Rank 0 stops in the middle of a message; returns when rank 1 noticed, and its open resources later."""
+    """Rank 0 stops in the middle of a message; returns when rank 1 noticed, and its open resources later.
+
+    A busy machine may send a message whole before its sender is stopped: then the next one is sent.
+    """
     os.environ["WORKBENCH_TRANSPORT"] = "gloo"
     before = open_resources(None, 0, 1)
     world = wb.init(init_method=os.environ["WORKBENCH_TEST_RENDEZVOUS"], timeout_s=TIMEOUT_S)
-    members = world.transport.hang_detector.members
-    numbers, started = torch.zeros(NUM_NUMBERS), time.monotonic()
+    exchange, numbers = world.transport.exchange, torch.zeros(NUM_NUMBERS)
+    sender = psutil.Process(world.transport.hang_detector.members[0].pid)
     if world.rank == 0:
-        time.sleep(0.3)  # the receiver waits by then, so that the sender begins at once
-        world.transport.exchange([(1, numbers)], [], 0, "half a message")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        with suppress(CollectiveAborted):  # rank 1 has left
+            for number in range(NUM_MESSAGES):
+                time.sleep(0.3)  # the receiver waits by then, so that the sender begins at once
+                exchange([(1, numbers)], [], number, "half a message")
+                os.kill(os.getpid(), signal.SIGSTOP)
         return None
+    started_s = []
+
+    def receive():
+        for number in range(NUM_MESSAGES):
+            started_s.append(time.monotonic())
+            exchange([], [(0, numbers)], number, "half a message")
+            wait_until(lambda: sender.status() == psutil.STATUS_STOPPED)
+            sender.send_signal(signal.SIGCONT)
+
     try:
         with pytest.raises(CollectiveAborted, match=r"rank 0 is stopped \(SIGSTOP\)"):
-            world.transport.exchange([], [(0, numbers)], 0, "half a message")
+            receive()
+        started = started_s[-1]
         noticed_s = time.monotonic() - started
         shutdown()
         while added_resources(before, open_resources(None, 0, 1)) and time.monotonic() - started < 3 * TIMEOUT_S:
@@ -42,7 +60,7 @@ def stop_while_sending():
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("workbench")]
         return noticed_s, names, added_resources(before, open_resources(None, 0, 1))
     finally:
-        os.kill(members[0].pid, signal.SIGCONT)
+        sender.send_signal(signal.SIGCONT)
 
 
 def test_an_interrupted_receive_frees_its_resources_after_the_timeout():
