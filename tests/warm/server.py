@@ -6,6 +6,7 @@ It ends with the owner, and its programs end with their clients.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -61,8 +62,8 @@ class Server:
                     return request
                 for file in request["given"]:
                     os.close(file)
-                client.sendall(b"%d\n" % pid)
                 self.clients[pid] = client
+                _tell(client, pid)
         for pid in self.clients:
             os.kill(pid, signal.SIGKILL)
         return None
@@ -77,7 +78,7 @@ class Server:
                 return
             if pid in self.clients:
                 client = self.clients.pop(pid)
-                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+                _tell(client, os.waitstatus_to_exitcode(status))
                 client.close()
 
     def _release(self) -> None:
@@ -89,15 +90,22 @@ class Server:
             os.close(file)
 
 
+def _tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # a client may end at any moment; `Server.serve` sees it
+        client.sendall(b"%d\n" % number)
+
+
 def receive(client: socket.socket) -> dict[str, Any] | None:
     """A request, with the files that came with it; None if the client has ended."""
-    size, given, _, _ = socket.recv_fds(client, 12, 250)
-    if not size:
-        return None
-    text = b""
-    while len(text) < int(size):
-        text += client.recv(1 << 20)
-    return {**json.loads(text), "given": given}
+    given: list[int] = []
+    with contextlib.suppress(OSError), client.makefile("rb") as text:
+        size, given, _, _ = socket.recv_fds(client, 12, 250)
+        if size:
+            with contextlib.suppress(ValueError):  # an end of the text is missing
+                return {**json.loads(text.read(int(size))), "given": given}
+    for file in given:
+        os.close(file)
+    return None
 
 
 def become(request: dict[str, Any], python: str) -> None:

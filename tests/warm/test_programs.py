@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +80,20 @@ def test_a_signal_reaches_the_program_which_ends_with_its_command() -> None:
             assert process.wait(PROGRAM_TIMEOUT_S) == (0 if is_interrupted else -number)
             assert process.stdout.read() == ("interrupted\n" if is_interrupted else "")
         wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+
+
+def test_a_command_that_is_killed_early_ends_itself_alone() -> None:
+    """Before it has its answer, its request whole, or anything: its program ends too, and the server serves on."""
+    assert subprocess.run([executable(), "-c", ""], check=True).returncode == 0
+    folder = Path(executable()).parent
+    request = {
+        "arguments": ["-c", "import time; time.sleep(600)"], "buffers": True, "environment": {}, "folder": "/",
+        "files": [], "ignores_interrupts": False, "umask": 0o77, "cores": [0],
+    }  # fmt: skip
+    text = json.dumps(request).encode()
+    whole = b"%12d" % len(text) + text
+    for said in (whole, whole[:-1], whole[:12], b""):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(folder / "socket"))
+            connection.sendall(said)
+        assert subprocess.run([executable(), "-c", ""], check=False, timeout=PROGRAM_TIMEOUT_S).returncode == 0
