@@ -65,13 +65,14 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
-    """Seconds of a step in which a rank waits for sums of gradients, over all its stages."""
+    """Seconds of a step in which a rank waits for sums of gradients and for parameters, over all its stages."""
     found = (reduced_bytes(stage, setting) for stage in stages)
     across, inside, between = (sum(parts) for parts in zip(*found, strict=True))
     software, hardware, received = setting.software, setting.hardware, across + inside + between
     n, t = setting.shards if setting.zero else setting.data, setting.model
     seconds = exchange_s(hardware, across, n, t, "gradients", software.uses_all_adapters)
     seconds += exchange_s(hardware, inside, t, 1, "gradients")
+    gathers_s = seconds * _gathered_part(setting) if software.hides_gathers else 0.0
     seconds += exchange_s(hardware, between, setting.data // n, n * t, "gradients", software.uses_all_adapters)
     if hardware.exchanges_on_cores:
         starts = _num_exchanges(stages, setting) - 1 if across else 0
@@ -79,13 +80,34 @@ def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
     if not hides:
         return seconds
+    forward = sum(stage.forward_s for stage in stages)
     backward = sum(stage.input_s + stage.weight_s for stage in stages)
+    bucket = _part_of_a_bucket(sum(stage.weights for stage in stages), setting)
+    last, beside = bucket, 1
     if setting.zero >= 2:
-        backward *= setting.num_micro_batches
-    last = 1 / _NUM_BUCKETS
-    share = last / (setting.num_micro_batches if setting.zero >= 2 else 1)
+        last, beside = bucket / setting.num_micro_batches, setting.num_micro_batches
+    elif software.hides_gathers and len(stages) > 1:  # a stage's, while the rank works on others with p micro-batches
+        last, beside = 1 / len(stages), min(setting.stages, setting.num_micro_batches)
+    exposed = _exposed_s(seconds - gathers_s, beside * backward, last) + _exposed_s(gathers_s, beside * forward, bucket)
     taken = received * _PASSES / hardware.memory_bandwidth_bytes_per_s
-    return min(seconds, max(seconds * share, seconds - backward * (1 - last), taken))
+    return min(seconds, max(exposed, taken))
+
+
+def _exposed_s(seconds: float, compute_s: float, alone: float) -> float:
+    """What is left of exchanges beside compute; the part ``alone`` of them, and of it, are not beside the other."""
+    return max(seconds * alone, seconds - compute_s * (1 - alone))
+
+
+def _gathered_part(setting: StageSettings) -> float:
+    """The part of ZeRO's exchanges that gathers parameters after the update."""
+    software, sums = setting.software, setting.num_micro_batches if setting.zero == 2 else 1
+    g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
+    return p / (sums * g + p) if setting.zero in (1, 2) else 0.0
+
+
+def _part_of_a_bucket(weights: float, setting: StageSettings) -> float:
+    largest = setting.software.bucket_weights * max(1.0, setting.data / 40)
+    return min(1.0, largest / weights) if largest and weights else 1 / _NUM_BUCKETS
 
 
 def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> float:

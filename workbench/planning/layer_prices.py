@@ -165,11 +165,11 @@ def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool =
 def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:
     """Seconds of an update: (per weight, in addition per weight that all ranks of the model axis have).
 
-    ``is_hidden``: as if gradient reduction could overlap with all of backward.
+    ``is_hidden``: as if exchanges could overlap with all of forward and backward.
     """
     setting, many = with_options(prices.setting, candidate), 1e9
     hiding = inf if is_hidden else 0.0
-    stages = [replace(_EMPTY, weights=many, shared=shared, input_s=hiding) for shared in (0.0, many)]
+    stages = [replace(_EMPTY, weights=many, shared=shared, forward_s=hiding, input_s=hiding) for shared in (0.0, many)]
     own, shared = (reduction_s([stage], setting) / many for stage in stages)
     return own + optimizer_s(many, setting) / many, shared - own
 
@@ -197,8 +197,8 @@ def schedule_factor(candidate: Candidate, hardware: Hardware, waits: Mapping[str
 def least_update_s(prices: LayerPrices, candidate: Candidate, weights: float) -> float:
     """A lower bound of gradient reduction and optimizer, for a rank with ``weights`` weights."""
     setting = with_options(prices.setting, candidate)
-    # unlimited backward to overlap with; ZeRO 3 gathers embeddings for forward only, which is least
-    stage = replace(_EMPTY, weights=weights, tables=weights, input_s=inf)
+    # unlimited compute to overlap with; ZeRO 3 gathers embeddings for forward only, which is least
+    stage = replace(_EMPTY, weights=weights, tables=weights, forward_s=inf, input_s=inf)
     return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
 
 
