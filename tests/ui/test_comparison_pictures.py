@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
+from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.detail_pictures import layer_times, layers_picture, prediction_picture
 from workbench.ui.runs.render_table import rows_table_html
 from workbench.ui.runs.report import runs_report_html
 from workbench.ui.runs.scatter_labels import place_labels
+from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.table_rows import run_rows
 from workbench.ui.runs.table_widget import RunTable
+from workbench.ui.short_names import short_name
 
 FORWARD = {"h.0.fc": 0.01, "h.1.fc": 0.02, "head": 0.06}
 BACKWARD = {"h.0.fc": 0.02, "h.1.fc": 0.04, "head": 0.12}
@@ -129,3 +134,61 @@ def test_names_never_cover_points_or_each_other():
     assert 0 < len(placed) <= 4
     assert len({(x, y) for x, y, *_ in placed}) == len(placed)
     assert place_labels([("a name that is far too long", (5.0, 5.0))], [(5.0, 5.0)], (0.0, 20.0)) == []
+
+
+def test_names_keep_off_lines_where_there_is_room():
+    """The last one has none, and is written across a line."""
+    point, line = (30.0, 50.0), (30.0, 50.0, 300.0, 50.0)
+    [(x, y, anchor, _)] = place_labels([("a long name", point)], [point], (0.0, 300.0), lines=[line])
+    assert (x, anchor) == (pytest.approx(text_width("a long name") / 2 + 1), "middle") and y < 45, "above the line, and moved in from the edge"
+    around = [(0.0, y, 300.0, y) for y in range(20, 90, 10)]
+    assert len(place_labels([("a long name", point)], [point], (0.0, 300.0), lines=around)) == 1
+
+
+def lines_of(svg: ElementTree.Element) -> list[tuple[float, float, float, float]]:
+    """The pieces of the Pareto line, the axis, error bars and the limit."""
+    found = [
+        tuple(float(line.attrib[name]) for name in ("x1", "y1", "x2", "y2"))
+        for line in svg.iter("line")
+        if line.get("class") != "rule"
+    ]
+    for path in svg.iter("path"):
+        numbers = [float(number) for number in path.attrib["d"].strip("M").split()]
+        corners = list(zip(numbers[::2], numbers[1::2], strict=True))
+        found += [(*start, *stop) for start, stop in zip(corners, corners[1:], strict=False)]
+    return found  # type: ignore[return-value]
+
+
+def crossed(svg: ElementTree.Element, names: Sequence[str]) -> list[str]:
+    """The names that a line crosses."""
+    found = []
+    for text in svg.iter("text"):
+        if text.text in names:
+            x, y, width = float(text.attrib["x"]), float(text.attrib["y"]), text_width(text.text, 12)
+            css = text.get("class", "").split()
+            left = x - (width if "end" in css else width / 2 if "middle" in css else 0)
+            found += [
+                text.text
+                for x1, y1, x2, y2 in lines_of(svg)
+                if min(x1, x2) < left + width and max(x1, x2) > left and min(y1, y2) < y and max(y1, y2) > y - 9
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"*: data; h: model": (31, 480), "one device": (34, 540)},
+        {"*: data": (40, 900), "*: model": (32, 500), "pipeline | mb=4 1f1b": (28, 410), "one device": (42, 150)},
+        {"*: data": (40, 900), "*: data | zero=3": (30, 880), "hybrid": (30.5, 300), "*: model": (44, 910)},
+    ],
+)
+def test_no_line_crosses_a_name_of_few_runs(places: dict[str, tuple[float, float]]):
+    runs = [
+        make_record(name, samples_per_s=float(rate), peak_memory_bytes=(int(memory * 1e6),))
+        for name, (memory, rate) in places.items()
+    ]
+    svg = ElementTree.fromstring(scatter_picture(run_rows(runs), limit_bytes=46e6))
+    names = [short_name(name) for name in places]
+    assert {text.text for text in svg.iter("text")} >= set(names), "all have room"
+    assert crossed(svg, names) == []

@@ -9,6 +9,7 @@ from workbench.ui.assets import element
 from workbench.ui.figure_parts import byte_scale
 from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
+from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.scatter_labels import place_labels
 from workbench.ui.runs.table_rows import Row
 from workbench.ui.short_names import short_name
@@ -41,15 +42,20 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     ends = [r + side for r, spread in zip(rate, spreads, strict=True) for side in (-spread, spread)]
     y_axis = panel_svg.Axis.over(ends, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
-    parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
+    front = _front(drawn, points, bottom)
+    parts, lines = [_axes(x_axis, y_axis, unit), _path(front)], [(_LEFT, bottom, _RIGHT, bottom + 1)]
+    lines += [(*start, *stop) for start, stop in zip(front, front[1:], strict=False)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
+        words = f"limit {limit_bytes / divisor:.3g}"
+        lines += [(x, _TOP - 8, x, bottom), (x - 4 - text_width(words), bottom - 18, x, bottom - 5)]
         parts.append(panel_svg.line(x, _TOP - 8, x, bottom, "wb-limit"))
-        parts.append(panel_svg.text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "end error"))
+        parts.append(panel_svg.text(x - 4, bottom - 8, words, "end error"))
     order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
     bars = [(x, y_axis.at(r - s), y_axis.at(r + s)) for (x, _), r, s in zip(points, rate, spreads, strict=True) if s]
     bar_ends = [(x, y) for x, low, high in bars if low - high > _RING for y in (low, high)]
-    labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends])
+    lines += [(x, low, x, high) for x, low, high in bars]
+    labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends], lines)
     parts += [line for bar in bars for line in _error_bar(*bar)]
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
@@ -75,14 +81,20 @@ def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
     return "".join(parts)
 
 
-def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> str:
+def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> list[tuple[float, float]]:
+    """The corners of the Pareto line: up from the axis, then right and up from point to point."""
     front = sorted(point for row, point in zip(rows, points, strict=True) if row.on_front)
     if not front:
-        return ""
-    path = f"M{front[0][0]:.1f} {bottom:.1f}V{front[0][1]:.1f}"
+        return []
+    corners = [(front[0][0], bottom), front[0]]
     for x, y in front[1:]:
-        path += f"H{x:.1f}V{y:.1f}"
-    return f'<path class="wb-front-line" d="{path}H{_RIGHT:.1f}"/>'
+        corners += [(x, corners[-1][1]), (x, y)]
+    return [*corners, (_RIGHT, corners[-1][1])]
+
+
+def _path(corners: Sequence[tuple[float, float]]) -> str:
+    path = " ".join(f"{x:.1f} {y:.1f}" for x, y in corners)
+    return f'<path class="wb-front-line" d="M{path}"/>' if corners else ""
 
 
 def _error_bar(x: float, low: float, high: float) -> Sequence[str]:
@@ -105,11 +117,15 @@ def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
     return f'<g data-key="{escape(row.key, quote=True)}">{ring}{mark}</g>'
 
 
-def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
+def _labels(
+    rows: Sequence[tuple[Row, tuple[float, float]]],
+    points: Sequence[tuple[float, float]],
+    lines: Sequence[tuple[float, float, float, float]],
+) -> list[str]:
     """Names of the points, bold on the Pareto line."""
     on_front = {short_name(row.name) for row, _ in rows if row.on_front}
     names = [(short_name(row.name), point) for row, point in rows]
-    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), _RING)
+    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), _RING, lines)
     return [
         panel_svg.text(x, y, name, f"{anchor} strong" if name in on_front else anchor) for x, y, anchor, name in placed
     ]
