@@ -13,7 +13,7 @@ from tests.checked_device import clock, kernels, late_copies
 from tests.checked_device.counts import count_wait
 from tests.checked_device.kernels import DEVICE_TYPE
 from workbench.core import placement
-from workbench.kernels import blocks, cross_entropy_terms, embedding_rows, launch, random_slice
+from workbench.kernels import attention_dropout, blocks, cross_entropy_terms, embedding_rows, launch, random_slice
 
 
 class _Module:
@@ -94,11 +94,10 @@ _other.fallback(torch.library.fallthrough_kernel)
 _all = torch.library.Library("_", "IMPL", "PrivateUse1")
 _all.fallback(kernels.run)
 _workbench = torch.library.Library("workbench", "IMPL", "PrivateUse1")
-for _module in (blocks, cross_entropy_terms, embedding_rows, random_slice):
-    for _operator in vars(_module).values():
-        _op = getattr(_operator, "_opoverload", _operator)
-        if isinstance(_op, torch._ops.OpOverload):  # one launch each, as on a GPU
-            _workbench.impl(_op.name(), partial(kernels.run, _op))
+_modules = (attention_dropout, blocks, cross_entropy_terms, embedding_rows, random_slice)
+_found = [getattr(each, "_opoverload", each) for module in _modules for each in vars(module).values()]
+for _op in {op for op in _found if isinstance(op, torch._ops.OpOverload)}:  # one launch each, as on a GPU
+    _workbench.impl(_op.name(), partial(kernels.run, _op))
 if launch.is_interpreted():
     launch.OWN_KERNELS.add(DEVICE_TYPE)
 

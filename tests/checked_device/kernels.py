@@ -61,7 +61,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     _check(name, args, kwargs, written)
     if not clock.current_stream().is_main:
         raise RuntimeError(f"{name} on a stream of its own: here these only copy")
-    _count(name, args)
+    _count(name, args, kwargs)
     _use(args, kwargs)
     host_args, host_kwargs = tree_map(_host_of, args), tree_map(_host_of, kwargs)
     host_written = _written(op, host_args, host_kwargs)
@@ -202,9 +202,10 @@ def _check(name: str, args: Any, kwargs: Any, written: list[torch.Tensor]) -> No
             )
 
 
-def _count(name: str, args: Any) -> None:
+def _count(name: str, args: Any, kwargs: Any) -> None:
     indices = [leaf for leaf in tree_leaves(args[1]) if leaf is not None] if name in _INDEXING else []
-    waits = name in _WAITING or any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    has_unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+    waits = name in _WAITING or has_unknown_size or any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     from_host = [index.nbytes for index in indices if index.device.type != DEVICE_TYPE]
     count_launch(name)
     if waits:

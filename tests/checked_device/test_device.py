@@ -68,6 +68,7 @@ def test_what_the_host_waits_for_is_counted():
         x.cpu,
         lambda: x[x > 0],
         lambda: torch.equal(x, x),
+        lambda: x.repeat_interleave(x.long()),
     ]
     for call in calls:
         with counted() as counts:
@@ -75,6 +76,7 @@ def test_what_the_host_waits_for_is_counted():
         assert counts.waits.total() == 1, (call, counts)
     with counted() as counts:
         x.to(DEVICE), x.view(3, 1), x * 2, x.sum(), torch.ones(2, device=DEVICE), x.clone()
+        x.repeat_interleave(x.long(), output_size=3)
     assert not counts.waits
 
 

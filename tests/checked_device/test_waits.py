@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from benchmarks.gpt import GPT, next_word_loss
 from tests.checked_device import DEVICE, counted
 from tests.checked_device.counts import counts_of_thread
 from tests.checked_device.test_training import X, Y, mlp
+from tests.training.strategies.mixtures import Mixture, batch_of
 from tests.transport.nccl_ranks import run_over_nccl
 from tests.transport.shared_ranks import assert_all_returned
 from workbench.transport.network.distributed import DistributedTransport
@@ -63,6 +65,48 @@ def loader_step(model, optimizer):
     optimizer.step()
 
 
+def captured_step(model, optimizer):
+    if not hasattr(optimizer, "captured"):
+
+        def step(inputs, targets):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        optimizer.captured, optimizer.batch = wb.capture(step), (X.to(DEVICE), Y.to(DEVICE))
+    optimizer.captured(*optimizer.batch)
+
+
+def evaluation(model, optimizer):
+    wb.evaluate(model, X)
+
+
+def text_step(model, optimizer):
+    wb.forward_backward(model, next_word_loss, WORDS, WORDS)
+    optimizer.step()
+
+
+def mixture_step(model, optimizer):
+    features, classes = batch_of(0)
+    model(features.float(), classes).backward()
+    optimizer.step()
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT(32, 2, 11, 8)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return Mixture().float()
+
+
+MODELS = {text_step: gpt, mixture_step: mixture}
+"""By step; others train the perceptron."""
+WORDS = torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(0))
 WAITS = {
     ("*: data", own_step): {},
     ("*: model", own_step): {},
@@ -84,6 +128,19 @@ WAITS = {
     ("*: model", masked_step): {},
     ("*: data", dropout_step): {},
     ("*: data", loader_step): {"all-gather": 1, "copy to the host": 1},
+    ("pipeline | mb=4 zero_bubble recompute", scheduled_step): {},
+    ("pipeline | mb=4 zero_bubble_v", scheduled_step): {},
+    ("pipeline | mb=4 dualpipe_v", scheduled_step): {},
+    ("*: data | bf16 zero=3", own_step): {},
+    ("*: data", captured_step): {},
+    ("*: model", captured_step): {},
+    ("*: data | zero=3", captured_step): {},
+    ("*: model", evaluation): {},
+    ("*: model | sequence", text_step): {},
+    ("*: data | context=2", text_step): {},
+    ("*: data | recompute=cheap", text_step): {},
+    ("*: data | recompute=attention", text_step): {},
+    ("*: expert", mixture_step): {"copy to the host": 1, "nonzero": 4},  # the model looks for the rows of 4 experts
 }
 """By strategy and step: what the host waits for, and how often."""
 
@@ -104,12 +161,12 @@ def counts_gathers(monkeypatch):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "step"), WAITS)
 def test_waits_of_a_steady_step(strategy, step, counts_gathers):
-    built = mlp()
+    built = MODELS.get(step, mlp)()
 
     def program(rank):
         model = wb.parallelize(copy.deepcopy(built), strategy)
         optimizer = adam(model)
-        for _ in range(3):
+        for _ in range(6 if step is captured_step else 3):  # recorded in the fourth
             optimizer.zero_grad()
             with counted() as counts:
                 step(model, optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -140,7 +141,9 @@ def test_names_keep_off_lines_where_there_is_room():
     """The last one has none, and is written across a line."""
     point, line = (30.0, 50.0), (30.0, 50.0, 300.0, 50.0)
     [(x, y, anchor, _)] = place_labels([("a long name", point)], [point], (0.0, 300.0), lines=[line])
-    assert (x, anchor) == (pytest.approx(text_width("a long name") / 2 + 1), "middle") and y < 45, "above the line, and moved in from the edge"
+    assert (x, anchor) == (pytest.approx(text_width("a long name") / 2 + 1), "middle") and y < 45, (
+        "above the line, and moved in from the edge"
+    )
     around = [(0.0, y, 300.0, y) for y in range(20, 90, 10)]
     assert len(place_labels([("a long name", point)], [point], (0.0, 300.0), lines=around)) == 1
 
@@ -155,7 +158,7 @@ def lines_of(svg: ElementTree.Element) -> list[tuple[float, float, float, float]
     for path in svg.iter("path"):
         numbers = [float(number) for number in path.attrib["d"].strip("M").split()]
         corners = list(zip(numbers[::2], numbers[1::2], strict=True))
-        found += [(*start, *stop) for start, stop in zip(corners, corners[1:], strict=False)]
+        found += [(*start, *stop) for start, stop in pairwise(corners)]
     return found  # type: ignore[return-value]
 
 

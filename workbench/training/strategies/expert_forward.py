@@ -22,6 +22,7 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.boxing.uneven import RowExchange, exchange_rows
+from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.local_map import plain_alias
 from workbench.tensors.dispatch.placeholder_calls import has_data, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
@@ -130,48 +131,56 @@ class _Call:
             numbers, weights: (tokens..., chosen experts).
         """
         rows, flat = tokens.flatten(0, -2), weights.flatten()
-        chosen, counts = self._choices(numbers.flatten())
+        order, counts = self._choices(numbers.flatten())
+        asking = self._ask(counts) if len(self.group.ranks) > 1 else counts[None]
+        sent, received = self._numbers_of_rows(len(numbers.flatten()), counts, asking)
+        chosen = order[: sum(sent)]
         of_token = chosen // numbers.shape[-1]
         taken = rows.index_select(0, of_token)  # whose backward adds rows, faster than that of rows[of_token]
-        if len(self.group.ranks) > 1:
-            results = self._travel(taken, counts, flat)
-        else:
-            results = self.terms(taken, _numbers(counts), flat.new_ones(len(chosen)))
+        exchange = self._exchange(sent, received, None if has_data(counts) else self._even)
+        arrived = exchange_rows(taken, exchange) if len(sent) > 1 else taken
+        results = self.terms(arrived, _numbers(asking, sum(received)), flat.new_ones(len(arrived)))
+        if len(sent) > 1:
+            results = exchange_rows(results, exchange.reversed())
         weighted = results * flat.index_select(0, chosen)[:, None]
         total = weighted.new_zeros(rows.shape).index_add(0, of_token, weighted)
         return total.to(tokens.dtype).view(tokens.shape)
 
     def _choices(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of the choices of this group's experts, sorted by expert, and how many each expert has.
+        """The places of the choices, those of this group's experts first and sorted by expert, and how many each expert
+        has: known to the device only.
 
-        Without data, all experts are chosen alike often. A number that is no expert's chooses none.
+        A number that is no expert's chooses none.
         """
-        group, sizes = self.group, self.group.sizes
+        group, num_own = self.group, sum(self.group.sizes)
         if not has_data(numbers):
-            count = sum(group.even_choices(len(numbers), place) for place in range(len(sizes)))
-            return numbers.new_empty(count), numbers.new_empty(sum(sizes))
-        place_of = torch.full((group.experts + 1,), -1)
-        place_of[[expert for start, stop in group.bounds for expert in range(start, stop)]] = torch.arange(sum(sizes))
-        places = place_of.to(numbers.device)[numbers.clamp(-1, group.experts)]
-        chosen = (places >= 0).nonzero().flatten()
-        places = places[chosen]
-        return chosen[places.argsort(stable=True)], torch.bincount(places, minlength=sum(sizes))
+            return torch.empty_like(numbers), numbers.new_empty(num_own)
+        own_number = torch.full((group.experts + 1,), num_own)
+        own_number[[expert for start, stop in group.bounds for expert in range(start, stop)]] = torch.arange(num_own)
+        own = copy_to_device(own_number, numbers.device)[numbers.clamp(-1, group.experts)]
+        own, order = own.sort(stable=True)
+        ends = torch.searchsorted(own, torch.arange(num_own + 1, device=own.device))
+        return order, ends.diff()
 
-    def _travel(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The results for rows that go to their experts and come back."""
+    def _ask(self, counts: torch.Tensor) -> torch.Tensor:
+        """How many rows each rank of the group has for each expert here, from how many this one has for all."""
         sizes, own = self.group.sizes, self.group.sizes[self.place]
         asked = self._exchange(sizes, (own,) * len(sizes), lambda rank, place: self.groups[rank].sizes[place])
-        asking = exchange_rows(counts, asked).view(len(sizes), own)
-        if has_data(counts):
-            sent = [sum(part) for part in _cut(counts.tolist(), sizes)]
-            exchange = self._exchange(sent, asking.sum(1).tolist())
-        else:
-            sent = [self._even(self.spec.world.rank, place) for place in range(len(sizes))]
-            received = [self._even(rank, self.place) for rank in self.group.ranks]
-            exchange = self._exchange(sent, received, self._even)
-        arrived = exchange_rows(rows, exchange)
-        results = self.terms(arrived, _numbers(asking), weights.new_ones(len(arrived)))
-        return exchange_rows(results, exchange.reversed())
+        return exchange_rows(counts, asked).view(len(sizes), own)
+
+    def _numbers_of_rows(
+        self, num_choices: int, counts: torch.Tensor, asking: torch.Tensor
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """How many rows go to each rank of the group, and come from it: the one thing that the host waits for.
+
+        Without data, all experts are chosen alike often.
+        """
+        sizes = self.group.sizes
+        if not has_data(counts):
+            sent = [self.group.even_choices(num_choices, place) for place in range(len(sizes))]
+            return sent, [self._even(rank, self.place) for rank in self.group.ranks]
+        numbers = torch.cat([counts, asking.sum(1)]).tolist()
+        return [sum(part) for part in _cut(numbers, sizes)], numbers[len(counts) :]
 
     def _even(self, rank: int, place: int) -> int:
         """Rows from ``rank`` to the rank at ``place`` of its group, without data."""
@@ -196,16 +205,16 @@ class _Call:
         )  # fmt: skip
 
 
-def _numbers(counts: torch.Tensor) -> torch.Tensor:
+def _numbers(counts: torch.Tensor, total: int) -> torch.Tensor:
     """The numbers of a rank's experts, each as often as counts say: (experts) or (ranks, experts) of them.
 
-    >>> _numbers(torch.tensor([2, 0, 1]))
+    >>> _numbers(torch.tensor([2, 0, 1]), total=3)
     tensor([0, 0, 2])
     """
     if not has_data(counts):
         return counts
     numbers = torch.arange(counts.shape[-1], device=counts.device).expand(counts.shape)
-    return numbers.flatten().repeat_interleave(counts.flatten())
+    return numbers.flatten().repeat_interleave(counts.flatten(), output_size=total)
 
 
 def _cut(values: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from workbench.ui.assets import element
 from workbench.ui.figure_parts import byte_scale
@@ -18,7 +19,7 @@ WIDTH, HEIGHT = 308, 400
 _LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
 _BELOW = 48.0
 """Pixels of the lower axis with its words."""
-_RING = 6.5
+_RING, _SELECTED_RING = 6.5, 11.0
 _LOWEST, _PER_ROW = 300, 42
 """The picture is about as high as the table beside it."""
 
@@ -44,7 +45,7 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
     front = _front(drawn, points, bottom)
     parts, lines = [_axes(x_axis, y_axis, unit), _path(front)], [(_LEFT, bottom, _RIGHT, bottom + 1)]
-    lines += [(*start, *stop) for start, stop in zip(front, front[1:], strict=False)]
+    lines += [(*start, *stop) for start, stop in pairwise(front)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
         words = f"limit {limit_bytes / divisor:.3g}"
@@ -55,7 +56,8 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     bars = [(x, y_axis.at(r - s), y_axis.at(r + s)) for (x, _), r, s in zip(points, rate, spreads, strict=True) if s]
     bar_ends = [(x, y) for x, low, high in bars if low - high > _RING for y in (low, high)]
     lines += [(x, low, x, high) for x, low, high in bars]
-    labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends], lines)
+    ring = _SELECTED_RING if any(row.key == selected for row in drawn) else _RING
+    labels = _labels([(drawn[i], points[i]) for i in order], [*points, *bar_ends], lines, ring)
     parts += [line for bar in bars for line in _error_bar(*bar)]
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
@@ -121,11 +123,12 @@ def _labels(
     rows: Sequence[tuple[Row, tuple[float, float]]],
     points: Sequence[tuple[float, float]],
     lines: Sequence[tuple[float, float, float, float]],
+    ring: float,
 ) -> list[str]:
     """Names of the points, bold on the Pareto line."""
     on_front = {short_name(row.name) for row, _ in rows if row.on_front}
     names = [(short_name(row.name), point) for row, point in rows]
-    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), _RING, lines)
+    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), ring, lines)
     return [
         panel_svg.text(x, y, name, f"{anchor} strong" if name in on_front else anchor) for x, y, anchor, name in placed
     ]
