@@ -33,6 +33,7 @@ _OTHER_OPTIONS = (
     "zero=3",
     "shards=8",
     "mb=4",
+    "overlap=4",
 )
 """For suggestions."""
 
@@ -43,7 +44,8 @@ class Options:
 
     Instead of degrees there may be ``widths``: data x model for every stage. ``context`` data ranks each take the same
     samples, and a slice of their sequence. ZeRO's shards are over groups of ``shards`` consecutive data ranks; 0: over
-    all of them. ``recompute`` is a word as in ``recompute_kind``: True is "full".
+    all of them. ``recompute`` is a word as in ``recompute_kind``: True is "full". Products of row-split layers are cut
+    into ``overlap`` pieces of rows, whose exchanges overlap with the products of the next.
     """
 
     degrees: tuple[int, int, int] | None = None
@@ -57,6 +59,7 @@ class Options:
     context: int = 1
     shards: int = 0
     offload: str = ""
+    overlap: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", recompute_kind(self.recompute))
@@ -73,6 +76,7 @@ class Options:
         words += [f"recompute={self.recompute}".removesuffix("=full")] if self.recompute else []
         words += [f"offload={self.offload}"] if self.offload else []
         words += ["sequence"] * bool(self.sequence)
+        words += [f"overlap={self.overlap}"] if self.overlap != 1 else []
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
     def with_changes(self, **changes: Any) -> Options:
@@ -112,7 +116,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
     for word in text.split():
         option = _option(word)
         if option is None:
-            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, recompute, "
+            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, overlap=N, recompute, "
             known += "recompute=attention, recompute=cheap, recompute=N, "
             known += ", ".join(f"offload={choice}" for choice in CHOICES) + ", "
             known += "sequence, bf16, fp16"
@@ -138,7 +142,7 @@ def _option(word: str) -> tuple[str, Any] | None:
         return "degrees", tuple(map(int, word.split("x")))
     if re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
         return "widths", tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
-    if number := re.fullmatch(r"(mb|zero|shards|context)=(\d+)", word):
+    if number := re.fullmatch(r"(mb|zero|shards|context|overlap)=(\d+)", word):
         return "num_micro_batches" if number[1] == "mb" else number[1], int(number[2])
     if word in SCHEDULES or word in PRECISIONS:
         return "schedule" if word in SCHEDULES else "precision", word
@@ -156,6 +160,8 @@ def _out_of_range(found: dict[str, Any]) -> list[str]:
         mistakes.append("mb=0: a step has at least 1 micro-batch")
     if found.get("context") == 0:
         mistakes.append("context=0: a sequence has at least 1 slice")
+    if found.get("overlap") == 0:
+        mistakes.append("overlap=0: a product has at least 1 piece; overlap=1 overlaps nothing")
     if found.get("shards") == 0:
         mistakes.append("shards=0: a group has at least 2 ranks; leave it out to split over all data ranks")
     if found.get("recompute", "full").strip("0") == "":

@@ -34,6 +34,7 @@ from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
+from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.memory_overlaps import refuse_overlaps
@@ -52,6 +53,7 @@ from workbench.training.strategies.state import (
 from workbench.training.zero import install_units as zero
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
+    overlapped_forward.install,
     zero.install,
     recompute.install,
     precision.install,

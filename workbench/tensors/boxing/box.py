@@ -73,7 +73,7 @@ def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: s
     site = tracer.site(function)
     # A backward boxes the gradient of a plain tensor that became global
     in_backward = torch._C._current_graph_task_id() >= 0
-    tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
+    tracer.add(site, "backward" if in_backward else "forward", plan_of(source, target, tensor), tensor.dtype)
     return site
 
 
@@ -145,7 +145,7 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
         return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, *here
 
 
-def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:
+def plan_of(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:
     """The plan or path that ``exchange_between`` executes."""
     with local_torch():
         itemsize = local.element_size()
@@ -191,7 +191,7 @@ def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, s
     """The boxing of a gradient, linked to it if it is differentiated again. ``site`` is its line in traces."""
     tracer = incoming.world.context.tracer
     if tracer is not None:
-        tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), grad.dtype)
+        tracer.add(site or tracer.site(), "backward", plan_of(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():
         return _apply_box(grad, incoming, outgoing, tag, site)
     return exchange_between(incoming, outgoing, grad.dtype).run(grad, tag)

@@ -6,6 +6,7 @@ A training step boxes between the same specs again and again, so the hot path lo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -22,7 +23,7 @@ from workbench.tensors.boxing.assembly import assemble, packed, region_shape
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
-from workbench.transport.base import do_nothing
+from workbench.transport.base import Received, do_nothing
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
 
 _MAX_CACHED = 256
@@ -119,6 +120,32 @@ class Exchange:
         with hidden_from_modes():
             return self._run(local, tag)
 
+    def start(self, local: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        """Send this rank's slices. The returned function receives the others' and returns the new shard, in memory of
+        its own. Do not write to ``local`` before. Of a rank that holds a part before and after.
+        """
+        world = self.world
+        with hidden_from_modes():
+            started = world.traffic.now()
+            finish = self._start(local, tag)
+            world.traffic.add(self.plan.kind, self.bytes_sent, started)
+
+        def end() -> torch.Tensor:
+            with hidden_from_modes():
+                started = world.traffic.now()
+                result = finish()
+                world.traffic.end_exchange(started)
+                return result
+
+        return end
+
+    def _start(self, local: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        if self.plan.kind != "all-reduce":
+            return self._start_pieces(local, tag)
+        start = self.world.transport.start_all_reduce
+        wait = start([local], self.group, self.plan.reduction or "sum", tag, self._header)
+        return lambda: wait().view(self.target.local_shape)
+
     def _run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         world = self.world
         if self.own_slice is not None:
@@ -152,8 +179,11 @@ class Exchange:
         return self._exchange_pieces(local, tag)
 
     def _exchange_pieces(self, local: torch.Tensor, tag: int) -> torch.Tensor:
-        rank, release = self.world.rank, do_nothing
-        received: list[torch.Tensor] = []
+        return self._start_pieces(local, tag)()
+
+    def _start_pieces(self, local: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        rank = self.world.rank
+        receive: Callable[[], Received] = lambda: ([], do_nothing)  # noqa: E731
         sends = [
             (m.destination, slice_region(local, m.source_region)) for m in self.moves_from if m.destination != rank
         ]
@@ -161,17 +191,21 @@ class Exchange:
             transport = self.world.transport
             sends = sends if transport.accepts_strided else packed(sends)
             receive = transport.start_exchange_in_place(sends, self._wanted, self.dtype, tag, self._header)
+
+        def finish() -> torch.Tensor:
             received, release = receive()
-        if self.target.is_placeholder:
-            return self._placeholder()
-        others = iter(received)
-        pieces = [
-            (move, next(others) if move.source != rank else slice_region(local, move.source_region))
-            for move in self.moves_to
-        ]
-        result = assemble(self.plan, pieces, self.target, self.dtype, self.world.device)
-        release()
-        return result
+            if self.target.is_placeholder:
+                return self._placeholder()
+            others = iter(received)
+            pieces = [
+                (move, next(others) if move.source != rank else slice_region(local, move.source_region))
+                for move in self.moves_to
+            ]
+            result = assemble(self.plan, pieces, self.target, self.dtype, self.world.device)
+            release()
+            return result
+
+        return finish
 
     def _placeholder(self) -> torch.Tensor:
         return new_placeholder(self.target.shape, self.dtype, self.world.device)

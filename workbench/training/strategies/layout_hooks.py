@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.layer_extents import WholeExtent
 from workbench.core.layer_layouts import has_output_hook
+from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
@@ -85,17 +86,35 @@ class PrepareOutput:
         """The output in the layout of the next layer."""
         if not isinstance(output, GlobalTensor):
             return output
-        choice, layout, last = self._choice, output._spec.layout, split(output.dim() - 1)
-        layouts, spec = self._in_use.layouts, output._spec
-        _, num_samples, in_order_of_calls = layouts.world.context.call
-        batch_dim = _batch_dim(spec, choice.kind, num_samples) if num_samples else 0
-        wanted = layouts.plan.boxed_output_layout(choice, output.dim(), batch_dim, in_order_of_calls=in_order_of_calls)
-        layouts.plan.calls.add_output(choice.name, WholeExtent(spec.shape, batch_dim), output.dtype.itemsize)
+        spec = output._spec
+        extent = WholeExtent(spec.shape, self._batch_dim(spec))
+        self._in_use.layouts.plan.calls.add_output(self.name, extent, output.dtype.itemsize)
+        return box_implicitly(output, self.target_of(spec), self.name)
+
+    @property
+    def name(self) -> str:
+        """The layer's path."""
+        return self._choice.name
+
+    def target_of(self, spec: Spec) -> Layout:
+        """The layout to which the hook boxes an output."""
+        choice, layout, last = self._choice, spec.layout, split(len(spec.shape) - 1)
+        layouts = self._in_use.layouts
+        wanted = layouts.plan.boxed_output_layout(
+            choice,
+            len(spec.shape),
+            self._batch_dim(spec),
+            in_order_of_calls=layouts.world.context.call.in_order_of_calls,
+        )
         target: NdSbp = tuple(
             b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
             for a, b in zip(layout.sbp, wanted.sbp, strict=True)
         )
-        return box_implicitly(output, layout.with_sbp(target), choice.name)
+        return layout.with_sbp(target)
+
+    def _batch_dim(self, spec: Spec) -> int:
+        num_samples = self._in_use.layouts.world.context.call.num_samples
+        return _batch_dim(spec, self._choice.kind, num_samples) if num_samples else 0
 
 
 def hook_layer(

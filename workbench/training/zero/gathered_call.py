@@ -253,7 +253,7 @@ def casts_of(layer: nn.Module) -> tuple[str, ...]:
     (('weight',), ())
     """
     kind = type(layer)
-    if "forward" in layer.__dict__:
+    if not getattr(layer.__dict__.get("forward"), "runs_its_class", "forward" not in layer.__dict__):
         return ()
     if kind is nn.MultiheadAttention:
         return _ATTENTION
