@@ -34,6 +34,7 @@ STRATEGIES = {
     "data": "*: data",
     "model": "*: model",
     "rows": "*: model:row",
+    "overlap": "*: model | overlap=2",
     "zero 1": "*: data | zero=1",
     "zero 2": "*: data | zero=2",
     "zero 3": "*: data | zero=3",
@@ -124,7 +125,7 @@ def test_training_never_stalls_and_equals_the_host(name, num_ranks):
     assert_trains(name, num_ranks)
 
 
-@pytest.mark.parametrize(("name", "num_overlaps"), [("data", 1), ("zero 2", 1), ("zero 3", 6)])
+@pytest.mark.parametrize(("name", "num_overlaps"), [("data", 1), ("zero 2", 1), ("zero 3", 6), ("overlap", 2)])
 def test_exchanges_of_a_step_overlap_with_its_products(name, num_overlaps, monkeypatch):
     wait, start = Call.wait, PlayedNccl.call
     started, overlaps = {}, ([], [])

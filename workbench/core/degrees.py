@@ -107,6 +107,17 @@ def _mistakes_of_shards(options: Options, datas: Sequence[int]) -> list[Found]:
     return found
 
 
+def mistakes_of_overlap(options: Options, num_layers: int, num_overlapping: int) -> list[Found]:
+    """An overlap where no layer can have one."""
+    if options.overlap == 1 or num_overlapping:
+        return []
+    message = (
+        f"overlap={options.overlap}, but 0 of {num_layers} layers are linear and split by rows over 2 ranks or more: "
+        "it cuts the products of such layers, to exchange their sums meanwhile"
+    )
+    return [(message, ("leave overlap out", "write 'model' rows over a model degree of 2"))]
+
+
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
     """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
     if num_stages > num_ranks:

@@ -56,6 +56,7 @@ def refitted(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> Str
         pipeline, _, model = options.degrees
         candidates.append(strategy.with_options(degrees=(pipeline, max(1, num_ranks // (pipeline * model)), model)))
     candidates += [each.with_options(shards=0) for each in candidates if each.options.shards]
+    candidates += [each.with_options(overlap=1) for each in candidates if each.options.overlap > 1]
     kept = ("zero", "recompute", "precision", "offload")
     plain = replace(Options(), **{name: getattr(options, name) for name in kept})
     candidates.append(Strategy.from_rows(Strategy("*: data").rows, plain))

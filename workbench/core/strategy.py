@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from workbench.core.degrees import mistakes_of_degrees
+from workbench.core.degrees import mistakes_of_degrees, mistakes_of_overlap
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
 from workbench.core.row_text import parse_rows
 from workbench.core.rows import Layer, Row, in_order_of_calls
-from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
+from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
 
@@ -219,7 +219,7 @@ class Strategy:
         """All mistakes of this strategy for these layers on ``num_ranks`` ranks; empty if there are none."""
         mistakes = _check_rows(self, layers) + _check_stages(self, layers)
         mistakes += _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
-        return mistakes + _check_experts(self, layers, num_ranks)
+        return mistakes + _check_experts(self, layers, num_ranks) + _check_overlap(self, layers, num_ranks)
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
         """The choice of every layer.
@@ -376,6 +376,14 @@ def _check_experts(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
     resolved = ResolvedStrategy((), _degrees(strategy, layers, num_ranks), strategy.options)
     widths = [resolved.stage_width(stage) for stage in _stages(strategy, layers)]
     return [Mistake(*each) for each in mistakes_of_experts(strategy.rows, layers, strategy.rows_of(layers), widths)]
+
+
+def _check_overlap(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
+    stages = _stages(strategy, layers)
+    resolved = ResolvedStrategy((), _degrees(strategy, layers, num_ranks), strategy.options)
+    splits = zip(layers, splits_of(layers, strategy.rows_of(layers), stages), stages, strict=True)
+    num_rows = sum(overlaps(layer.kind, split, resolved.stage_width(stage)[1]) for layer, split, stage in splits)
+    return [Mistake(None, *each) for each in mistakes_of_overlap(strategy.options, len(layers), num_rows)]
 
 
 def _choice(row: Row, split: str | None) -> str:

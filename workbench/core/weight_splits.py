@@ -81,6 +81,11 @@ def share_input(one: Layer, two: Layer) -> bool:
     return is_named and _features(one)[:1] == _features(two)[:1]
 
 
+def overlaps(kind: str, split: str | None, num_ranks: int) -> bool:
+    """Whether the option ``overlap`` is for a layer: for the sums of a row-split linear layer over several ranks."""
+    return split == "row" and kind in LINEAR_KINDS and num_ranks > 1
+
+
 def feature_dim(kind: str, num_dims: int) -> int:
     """The dim of an activation that holds the features of a layer of this class: channels of images, else the last."""
     return 1 if kind in IMAGE_KINDS else num_dims - 1

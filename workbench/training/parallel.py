@@ -30,11 +30,11 @@ from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import offload_option, precision, recompute
+from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.interruptible import Interruptible
 from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
-from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
 from workbench.training.strategies.memory_overlaps import refuse_overlaps

@@ -16,7 +16,7 @@ from torch import nn
 from workbench.core.layout import Layout
 from workbench.core.row_pieces import RowPieces, row_pieces
 from workbench.core.sbp import Split, partial_sum
-from workbench.core.weight_splits import LINEAR_KINDS, split_dim
+from workbench.core.weight_splits import overlaps, split_dim
 from workbench.tensors.boxing.overlapped import is_overlapped, product_of_pieces
 from workbench.tensors.global_tensor import GlobalTensor, Spec, spec_of
 from workbench.training.strategies.layout_hooks import PrepareOutput
@@ -30,7 +30,8 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
         return []
     found = []
     for (_, layer), choice in zip(layers_of(module), state.resolved.layers, strict=True):
-        if choice.split == "row" and choice.kind in LINEAR_KINDS and _runs_its_class(layer):
+        _, num_ranks = state.resolved.stage_width(choice.stage)
+        if overlaps(choice.kind, choice.split, num_ranks) and _runs_its_class(layer):
             found.append(OverlappedForward(layer, PrepareOutput(state.in_use, choice), choice.kind, pieces))
     return found
 
