@@ -122,8 +122,10 @@ def test_options_of_the_whole_model(panel: Panel):
     controls.recompute.value = "full"
     controls.offload.value = "optimizer"
     controls.sequence.value = True
+    controls.overlap.value = 4
     controls.precision.value = "bf16"
-    assert controls.text.value == "*: data | zero=2 context=2 recompute offload=optimizer sequence bf16"
+    assert controls.text.value == "*: data | zero=2 context=2 recompute offload=optimizer sequence overlap=4 bf16"
+    assert "overlap=4, but 0 of" in controls.mistakes.value
     controls.undo.click()
     assert controls.precision.value == "fp32" and controls.zero.value == 2
     controls.shards.value = 3

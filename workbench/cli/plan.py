@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
                         help="limits the search: pipeline=, data=, model=, micro_batches=, schedule=, "
-                             "zero=, shards=, context=, recompute=, offload=, sequence=, layers=, heads=; "
+                             "zero=, shards=, context=, recompute=, offload=, sequence=, overlap=, layers=, heads=; "
                              "several: 1,2")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="the other choices of a layer, and their costs")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why the plan is not this strategy")

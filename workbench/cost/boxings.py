@@ -22,7 +22,7 @@ from workbench.core.layer_layouts import (
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import LayerCost
 from workbench.core.strategy import ResolvedLayer
-from workbench.core.weight_splits import TABLE, share_input
+from workbench.core.weight_splits import TABLE, overlaps, share_input
 from workbench.cost.collectives import exchange_s, kind_of, received_parts, summed_bytes
 from workbench.cost.context import attention_exchange
 from workbench.cost.stage_settings import StageSettings
@@ -36,17 +36,42 @@ exponentials, the target's logit, and the share of smoothed targets. The maximum
 """
 
 
+class Overlap(NamedTuple):
+    """A product in pieces, each beside the exchange of another: all of its seconds, and its number of functions."""
+
+    pieces: int
+    product_s: float
+    functions: int
+
+    def exposed_s(self, piece_s: float, setting: StageSettings) -> float:
+        """Seconds that exchanges of ``piece_s`` and the further starts of functions add to the product.
+
+        The first product and the last exchange have nothing beside them (in backward, the first exchange and the last
+        products). Where cores exchange, nothing has.
+        """
+        others = self.pieces - 1
+        starts = others * self.functions * setting.hardware.op_s
+        if setting.hardware.exchanges_on_cores:
+            return self.pieces * piece_s + starts
+        return piece_s + others * max(0.0, piece_s - self.product_s / self.pieces) + starts
+
+
 class Exchange(NamedTuple):
-    """One exchange of a micro-batch: its kind, and the bytes that each rank of the axis receives."""
+    """One exchange of a micro-batch: its kind, the bytes that each rank of the axis receives, and the product beside
+    which it runs in pieces.
+    """
 
     kind: str
     received_bytes: float
     axis: str = "model"
+    overlap: Overlap | None = None
 
     def seconds(self, setting: StageSettings) -> float:
         """Its time. The ranks of a context are as far apart as a model axis is long."""
         size, stride = (setting.model, 1) if self.axis == "model" else (setting.context, setting.model)
-        return exchange_s(setting.hardware, self.received_bytes, size, stride, self.kind)
+        pieces = 1 if self.overlap is None else self.overlap.pieces
+        seconds = exchange_s(setting.hardware, self.received_bytes / pieces, size, stride, self.kind)
+        return seconds if self.overlap is None else self.overlap.exposed_s(seconds, setting)
 
 
 class Boxings(NamedTuple):
@@ -68,9 +93,11 @@ def boxings(
     setting: StageSettings,
     boxed_for: ResolvedLayer | None = None,
     is_last: bool = False,
+    products_s: tuple[float, float] = (0.0, 0.0),
 ) -> Boxings:
     """The exchanges of a layer; arguments are those of ``layers.layer_price``. ``boxed_for``: the layer for which the
-    output of the one ``before`` was boxed, where that is another one than this.
+    output of the one ``before`` was boxed, where that is another one than this. ``products_s``: of the layer's own
+    products in forward and backward, beside which exchanges of its sums may run.
     """
     forward, backward = _on_context_axis(row, choice, before, setting, is_last)
     if setting.model == 1:
@@ -79,12 +106,24 @@ def boxings(
     back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(changes)]
     if setting.sequence and not setting.software.keeps_gathered:  # slices were saved, the weights need all
         back += [change for change in changes if change[:2] == ("sequence", "B")]
-    forward += [_exchange(change, setting) for change in changes]
-    backward += [_exchange(change, setting) for change in back]
+    pieces = num_pieces(row, choice, following, setting)
+    beside = [Overlap(pieces, seconds, number) for number, seconds in enumerate(products_s, start=1)]
+    forward += [_exchange(change, setting, beside[0] if change[0] == "P" else None) for change in changes]
+    backward += [_exchange(change, setting, beside[1] if change[1] == "B" else None) for change in back]
     if boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features":
         rows, sums = _moved_rows(row, setting), _sums_of_loss(row, setting)
         forward, backward = [*forward, *rows, *sums[0]], [*backward, *rows, *sums[1]]
     return Boxings(tuple(forward), tuple(backward))
+
+
+def num_pieces(row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings) -> int:
+    """In how many pieces a layer's sums are exchanged: see ``core.row_pieces``."""
+    if setting.overlap == 1 or not overlaps(choice.kind, choice.split, setting.model) or row.output_shape is None:
+        return 1
+    left = boxed_output_entry(choice, following, num_dims(row), setting.sequence)
+    samples = 0 if left == "samples" else int(setting.samples * setting.context)
+    positions = 0 if left == "sequence" or num_dims(row) < 3 else row.output_shape[0] // setting.context
+    return max(1, min(setting.overlap, max(samples, positions)))
 
 
 def seconds_and_bytes(exchanges: Sequence[Exchange], setting: StageSettings) -> tuple[float, float]:
@@ -169,11 +208,15 @@ def splits_words(
     return setting.model > 1 and left == "features" and any(work.name == "cross_entropy" for work in row.after)
 
 
-def _exchange(change: Change, setting: StageSettings) -> Exchange:
+def _exchange(change: Change, setting: StageSettings, beside: Overlap | None = None) -> Exchange:
     source, target, size = change
+    overlap = beside if beside is not None and beside.pieces > 1 else None
+    pieces = 1 if overlap is None else overlap.pieces
     if (source, target) == ("P", "B"):
-        return Exchange(kind_of(source, target), summed_bytes(setting.hardware, size, setting.model))
-    return Exchange(kind_of(source, target), received_parts(source, target, setting.model) * size)
+        received = pieces * summed_bytes(setting.hardware, size / pieces, setting.model)
+    else:
+        received = received_parts(source, target, setting.model) * size
+    return Exchange(kind_of(source, target), received, overlap=overlap)
 
 
 def are_siblings(one: Neighbour, two: Neighbour) -> bool:

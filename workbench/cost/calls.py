@@ -35,7 +35,9 @@ def prices_with_calls(
             before = before if choices[other].stage == choice.stage else None
         boxed.add(target)
         is_last = index == len(choices) - 1
-        exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for, is_last)
+        count, price = num_calls(model, call.row), prices[index]
+        beside = price.own_products_s / count, price.own_products_backward_s / count
+        exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for, is_last, beside)
         (forward_s, forward), (backward_s, backward) = (
             seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)
         )

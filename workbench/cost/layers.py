@@ -53,6 +53,7 @@ class LayerPrice:
         scores_s, scores_bytes: forward, and kept bytes, of the functions from the first product after the layer to the
             last one: the scores of attention, which selective recomputation computes again.
         own_products_s, own_products_bytes: forward, and bytes of the results, of products with its weights.
+        own_products_backward_s: backward of these.
         products_s, products_bytes: the same of all products, with those of attention after it.
     """
 
@@ -80,6 +81,7 @@ class LayerPrice:
     own_products_bytes: float = 0.0
     products_s: float = 0.0
     products_bytes: float = 0.0
+    own_products_backward_s: float = 0.0
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
@@ -130,7 +132,7 @@ def layer_price(
         setting: all other settings.
         is_last: whether it is the last layer of the model.
     """
-    forward = first = second = scores = scores_kept = 0.0
+    forward = first = second = scores = scores_kept = products_back = 0.0
     kept, passing = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     products_s, products_bytes = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     scored = scores_of(row)
@@ -155,7 +157,9 @@ def layer_price(
         back = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
         first, second = first + back[0], second + (back[1] if is_own else 0.0)
         first += 0.0 if is_own else back[1]
-    exchanges = boxings(row, choice, before, following, setting, is_last=is_last)
+        products_back += sum(back) if work.is_matmul and is_own else 0.0
+    beside = products_s[True], products_back
+    exchanges = boxings(row, choice, before, following, setting, is_last=is_last, products_s=beside)
     travel_s, travel_bytes = tokens_s_and_bytes(row, choice, setting)
     boxing = [
         (seconds + travel_s, received + travel_bytes)
@@ -176,6 +180,7 @@ def layer_price(
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
+        products_back,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class StageSettings:
         samples: samples of one micro-batch on the data-parallel rank with most of them; a slice of the sequence counts
             as a part of a sample.
         num_micro_batches: per step.
-        precision, zero, recompute, sequence, offload: options of the strategy.
+        precision, zero, recompute, sequence, offload, overlap: options of the strategy.
         shards: number of consecutive data ranks over which ZeRO splits.
         rates: the machine at this precision.
         itemsize: bytes of an activation's element at this precision; rows are scaled to it.
@@ -48,6 +48,7 @@ class StageSettings:
     context: int = 1
     shards: int = 1
     offload: str = ""
+    overlap: int = 1
 
     @property
     def recompute_kind(self) -> str:
@@ -99,7 +100,7 @@ def settings_of(
                 hardware, rates, software, optimizer, data, width, num_stages,
                 ceil(batch_size / parts) / options.context, strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale, options.context,
-                options.shards or data, options.offload,
+                options.shards or data, options.offload, options.overlap,
             )
         )  # fmt: skip
     return tuple(settings)

@@ -24,7 +24,7 @@ class Bounds:
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
-        self._per_sample: dict[tuple[int, bool, str, int], float] = {}
+        self._per_sample: dict[tuple[int, bool, str, int, int], float] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
 
@@ -36,10 +36,10 @@ class Bounds:
         of the model axis, which then divides them evenly.
         """
         (_, data, model), options, batch_size = candidate.degrees, candidate.options, self._problem.batch_size
-        key = model, options.sequence, options.recompute, options.context
+        key = model, options.sequence, options.recompute, options.context, options.overlap
         if key not in self._per_sample:
             most = ceil(batch_size / model) * model
-            prices = self._incumbents.prices_of(model, most, False, options.sequence, options.context)
+            prices = self._incumbents.prices_of(model, most, False, options.sequence, options.context, options.overlap)
             seconds = self._chooser.seconds(prices, options.recompute)
             self._per_sample[key] = inf if seconds is None else seconds / most
         samples = batch_size / (data // options.context) / options.num_micro_batches

@@ -1,5 +1,5 @@
 """All combinations of degrees, micro-batches, schedule, ZeRO with its shards, recomputation and sequence that a problem
-leaves open, and those values of context and offload that it names.
+leaves open, and those values of context, offload and overlap that it names.
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     recomputes = wanted or ["", "full"]  # finer_recompute looks at the others
     offloads = [offload_kind(value) for value in constraints.values("offload")] or [""]
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
+    asked = constraints.values("overlap") or (1,)
+    overlaps = [value for value in asked if isinstance(value, int) and (value == 1 or (value > 1 and model > 1))]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):
             continue
-        for (zero, shards), recompute, sequence, offload in product(sharded, recomputes, sequences, offloads):
+        every = product(sharded, recomputes, sequences, offloads, overlaps)
+        for (zero, shards), recompute, sequence, offload, overlap in every:
             m = group.num_micro_batches
             options = Options(
                 group.degrees,
@@ -101,6 +104,7 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
                 group.context,
                 shards,
                 offload,
+                overlap,
             )
             if not (schedule in V_SCHEDULES and recompute and "activations" in offload):  # refused
                 yield Candidate(options, num_stages)

@@ -50,11 +50,14 @@ class Incumbents:
         """Prices of layers for a candidate; candidates with equal prices share them."""
         options, (_, data, model) = candidate.options, candidate.degrees
         samples = self.problem.batch_size / (data // options.context) / options.num_micro_batches
-        return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence, options.context)
+        several = options.num_micro_batches > 1
+        return self.prices_of(model, samples, several, options.sequence, options.context, options.overlap)
 
-    def prices_of(self, model: int, samples: float, several: bool, sequence: bool, context: int) -> LayerPrices:
+    def prices_of(
+        self, model: int, samples: float, several: bool, sequence: bool, context: int, overlap: int
+    ) -> LayerPrices:
         """Prices of layers on a model axis of ``model`` ranks; arguments are those of ``LayerPrices``."""
-        key = (model, samples, several, sequence, context)
+        key = (model, samples, several, sequence, context, overlap)
         if key not in self._prices:
             self._prices[key] = LayerPrices(self.problem, self.classes, *key)
         return self._prices[key]

@@ -57,19 +57,19 @@ class LayerPrices:
         model: model degree.
         samples: samples of a micro-batch on a data-parallel rank.
         several: whether a step has more than one micro-batch.
-        sequence, context: the strategy's options.
+        sequence, context, overlap: the strategy's options.
     """
 
     def __init__(
         self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool,
-        context: int,
+        context: int, overlap: int = 1,
     ) -> None:  # fmt: skip
         self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
         options = Options((1, 1, model), 1, None, 0, "", sequence, problem.precision)
         alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
         (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
         self.setting = replace(
-            setting, samples=samples / context, context=context, num_micro_batches=2 if several else 1
+            setting, samples=samples / context, context=context, num_micro_batches=2 if several else 1, overlap=overlap
         )
         self._known: dict[tuple[object, ...], LayerPrice] = {}
 

@@ -214,6 +214,7 @@ def _row(found: PricedStrategy, has_memory: bool, is_best: bool) -> dict[str, An
         "recompute": options.recompute,
         "offload": options.offload,
         "sequence": options.sequence,
+        "overlap": options.overlap,
         "step_s": price.step_s,
         "samples_per_s": price.samples_per_s,
         **{part: getattr(price, part) for part in PARTS},

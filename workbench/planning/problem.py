@@ -15,7 +15,7 @@ from workbench.core.options import PRECISIONS, SCHEDULES, Options
 from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
-from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
+from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, overlaps, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
@@ -61,6 +61,7 @@ class Constraints:
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
         offload: as in strategies ("optimizer", "activations", "optimizer+activations"), "" for nothing; None: nothing,
             which is fastest where it fits.
+        overlap: as in strategies; None: 1, because no machine file says whether pieces gain what is predicted.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
     """
@@ -78,6 +79,7 @@ class Constraints:
     context: int | Collection[int] | None = None
     shards: int | Collection[int] | None = None
     offload: bool | str | Collection[bool | str] | None = None
+    overlap: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
         """Whether the constraint ``name`` allows a value."""
@@ -251,6 +253,8 @@ class Problem:
             self._resolved(row.layer, choice, stage, data, model)
             for row, choice, stage in zip(self.rows, choices, stages, strict=True)
         )
+        if not any(overlaps(layer.kind, layer.split, model) for layer in layers):
+            options = replace(options, overlap=1)
         return ResolvedStrategy(layers, options.degrees, options)
 
     def _resolved(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:

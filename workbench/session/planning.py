@@ -171,8 +171,9 @@ def plan(
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, False, "attention",
             "cheap" or a number of blocks), ``offload=`` ("optimizer", "activations", "optimizer+activations", ""
-            for nothing, or several to let the search choose), ``sequence=`` (True or False), ``layers="head: data@1"``,
-            and ``heads=``, numbers that the model degree must divide, for a model that does not name its heads.
+            for nothing, or several to let the search choose), ``sequence=`` (True or False), ``overlap=`` (one number
+            or several), ``layers="head: data@1"``, and ``heads=``, numbers that
+            the model degree must divide, for a model that does not name its heads.
 
     Raises:
         StrategyError: constraints that conflict, a model that fits nowhere, or a module without ``inputs``.

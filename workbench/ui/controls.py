@@ -37,6 +37,7 @@ _OPTION_TIPS = {
     "results of products and attention, attention those of products with weights; the text takes a number of blocks",
     "offload": "what lies in the host's memory, or for CPUs in files on a disk: less memory on the device, more time",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
+    "overlap": "pieces of a row-split layer's product: one is summed over ranks beside the product of the next",
     "precision": "fp32, or autocast to 16 bits",
 }
 _OFFLOAD = (("none", ""), *((choice if "+" not in choice else "both", choice) for choice in CHOICES))
@@ -128,6 +129,7 @@ class Controls:
         self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
         self.offload = widgets.Dropdown(options=_OFFLOAD, layout={"width": "88px"})
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
+        self.overlap = self._number(1, 4096)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
         self.pieces = html("", "wb-pieces")
@@ -159,6 +161,7 @@ class Controls:
             "recompute": self.recompute,
             "offload": self.offload,
             "sequence": self.sequence,
+            "overlap": self.overlap,
             "precision": self.precision,
         }
         for name, control in options.items():
@@ -177,7 +180,7 @@ class Controls:
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
         data = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
         memory = (field("recompute", self.recompute), field("offload", self.offload))
-        form = (self.sequence, field("precision", self.precision))
+        form = (self.sequence, field("overlap", self.overlap), field("precision", self.precision))
         options = (bar(*controls, css=("wb-field",)) for controls in (data, memory, form))
         groups = (degrees, parts, *options)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
@@ -249,7 +252,7 @@ class Controls:
         blocks = [(f"{options.recompute} blocks", options.recompute)] if options.recompute.isdecimal() else []
         self.recompute.options = (*_RECOMPUTE, *blocks)
         self.recompute.value, self.sequence.value = options.recompute, options.sequence
-        self.offload.value = options.offload
+        self.offload.value, self.overlap.value = options.offload, options.overlap
 
     def _show_text(self, state: PanelState) -> None:
         self.text.value = state.text

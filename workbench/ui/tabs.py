@@ -38,6 +38,8 @@ TERMS = {
     "needed: the optimizer's state for each update, activations for backward.",
     "sequence": "Between layers that are split by model, activations are split along the sequence (dimension 1) "
     "instead of being copied. Norms then take less memory.",
+    "overlap": "In how many pieces a layer that is split by rows computes. The sum over ranks of one piece runs beside "
+    "the product of the next; 1 sums the whole result afterwards.",
     "links": "How many bytes per second two ranks exchange, inside a host and between hosts.",
     "products": "How many operations per second a rank does in matrix products (flop/s).",
     "(shared), (gloo)": "How engines exchange tensors: through memory that the processes of one host share, or over "

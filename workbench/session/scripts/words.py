@@ -45,6 +45,7 @@ _OPTIONS = {
     "offload=activations": "what forward keeps for backward lies in host memory (on CPUs in files) meanwhile",
     r"offload=optimizer\+activations": "the optimizer's state and activations lie in host memory (on CPUs in files)",
     "sequence": "between model-parallel layers, each model rank holds a slice of the sequence",
+    r"overlap=(\d+)": "row-split layers compute {0} pieces of rows, and sum one while they compute the next",
     "bf16": "forward computes in bfloat16, by autocast",
     "fp16": "forward computes in float16, by autocast; small gradients need torch.amp.GradScaler",
 }
