@@ -253,9 +253,8 @@ class Problem:
             self._resolved(row.layer, choice, stage, data, model)
             for row, choice, stage in zip(self.rows, choices, stages, strict=True)
         )
-        if not any(overlaps(layer.kind, layer.split, model) for layer in layers):
-            options = replace(options, overlap=1)
-        return ResolvedStrategy(layers, options.degrees, options)
+        has_rows = any(overlaps(layer.kind, layer.split, model) for layer in layers)
+        return ResolvedStrategy(layers, options.degrees, options if has_rows else replace(options, overlap=1))
 
     def _resolved(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
         """``expert`` means as many ranks as fit."""
