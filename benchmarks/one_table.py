@@ -51,7 +51,7 @@ def read_result(path: Path) -> Result | None:
 
 def cells_of(line: str) -> tuple[str, ...]:
     """Of one line of a table; none where it is none."""
-    return tuple(cell.strip() for cell in line.split("|")[1:-1])
+    return tuple(cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1])
 
 
 def newest(folder: Path, hardware: str) -> list[Result]:

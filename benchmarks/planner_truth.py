@@ -266,7 +266,7 @@ def ordered_share(rows: Sequence[Row]) -> float:
 def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> tuple[str, list[Comparison]]:
     """A table of the strategies, and what follows from it."""
     lines = [
-        [row.strategy.replace("|", "/"), f"{row.predicted_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
+        [row.strategy, f"{row.predicted_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
          f"{row.time_error:+.0%}", f"{min(row.rounds_s) * 1e3:.0f} to {max(row.rounds_s) * 1e3:.0f}",
          f"{row.own_s * 1e3:.1f}", f"{row.own_error:+.0%}",
          format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}",

@@ -98,7 +98,14 @@ def over_launches(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """A Markdown table with aligned columns: the first ones, of words, to the left, numbers to the right."""
+    """A Markdown table with aligned columns: the first ones, of words, to the left, numbers to the right.
+
+    >>> print(table(["", "ms"], [["*: data | zero=3", "5"]]))
+    |                   | ms |
+    |-------------------|---:|
+    | *: data \\| zero=3 |  5 |
+    """
+    header, *rows = ([cell.replace("|", r"\|") for cell in row] for row in (header, *rows))
     columns = list(zip(header, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 _NAME = re.compile(r"^::: wb\.([\w.]+)$(\n    options:\n)?(?:      heading: .*\n)?", re.MULTILINE)
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(svg|png)\)")
+_ROW, _CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`]*`")
 _HELP = re.compile(r"^<!-- help: (\S+) -->$", re.MULTILINE)
 
 
@@ -67,6 +68,15 @@ def turn_links(text: str, page: str) -> str:
         return found[0] if place is None else found[1] + posixpath.relpath(place, posixpath.dirname(page) or ".")
 
     return _LINK.sub(turned, text)
+
+
+def bare_pipes(text: str) -> str:
+    """Code in tables without the backslashes that GitHub asks for before ``|`` and that mkdocs would show.
+
+    >>> bare_pipes("| `*: data \\\\| zero=1` | 2 |")
+    '| `*: data | zero=1` | 2 |'
+    """
+    return _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
 
 
 def name_objects(text: str) -> str:
@@ -156,4 +166,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn links, choose pictures, name objects and say help before the page is made."""
     here = page.file.src_uri
-    return say_help(name_objects(show_by_theme(turn_links(markdown, here), here)))
+    return say_help(name_objects(show_by_theme(turn_links(bare_pipes(markdown), here), here)))

@@ -1,4 +1,4 @@
-"""Put measured numbers into the README and docs/benchmarks.md, between the comments that mark their places.
+"""Put measured numbers into the README and pages of docs, between the comments that mark their places.
 
     python -m tools.quote_numbers            the benchmarks' newest table (benchmarks/results)
     python -m tools.quote_numbers --demo     that, and the demo's table
@@ -20,6 +20,9 @@ from benchmarks.reporting import RESULTS, machine, today
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+GUIDE = ROOT / "docs" / "guides" / "which-strategy.md"
+GUIDES_RESULTS = ("choose-parallelism", "experts-2", "offload")
+"""Results of which the guide shows the first table."""
 
 
 def quoted(text: str, name: str) -> str:
@@ -71,6 +74,14 @@ Every target that is missed:
 """
 
 
+def guides_part(name: str) -> str:
+    """For the guide to strategies: the first table of the newest result of a name, when and on what it was measured."""
+    path = max(RESULTS.glob(f"????-??-??-{name}.md"))
+    title, measured, *parts = path.read_text(encoding="utf-8").split("\n\n")
+    table = next(part for part in parts if part.startswith("|"))
+    return f"{table.rstrip()}\n\n{measured}. [{title.removeprefix('# ')}](../../{path.relative_to(ROOT)})\n"
+
+
 _TABLE = re.compile(
     r"^(?P<title>[^\n]+:)\n(?P<rows>strategy .*?)\npeak: .*?\n(?P<threads>\d+ engines? with [^\n]*)$",
     re.DOTALL | re.MULTILINE,
@@ -107,6 +118,10 @@ def main() -> int:
     if args.demo:
         page = quote(page, "demo table", demo_part())
     PAGE.write_text(page, encoding="utf-8")
+    guide = GUIDE.read_text(encoding="utf-8")
+    for name in GUIDES_RESULTS:
+        guide = quote(guide, name, guides_part(name))
+    GUIDE.write_text(guide, encoding="utf-8")
     README.write_text(quote(README.read_text(encoding="utf-8"), "benchmarks", short_part()), encoding="utf-8")
     return 0
 

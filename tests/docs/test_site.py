@@ -33,6 +33,16 @@ def test_pictures_of_concepts_are_those_that_are_drawn() -> None:
     assert {path: path.read_text("utf-8") for path in expected} == expected, "run python -m tools.draw_concepts"
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_tables_have_as_many_cells_in_every_row(path: Path) -> None:
+    """A ``|`` in code ends the cell, unless a backslash is before it."""
+    rows = re.findall(r"(?:^\|.*\n)+", path.read_text("utf-8"), re.MULTILINE)
+    for table in rows:
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        wrong = [row for row, number in zip(table.splitlines(), cells, strict=True) if number != cells[0]]
+        assert not wrong, f"{path.name}: write \\\\| inside of cells"
+
+
 def test_every_picture_is_shown() -> None:
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     assert not [name for name in PICTURES if f"images/concepts/{name}.svg" not in text]

@@ -191,10 +191,10 @@ def test_compiling_is_a_switch_and_is_shown(part: RunsSection, trainer: FakeTrai
     part.run()
     assert part.compile.disabled and trainer.runs[-1].name.endswith(", compiled")
     compiling = [RunEvent("compiling", 2, f"{number} of 3") for number in (1, 2)]
-    part.live.add([*compiling, RunEvent("uncompiled", 2, "there is no compiler")])
-    assert "compiling part 2 of 3 <b>step" in part.live.status.state.value
+    trainer.runs[-1].waiting.extend([*compiling, RunEvent("uncompiled", 2, "there is no compiler")])
+    wait_until(lambda: any("there is no compiler" in line.text for line in part.live.log.lines))
+    wait_until(lambda: "compiling part 2 of 3 <b>step" in part.live.status.state.value)
     assert sum("compiling its operators" in line.text for line in part.live.log.lines) == 1
-    assert any("there is no compiler" in line.text for line in part.live.log.lines)
     finish(part, trainer)
 
 
