@@ -27,9 +27,9 @@ class Notebook:
         return self.manager.provisioner.pid
 
     def run(self, code, interrupt_after_s=None, on_piece=lambda: None):
-        """(stdout pieces with their times, MIME types displayed, error name or None, seconds)."""
+        """(text printed, MIME types displayed, error name or None, seconds)."""
         message_id, started = self.client.execute(code), time.monotonic()
-        pieces, shown, error = [], [], None
+        printed, shown, error = "", [], None
         while True:
             elapsed = time.monotonic() - started
             assert elapsed < 60, "the cell does not end"
@@ -44,14 +44,14 @@ class Notebook:
             if message["parent_header"].get("msg_id") != message_id:
                 continue
             if kind == "stream":
-                pieces.append((elapsed, content["text"]))
+                printed += content["text"]  # a line may come in two pieces
                 on_piece()
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 shown.append(set(content["data"]))
             elif kind == "error":
                 error = (content["ename"], "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
-                return pieces, shown, error, elapsed
+                return printed, shown, error, elapsed
 
 
 @pytest.fixture
@@ -65,15 +65,15 @@ def notebook():
 
 def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path):
     assert notebook.run("%load_ext workbench.session.magic")[2] is None
-    pieces, _, error, _ = notebook.run("%workbench start --engines 2 --device cpu")
+    printed, _, error, _ = notebook.run("%workbench start --engines 2 --device cpu")
     assert error is None
-    assert "2 engines ready on cpu" in pieces[-1][1]
+    assert "2 engines ready on cpu" in printed
 
     seen = tmp_path / "seen"
     waits = f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     cell = f"%%global\nimport os, time\nprint('first')\n{waits}\nprint('second')"
-    pieces, _, error, _ = notebook.run(cell, on_piece=seen.touch)  # shown while the cell runs
-    assert "".join(text for _, text in pieces) == "[all] first\n[all] second\n"  # and not again with the rest
+    printed, _, error, _ = notebook.run(cell, on_piece=seen.touch)  # shown while the cell runs
+    assert printed == "[all] first\n[all] second\n"  # and not again with the rest
 
     _, shown, _, _ = notebook.run("%%global\nimport pandas\npandas.DataFrame({'a': [1]})")
     assert shown == [{"text/plain", "text/html"}]
@@ -82,9 +82,9 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path
         "import workbench as wb\nfrom tqdm.auto import tqdm\n"
         "for i in tqdm(range(12), f'bar of {wb.rank()}'): time.sleep(0.1)"  # else two alike are one
     )
-    pieces, shown, _, elapsed = notebook.run(f"%%global\n{bar}")
+    printed, shown, _, elapsed = notebook.run(f"%%global\n{bar}")
     assert len(shown) >= 4  # it moves while the cell runs
-    assert "".join(text for _, text in pieces) == ""  # no line above or below it
+    assert printed == ""  # no line above or below it
 
     _, _, error, elapsed = notebook.run("%%global\ntime.sleep(30)", interrupt_after_s=0.5)
     assert error[0] == "Interrupted"
@@ -98,7 +98,7 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path
     traces.assert_gone()
 
     assert notebook.run(START_ONE)[2] is None  # at once
-    assert notebook.run("%%global\nwb.world_size()")[0][0][1] == "[all] 1\n"
+    assert notebook.run("%%global\nwb.world_size()")[0] == "[all] 1\n"
     traces = Traces.of(notebook.pid)
     psutil.Process(notebook.pid).kill()
     traces.assert_gone()
