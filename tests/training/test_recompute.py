@@ -2,11 +2,13 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import workbench as wb
 from tests.models import zoo
@@ -283,3 +285,19 @@ def test_a_cache_that_a_block_fills_is_refused():
 
     with pytest.raises(StrategyError, match=r"Block was given 1 cache .*\(Cache\).*use_cache=False"):
         run_ranks(program, 1)
+
+
+def test_what_a_stage_has_received_is_not_sent_again_through_hooks():
+    """A block's input that comes back as a new tensor has the boxing of its first run."""
+    made = [make("mlp") for _ in range(4)]
+
+    def program(rank, models, around):
+        model = wb.parallelize(models[rank], "0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2 1f1b recompute")
+        with wb.debug.trace() as traced, around:
+            wb.forward_backward(model, F.cross_entropy, *batch_for("mlp"))
+        return traced.by_function
+
+    plain = run_ranks(lambda rank: program(rank, made[:2], nullcontext()), 2)
+    through = lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # noqa: E731
+    hooked = run_ranks(lambda rank: program(rank, made[2:], through()), 2)
+    assert plain[0]["2"].wire_bytes > 0 and hooked == plain

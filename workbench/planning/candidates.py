@@ -106,8 +106,7 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
                 offload,
                 overlap,
             )
-            if not (schedule in V_SCHEDULES and recompute and "activations" in offload):  # refused
-                yield Candidate(options, num_stages)
+            yield Candidate(options, num_stages)
 
 
 def _shards(problem: Problem, zero: int, data: int, model: int) -> list[int]:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from workbench.core.options import V_SCHEDULES
 from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table
@@ -55,13 +54,6 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     how = state.strategy.options.recompute
     if not how:
         return []
-    options = state.strategy.options
-    if state.resolved.num_stages > 1 and options.schedule in V_SCHEDULES and "activations" in options.offload:
-        raise StrategyError(
-            f"strategy {str(state.strategy)!r}: {options.schedule}, recompute and offload=activations are 3 options, "
-            "of which 2 run together: ranks would wait for each other when a block runs again. Leave out recompute or "
-            "offload=activations, or use zero_bubble."
-        )
     blocks = blocks_of(module)
     if how.isdecimal() and int(how) > len(blocks):
         raise StrategyError(

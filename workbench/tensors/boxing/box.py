@@ -112,6 +112,19 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     return boxed
 
 
+def boxing_elsewhere(tensor: GlobalTensor) -> GlobalTensor | None:
+    """The result of an implicit boxing to another placement that a tensor keeps; None if there is none."""
+    for (layout, state), boxed in (tensor._boxings or {}).items():
+        if layout.placement != tensor._spec.layout.placement and state == _state_of(tensor):
+            return boxed
+    return None
+
+
+def keep_boxing(tensor: GlobalTensor, boxed: GlobalTensor) -> None:
+    """Let a tensor keep the result of an implicit boxing, made of another tensor with its layout and values."""
+    tensor._boxings = {(boxed._spec.layout, _state_of(tensor)): boxed}
+
+
 def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
     """The result of an earlier implicit boxing to a placement, in any layout; None if there is none."""
     if not tensor._spec.world.context.implicit_boxing_allowed:

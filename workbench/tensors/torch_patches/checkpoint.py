@@ -19,7 +19,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.boxing.box import boxing_elsewhere, keep_boxing
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World, joined
@@ -38,17 +39,23 @@ def _metadata_of_shard(tensor: torch.Tensor) -> Any:
         return torch_checkpoint._default_meta_extractor(tensor)
 
 
-class _RecomputeTrigger(torch.autograd.Function):
-    """Saves a token as the first tensor that the checkpoint keeps. Reading it starts the recomputation."""
+class _Saver(torch.autograd.Function):
+    """Saves tensors for backward."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token)
+    def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*(tensors or (token,)))
         return token.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _saver_of(world: World, *tensors: torch.Tensor) -> torch.Tensor:
+    """A tensor whose node has saved these tensors, or a token."""
+    made: torch.Tensor = _Saver.apply(torch.zeros((), device=world.device, requires_grad=True), *tensors)
+    return made
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +73,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
     triggers: list[torch.Tensor | None] = []
+    arrivals: list[_Arrivals] = []
     errors: list[BaseException] = []
     call = world.context.call
     given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
@@ -77,7 +85,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
 
     def with_trigger(*inputs: Any, **named: Any) -> Any:
-        trigger = _RecomputeTrigger.apply(torch.zeros((), device=world.device, requires_grad=True))
+        trigger = _saver_of(world)
         if not triggers:
             triggers.append(trigger)
             try:
@@ -89,7 +97,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if world.context.running is not None:
             world.context.running.refuse_second_recomputation()
         with hidden_from_modes():
-            inputs, named = _wrapped(specs, inputs, named)
+            inputs, named = _wrapped(specs, arrivals, inputs, named)
         before = _generator_state(world)
         _set_generator_state(world, random_state)
         try:
@@ -105,7 +113,32 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise errors.pop()
     if trigger is not None and trigger.requires_grad:
         _start_at_the_end(result, trigger, world)
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            arrivals.append(_Arrivals(args, world))
     return result
+
+
+class _Arrivals:
+    """Arguments of a function that its first run has boxed from other ranks, saved like the arguments.
+
+    A saved argument comes back as the object that it was, with the boxings that it keeps, but through hooks of saved
+    tensors (an offload, a meter of memory) as a new one. The second run would wait for the stage before to send again;
+    in a V this may be a stage of the same rank, which has its turn later.
+    """
+
+    def __init__(self, args: Any, world: World) -> None:
+        found = [boxing_elsewhere(leaf) if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves(args)]
+        self._specs = {position: one._spec for position, one in enumerate(found) if one is not None}
+        held = [plain(one) for one in found if one is not None]
+        self._saver = _saver_of(world, *held) if held else None
+
+    def give_back(self, leaves: list[Any], new: list[int]) -> None:
+        """Let the arguments that are new, by position, keep these boxings."""
+        if self._saver is not None:
+            for (position, spec), shard in zip(self._specs.items(), _node(self._saver).saved_tensors, strict=True):
+                if position in new:
+                    leaf = leaves[position]
+                    keep_boxing(leaf, _made_global(shard, spec, False, leaf.requires_grad))
 
 
 class _Saved:
@@ -142,18 +175,25 @@ def is_in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ in (torch_checkpoint.__name__, __name__)
 
 
-def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
+def _wrapped(specs: list[tuple[Spec, bool] | None], arrivals: list[_Arrivals], args: Any, kwargs: Any) -> Any:
     """The arguments of a recomputation, which come as plain shards: global again, and leaves only if they were.
 
     A leaf that requires a gradient may not be written in place, and does not cache its boxings.
     """
     leaves, structure = tree_flatten((args, kwargs))
+    new: list[int] = []
     for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):
         if known is not None and type(leaf) is torch.Tensor:
-            spec, was_leaf = known
-            found = leaf.detach().requires_grad_(leaf.requires_grad)
-            leaves[position] = wrap(found if was_leaf else found.view_as(found), spec)
+            leaves[position] = _made_global(leaf, *known, leaf.requires_grad)
+            new.append(position)
+    for found in arrivals:
+        found.give_back(leaves, new)
     return tree_unflatten(leaves, structure)
+
+
+def _made_global(shard: torch.Tensor, spec: Spec, is_leaf: bool, requires_grad: bool) -> GlobalTensor:
+    found = shard.detach().requires_grad_(requires_grad)
+    return wrap(found if is_leaf else found.view_as(found), spec)
 
 
 def _start_at_the_end(result: Any, trigger: torch.Tensor, world: World) -> None:
