@@ -16,6 +16,7 @@ Predictions use the one function for tables, ``workbench.cost.table``. Sets of r
     mpt-h100      the same on 8 to 512 GPUs
     titan         a third trainer (torchtitan) on 8 to 512 GPUs with memory, on H100s of another kind (HBM2e, 500 W)
     vocabulary    pipelines of Megatron-LM with 32 to 256 thousand words, with memory (arXiv 2411.05288)
+    megatron-core  Megatron-Core 0.8 on 48 to 6144 H100, 48 data ranks; its micro-batches are not published
     megatron-tests  two of Megatron-LM's own tests, with memory, on A100 and H100; their kernels are deterministic
 """
 
