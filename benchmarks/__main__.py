@@ -1,6 +1,6 @@
 """All comparisons, and one table of them: ``results/<date>-<machine>.md``.
 
-    python -m benchmarks                        run every benchmark, then make the table (about half an hour)
+    python -m benchmarks                        run every benchmark, then make the table (over an hour)
     python -m benchmarks --only live session    run these, then make the table
     python -m benchmarks --table                make it from the newest result files, without running anything
 
