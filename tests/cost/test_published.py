@@ -18,7 +18,17 @@ from workbench.cost.transformer import Transformer, transformer_costs, transform
 @pytest.fixture(scope="module")
 def judged() -> dict[str, list[Judged]]:
     return judge(
-        ["calibration", "megatron", "follow-up", "h100", "zero3", "vocabulary", "megatron-tests", "megatron-core"]
+        [
+            "calibration",
+            "megatron",
+            "follow-up",
+            "h100",
+            "zero3",
+            "vocabulary",
+            "megatron-tests",
+            "megatron-core",
+            "titan-context",
+        ]
     )
 
 
@@ -30,6 +40,7 @@ def judged() -> dict[str, list[Judged]]:
         ("follow-up", 0.05, 0.10),
         ("h100", 0.08, 0.15),
         ("megatron-core", 0.08, 0.12),
+        ("titan-context", 0.10, 0.25),
     ],
 )
 def test_errors_are_within_their_bounds(
