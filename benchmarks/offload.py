@@ -58,25 +58,30 @@ class Training:
         return float(loss.item())
 
 
+def held_by(size: Sequence[int], strategy: str) -> dict[str, Any]:
+    """Losses of some steps, the bytes of the fullest moment of the later ones, and those of each kind that is held."""
+    meter = PeakMeter(current().device)
+    training = Training(size, strategy)
+    losses = [training() for _ in range(WARM_STEPS)]
+    meter.start_again()
+    losses += [training() for _ in range(NUM_STEPS - WARM_STEPS)]
+    peak = meter.peak_bytes()
+    with wb.debug.memory_report(training.model, training.optimizer) as report:
+        losses.append(training())
+    held = report[0]
+    found = {"losses": losses, "peak": peak, "offloaded": held.get("offloaded", 0)}
+    return found | {kind: held[kind] for kind in ("optimizer", "activations")}
+
+
 def work() -> None:
     """What each of the processes runs: the peak of one strategy, or the times of several; the first one hands in."""
     wb.init()
     size, first, *others = json.loads(os.environ[_STRATEGIES])
-    meter = PeakMeter(current().device)
-    training = Training(size, first)
     if others:
-        trainings = {first: training, **{name: Training(size, name) for name in others}}
+        trainings = {name: Training(size, name) for name in (first, *others)}
         found: dict[str, Any] = medians(interleave(trainings, ROUNDS, 1, together))
     else:
-        losses = [training() for _ in range(WARM_STEPS)]
-        meter.start_again()
-        losses += [training() for _ in range(NUM_STEPS - WARM_STEPS)]
-        peak = meter.peak_bytes()
-        with wb.debug.memory_report(training.model, training.optimizer) as report:
-            losses.append(training())
-        held = report[0]
-        found = {"losses": losses, "peak": peak, "offloaded": held.get("offloaded", 0)}
-        found |= {kind: held[kind] for kind in ("optimizer", "activations")}
+        found = held_by(size, first)
     if wb.rank() == 0:
         hand_in(found)
     wb.barrier()

@@ -34,7 +34,16 @@ OUR_BACKENDS = {
     "inductor, CUDA graphs": "inductor+cudagraphs",
 }
 GRAPHS_TARGET = Target(0.8)
-STRATEGIES = {"data": "*: data", "model": "*: model", "zero 3": "*: data | zero=3", "4 micro-batches": "*: data | mb=4"}
+STRATEGIES = {
+    "data": "*: data",
+    "model": "*: model",
+    "zero 3": "*: data | zero=3",
+    "4 micro-batches": "*: data | mb=4",
+    "bf16": "*: data | bf16",
+    "recompute": "*: data | recompute",
+    "recompute=attention": "*: data | recompute=attention",
+    "offload": "*: data | offload=optimizer+activations",
+}
 TRACE = ROOT / "out" / "gpu-trace.json"
 _WARM_UP, _TRACED = 4, 5
 
@@ -124,21 +133,30 @@ def _in_turns(place: Place, ways: dict[str, tuple[nn.Module, Step]]) -> tuple[di
 
 
 def waits(place: Place) -> Iterator[Found]:
-    """How often a step waits for the GPU, by torch's own count."""
+    """How often a step waits for the GPU, by torch's own count: as written, and replayed."""
     wb.init(device=place.device)
     batch = torch.randn(8, 32, 64)
     for name, strategy in STRATEGIES.items():
-        model = wb.parallelize(make_model(2, 64), strategy)
-        step = step_of(model)
-        for _ in range(_WARM_UP):
-            step(batch)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            step(batch)
+        step = step_of(wb.parallelize(make_model(2, 64), strategy))
+        yield Finding(f"waits in a step, {name}", _waits_of(partial(step, batch)))
+    batch = batch.to(place.device)
+    for name, backend in {"captured": None, **OUR_BACKENDS}.items():
+        step = wb.capture(step_of(wb.parallelize(make_model(2, 64), "*: data")), backend=backend)
+        yield Finding(f"waits in a step, {name}", _waits_of(partial(step, batch)))
+
+
+def _waits_of(step: Step) -> str:
+    for _ in range(_WARM_UP + 2):
+        step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-        waited = [line for warning in said if "prototype feature" not in (line := str(warning.message).splitlines()[0])]
-        yield Finding(f"waits in a step, {name}", f"{len(waited)} {'; '.join(sorted(set(waited)))}".strip())
+    waited = [line for warning in said if "prototype feature" not in (line := str(warning.message).splitlines()[0])]
+    return f"{len(waited)} {'; '.join(sorted(set(waited)))}".strip()
 
 
 def trace(place: Place) -> Iterator[Found]:

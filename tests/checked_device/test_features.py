@@ -10,6 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.checked_device import DEVICE
 from tests.checked_device.test_training import X, Y, mlp, own_step, train
+from tests.training import test_on_gpu
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -73,6 +74,13 @@ def images_step(model):
 def test_models(make, step, strategy):
     build = parallel(make, strategy)
     assert_equal_to_the_host(lambda: train(build(), step, 2)[0])
+
+
+@pytest.mark.parametrize(("make", "step", "strategy", "num_ranks"), test_on_gpu.SEQUENCES_AND_EXPERTS)
+def test_sequences_and_experts(make, step, strategy, num_ranks):
+    [truth] = test_on_gpu.run(make, "*: data", 1, "cpu", step)
+    for losses in test_on_gpu.run(make, strategy, num_ranks, DEVICE, step):
+        assert losses == pytest.approx(truth, rel=1e-3)
 
 
 OPTIMIZERS = [

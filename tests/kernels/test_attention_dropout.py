@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from workbench.kernels import attention_blocks
+from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward
 from workbench.kernels.attention_dropout import (
     attention_dropout,
     attention_dropout_backward_reference,
@@ -101,6 +103,41 @@ def test_slices_drop_what_the_whole_drops(device):
         part = query[:, head : head + 1, begin:end], key[:, head : head + 1], value[:, head : head + 1]
         found, _ = attention_dropout(*part, None, scale, begin, *random, position, strides)
         torch.testing.assert_close(found[:, 0], whole[:, head, begin:end])
+
+
+def assert_blocks_add_up(device, causal_from):
+    """Keys in two blocks. Backward of a block has the result, and the sums, of both."""
+    (query, key, value), _, settings = operands_of("whole blocks", torch.float32, device)
+    scale, _, *random, first, strides = settings
+    grad = torch.cos(torch.arange(query.numel(), device=device)).view(query.shape)
+    whole = [x.double().requires_grad_() for x in (query, key, value)]
+    wanted, _ = attention_dropout_reference(*whole, None, scale, causal_from, *random, first, strides)
+    blocks = []
+    for keys in (slice(0, 40), slice(40, 64)):
+        seen = None if causal_from is None else causal_from - keys.start
+        blocks.append((keys, BlockSettings(scale, seen, *random, first + keys.start, strides)))
+    out, lse = torch.zeros_like(query), torch.full(query.shape[:3], -torch.inf, device=device)
+    for keys, of_block in blocks:
+        add_block(out, lse, *attend(query, key[:, :, keys], value[:, :, keys], None, of_block))
+    found = [
+        attend_backward(grad, query, key[:, :, keys], value[:, :, keys], None, out, lse, of_block)
+        for keys, of_block in blocks
+    ]
+    of_query, of_key, of_value = zip(*found, strict=True)
+    grads = sum(of_query), torch.cat(of_key, 2), torch.cat(of_value, 2)
+    for ours, theirs in zip((out, *grads), (wanted, *torch.autograd.grad(wanted, whole, grad.double())), strict=True):
+        torch.testing.assert_close(ours, theirs.detach().float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal_from", [None, 0])
+def test_blocks_of_keys_add_up(device, causal_from):
+    assert_blocks_add_up(device, causal_from)
+
+
+@pytest.mark.parametrize("causal_from", [None, 0])
+def test_blocks_of_keys_add_up_in_the_reference(causal_from, monkeypatch):
+    monkeypatch.setattr(attention_blocks, "runs_on", lambda device: True)
+    assert_blocks_add_up("cpu", causal_from)
 
 
 def test_gradients_of_gradients():

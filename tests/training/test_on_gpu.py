@@ -12,11 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from benchmarks.gpt import GPT, next_word_loss
+from tests.training.strategies.mixtures import Mixture, batch_of
 from workbench.testing import run_ranks
+from workbench.training.gradients import state_on_host
+from workbench.training.offload import activations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _DATA = torch.Generator().manual_seed(5)
 X, Y = torch.randn(16, 12, generator=_DATA), torch.randint(0, 6, (16,), generator=_DATA)
+WORDS = torch.randint(0, 11, (4, 12), generator=_DATA)
 STRATEGIES = {
     "*: data": 2,
     "*: model": 2,
@@ -26,6 +31,11 @@ STRATEGIES = {
     "*: data | zero=3": 2,
     "*: data | zero=3 shards=2": 4,
     "*: data | recompute": 2,
+    "*: data | recompute=cheap": 2,
+    "*: data | zero=2 recompute=attention": 2,
+    "*: data | zero=1 offload=optimizer": 2,
+    "*: data | offload=optimizer+activations": 2,
+    "pipeline | mb=4 1f1b offload=activations": 2,
     "pipeline | mb=4 gpipe": 2,
     "pipeline | mb=4 1f1b": 2,
     "pipeline | mb=4 interleaved": 2,
@@ -52,26 +62,59 @@ def gpt():
     )
 
 
-def train(model, num_steps=4):
+def texts():
+    """A GPT without dropout."""
+    torch.manual_seed(0)
+    return GPT(96, 2, 11, 12)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return Mixture().float()
+
+
+def classified(model):
+    return wb.forward_backward(model, F.cross_entropy, X, Y)
+
+
+def predicted(model):
+    return wb.forward_backward(model, next_word_loss, WORDS, WORDS)
+
+
+def mixed(model):
+    features, classes = batch_of(0)
+    loss = model(features.float(), classes)
+    loss.backward()
+    return loss.detach()
+
+
+def train(model, step=classified, num_steps=4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     losses = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        losses.append(wb.forward_backward(model, F.cross_entropy, X, Y))
+        losses.append(step(model))
         optimizer.step()
     return [loss.item() for loss in losses]
 
 
-def run(make, strategy, num_ranks, device):
+def run(make, strategy, num_ranks, device, step=classified):
     model = make()
 
     def program():
         wb.manual_seed(3)
-        return train(wb.parallelize(copy.deepcopy(model), strategy))
+        return train(wb.parallelize(copy.deepcopy(model), strategy), step)
 
     return run_ranks(program, num_ranks, device=device)
 
 
+@pytest.fixture
+def offloads_small_tensors(monkeypatch):
+    monkeypatch.setattr(state_on_host, "BUCKET_BYTES", 600)
+    monkeypatch.setattr(activations, "MIN_BYTES", 64)
+
+
+@pytest.mark.usefixtures("offloads_small_tensors")
 @pytest.mark.parametrize("make", [mlp, gpt])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_on_a_gpu_equals_the_host(make, strategy):
@@ -80,3 +123,27 @@ def test_training_on_a_gpu_equals_the_host(make, strategy):
     [truth] = run(make, f"*: data{micro_batches}", 1, "cpu")
     for losses in run(make, strategy, STRATEGIES[strategy], "cuda:0"):
         assert losses == pytest.approx(truth, rel=1e-3)
+
+
+SEQUENCES_AND_EXPERTS = [
+    (texts, predicted, "*: model | sequence", 2),
+    (texts, predicted, "*: data | context=2", 2),
+    (texts, predicted, "*: data | context=4", 4),
+    (texts, predicted, "*: data; blocks.*: model", 4),
+    (mixture, mixed, "*: expert", 2),
+]
+
+
+@pytest.mark.parametrize(("make", "step", "strategy", "num_ranks"), SEQUENCES_AND_EXPERTS)
+def test_sequences_and_experts_on_a_gpu_equal_the_host(make, step, strategy, num_ranks):
+    """With 3 heads, ranks hold uneven numbers of them, or the sequence passes as a ring."""
+    [truth] = run(make, "*: data", 1, "cpu", step)
+    for losses in run(make, strategy, num_ranks, "cuda:0", step):
+        assert losses == pytest.approx(truth, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["*: data | bf16", "*: model | bf16", "*: data | zero=3 bf16"])
+def test_training_in_16_bits_on_a_gpu(strategy):
+    [truth] = run(mlp, "*: data", 1, "cpu")
+    for losses in run(mlp, strategy, 2, "cuda:0"):
+        assert losses == pytest.approx(truth, rel=3e-2) and losses[-1] < losses[0]

@@ -83,13 +83,17 @@ def attention_dropout_backward(
     first: int,
     strides: Sequence[int],
 ) -> Tensors:
-    """Gradients of query, key and value."""
+    """Gradients of query, key and value.
+
+    Args:
+        out, lse: of these rows over all keys, of which ``key`` and ``value`` may be some.
+    """
     settings = scale, causal_from, probability, seed, first, strides
     if can_launch(query):
         from workbench.kernels.attention_dropout_triton import backward
 
         return backward(grad, query, key, value, mask, out, lse, *settings)
-    return attention_dropout_backward_reference(grad, query, key, value, mask, *settings)
+    return attention_dropout_backward_reference(grad, query, key, value, mask, *settings, of_all_keys=(out, lse))
 
 
 @attention_dropout_backward.register_fake
@@ -130,11 +134,18 @@ def attention_dropout_backward_reference(
     mask: torch.Tensor | None,
     scale: float,
     *settings: Any,
+    of_all_keys: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Tensors:
-    """``attention_dropout_backward`` in torch."""
-    weights, kept, _ = _weights(query, key, mask, scale, *settings)
+    """``attention_dropout_backward`` in torch. Without ``of_all_keys``, its ``out`` and ``lse``, these are all keys."""
+    weights, kept, lse = _weights(query, key, mask, scale, *settings)
     of_weights = grad @ value.transpose(-2, -1) * kept
-    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    product = (of_weights * weights).sum(-1, keepdim=True)
+    if of_all_keys is not None:
+        out, lse_of_all = of_all_keys
+        share = (lse - lse_of_all).exp().to(weights.dtype).unsqueeze(-1)
+        weights = (weights * share).masked_fill(weights == 0, 0.0)  # also of rows that see none of these keys
+        product = (grad * out).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - product) * scale
     return of_scores @ key, of_scores.transpose(-2, -1) @ query, (weights * kept).transpose(-2, -1) @ grad
 
 

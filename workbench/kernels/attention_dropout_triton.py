@@ -288,6 +288,7 @@ def backward(
     """See ``attention_dropout_backward``."""
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, grad, out = map(_widened, (query, key, value, grad, out))
+    out, lse = out.contiguous(), lse.contiguous()  # a ring gives some of the rows that it holds
     of_query, of_key, of_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )

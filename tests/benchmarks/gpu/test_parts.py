@@ -8,9 +8,10 @@ from contextlib import nullcontext
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import engines, steps
+from benchmarks.gpu import engines, offloaded, steps
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.place import Finding, Found, Place
 from benchmarks.gpu.runner import describe, run
@@ -64,16 +65,22 @@ def test_the_program_goes_through_its_parts(
 
 
 def alone() -> list[list[Found]]:
-    return [list(part(CPU)) for part in (steps.times, steps.trace)]
+    torch.cuda.set_sync_debug_mode = lambda mode: None  # type: ignore[assignment]
+    steps.OUR_BACKENDS = {}
+    return [list(part(CPU)) for part in (steps.times, steps.trace, steps.waits, offloaded.offload)]
 
 
 @pytest.mark.procs
 def test_steps_in_a_world_of_one() -> None:
     with Ranks(alone, 1, joins=False) as ranks:
-        [(times, trace)] = ranks.results()
+        [(times, trace, waits, offload)] = ranks.results()
     captured, *_, apart = times
     assert captured.theirs.startswith("plain torch") and float(apart.seen) < 1e-4
     assert [found.what for found in trace] == ["trace, local torch", "trace, as written", "trace, captured"]
+    assert [found.what.removeprefix("waits in a step, ") for found in waits] == [*steps.STRATEGIES, "captured"]
+    assert {found.seen for found in waits} == {"0"}
+    assert [found.what for found in offload] == list(offloaded.PAIRS)
+    assert all("losses differ by 0.0e+00" in found.seen for found in offload)
 
 
 def test_strategies_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
