@@ -63,7 +63,7 @@ def makespan_s(
         if len(f) > num_ranks:
             return _interleaved(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
         return _one_forward_one_backward(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
-    return table_makespan_s(schedule, num_ranks, num_micro_batches, forward_s, input_s, weight_s, transfer_s)
+    return table_makespan_s(schedule, num_ranks, num_micro_batches, {"F": f, "B": i + w, "I": i, "W": w}, transfer_s)
 
 
 def timeline_of(

@@ -7,7 +7,7 @@ a V, more micro-batches repeat the middle part: once that adds the same time to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -37,22 +37,17 @@ class _Level:
 
 
 def table_makespan_s(
-    schedule: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    forward_s: Sequence[float],
-    input_s: Sequence[float],
-    weight_s: Sequence[float],
-    transfer_s: float = 0.0,
+    schedule: str, num_ranks: int, num_micro_batches: int, by_kind: Mapping[str, np.ndarray], transfer_s: float = 0.0
 ) -> float:
-    """Seconds from the first action's start to the last one's end; arguments as for ``makespan_s``.
+    """Seconds from the first action's start to the last one's end; arguments as for ``makespan_s``, the seconds of each
+    stage by kind of action.
 
-    >>> table_makespan_s("zero_bubble_v", 2, 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
+    >>> by_kind = {"F": np.ones(4), "B": 2 * np.ones(4), "I": np.ones(4), "W": np.ones(4)}
+    >>> table_makespan_s("zero_bubble_v", 2, 4, by_kind)
     25.0
     """
-    num_stages, few = len(forward_s), _FEW * num_ranks
-    by_kind = {"F": forward_s, "B": np.add(input_s, weight_s), "I": input_s, "W": weight_s}
-    durations = np.stack([np.asarray(by_kind[kind], float) for kind in KINDS], axis=1).reshape(-1)
+    num_stages, few = len(by_kind["F"]), _FEW * num_ranks
+    durations = np.stack([by_kind[kind] for kind in KINDS], axis=1).reshape(-1)
 
     def ends(number: int) -> list[np.ndarray]:
         return _ends(schedule, num_stages, number, num_ranks, durations, transfer_s)

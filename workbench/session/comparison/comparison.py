@@ -227,21 +227,15 @@ class Comparison:
             **{name.lower(): number for name, number in versions().items()},
         }
 
-    def record(
-        self,
-        planned: RunRecord,
-        strategy: Strategy,
-        reports: Sequence[RankReport],
-        announced: Mapping[str, AnnouncedStrategy],
-        observer: RunObserver | None = None,
-    ) -> RunRecord:
+    def record(self, run: TrainingRun, reports: Sequence[RankReport], observer: RunObserver | None = None) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
+        planned = run.planned
         seed, compiles = planned.settings["seed"], planned.settings.get("compiled", False)
-        run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks, seed)
+        found = self._measured(planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        verdict = self._checker.verdict(strategy, reports, num_steps, observer, compiles, seed)
+        verdict = self._checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
         return replace(
-            run,
+            found,
             predicted=planned.predicted,
             settings={**planned.settings, **({"uncompiled": reports[0].uncompiled} if reports[0].uncompiled else {})},
             started=planned.started,
@@ -250,7 +244,7 @@ class Comparison:
             weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
             equal=verdict.equal,
             verdict=verdict,
-            segments=segments_of(planned, run, reports, announced),
+            segments=segments_of(planned, found, reports, run.announced),
         )
 
     def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int, seed: int) -> RunRecord:

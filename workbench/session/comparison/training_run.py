@@ -36,14 +36,7 @@ class Judge(Protocol):
     def strategy(self, wanted: StrategyLike) -> Strategy:
         """A strategy checked against the job."""
 
-    def record(
-        self,
-        planned: RunRecord,
-        strategy: Strategy,
-        reports: Sequence[RankReport],
-        announced: Mapping[str, AnnouncedStrategy],
-        observer: RunObserver | None = None,
-    ) -> RunRecord:
+    def record(self, run: TrainingRun, reports: Sequence[RankReport], observer: RunObserver | None = None) -> RunRecord:
         """The finished run, compared with one device."""
 
 
@@ -65,7 +58,7 @@ class TrainingRun:
         self._spans: dict[int, StepSpans] = {}
         self._record: RunRecord | None = None
         self._interrupted = threading.Event()
-        self._announced: dict[str, AnnouncedStrategy] = {}
+        self.announced: dict[str, AnnouncedStrategy] = {}
         self._bubbles: list[float | None] = []  # of the run's earlier strategies
         self._parts: dict[int, RankPart] = {}  # of a profile, by rank
 
@@ -141,7 +134,7 @@ class TrainingRun:
             StrategyError: it does not fit the model or the number of engines.
         """
         text = str(self.comparison.strategy(strategy))
-        self._announced[text] = AnnouncedStrategy(name or text, predicted or {})
+        self.announced[text] = AnnouncedStrategy(name or text, predicted or {})
         self.call.send_command("strategy", text)
 
     def result(self, timeout: float | None = None) -> RunRecord:
@@ -160,7 +153,7 @@ class TrainingRun:
                 raise
             self.poll()
             observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
-            record = self.comparison.record(self.planned, self.strategy, reports, self._announced, observer)
+            record = self.comparison.record(self, reports, observer)
             waited = [*self._bubbles, bubble(list(self._spans.values()))]
             parts = zip(record.segments, waited, strict=False)
             segments = tuple(replace(segment, bubble=share) for segment, share in parts)

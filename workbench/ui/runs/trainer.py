@@ -118,23 +118,16 @@ class SessionTrainer:
     ) -> Run:
         """Begin to train and return at once. A missing one-device run comes first."""
         own = self.seed if seed is None else seed
-        return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, own, observer))
 
-    def _begin(
-        self,
-        strategy: Strategy,
-        name: str,
-        num_steps: int,
-        predicted: Mapping[str, float] | None,
-        seed: int,
-        observer: RunObserver,
-    ) -> tuple[TrainingRun, Sequence[float]]:
-        strategy = self._comparison.strategy(strategy)
-        self._comparison.use_seed(seed)
-        self.baseline = self._comparison.baseline(observer, num_steps)
-        reference = self._comparison.reference(strategy, observer, num_steps)
-        run = self._comparison.start(strategy, name, predicted, num_steps)
-        return run, reference.losses if reference is not None else ()
+        def begin(observer: RunObserver) -> tuple[TrainingRun, Sequence[float]]:
+            checked = self._comparison.strategy(strategy)
+            self._comparison.use_seed(own)
+            self.baseline = self._comparison.baseline(observer, num_steps)
+            reference = self._comparison.reference(checked, observer, num_steps)
+            run = self._comparison.start(checked, name, predicted, num_steps)
+            return run, reference.losses if reference is not None else ()
+
+        return _BackgroundRun(begin)
 
 
 class _BackgroundRun:
