@@ -17,9 +17,9 @@ from benchmarks import one_table
 from benchmarks.reporting import RESULTS, machine
 
 BENCHMARKS = (
-    "overhead", "boxing", "data_parallel", "tensor_parallel", "context_parallel", "experts", "pipeline", "optimizer",
-    "capture", "compiled", "memory", "offload", "saving", "session", "live", "panel", "choose_parallelism", "planner",
-    "planner_truth", "equality",
+    "overhead", "boxing", "data_parallel", "tensor_parallel", "overlap", "context_parallel", "experts", "pipeline",
+    "optimizer", "capture", "compiled", "memory", "offload", "saving", "session", "live", "panel", "choose_parallelism",
+    "planner", "planner_truth", "equality",
 )  # fmt: skip
 
 
