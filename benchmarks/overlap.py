@@ -3,14 +3,15 @@
     python -m benchmarks.overlap
 
 Blocks of ``benchmarks.tensor_parallel`` under ``*: model``, whole and in 2 and 4 pieces, take turns in the same
-processes. In shared memory the ranks add up by themselves, so pieces can only cost. gloo exchanges on threads of its
-own, which need cores of their own: with no more cores than processes about 1.0 is expected.
+processes. In shared memory the ranks add up by themselves, and the option changes nothing. gloo exchanges on threads
+of its own, which need cores of their own: with no more cores than processes, pieces can only cost.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -30,8 +31,13 @@ _LARGEST_DIFFERENCE = 1e-3
 
 def largest_difference(trainings: dict[str, Training]) -> float:
     """Between the weights of the models, which have made as many steps on the same batch."""
-    first, *others = [[p.full_tensor().detach() for p in each.model.parameters()] for each in trainings.values()]
+    first, *others = [[_whole(p) for p in each.model.parameters()] for each in trainings.values()]
     return max(float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True))
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    found: torch.Tensor = parameter.full_tensor().detach()
+    return found
 
 
 def work() -> None:

@@ -29,7 +29,7 @@ def predicted(options, machine=GPU, num_ranks=2):
 
 @pytest.mark.parametrize(
     ("machine", "piece_s", "exposed_s"),
-    [(GPU, 1.0, 1.0), (GPU, 3.0, 3.0 + 3 * (3.0 - 2.0)), (CPU, 1.0, 4.0), (replace(GPU, op_s=0.5), 1.0, 1.0 + 3 * 0.5)],
+    [(GPU, 1.0, 1.0), (GPU, 3.0, 3.0 + 3 * (3.0 - 2.0)), (replace(GPU, op_s=0.5), 1.0, 1.0 + 3 * 0.5)],
 )
 def test_a_product_of_eight_seconds_in_four_pieces(machine, piece_s, exposed_s):
     """The first product and the last exchange have nothing beside them."""
@@ -37,14 +37,14 @@ def test_a_product_of_eight_seconds_in_four_pieces(machine, piece_s, exposed_s):
     assert Overlap(4, 8.0, 1).exposed_s(piece_s, setting) == exposed_s
 
 
-def test_a_gpu_waits_for_one_piece_in_four_and_a_cpu_for_all():
+def test_a_gpu_waits_for_one_piece_in_four_and_a_cpu_for_the_whole():
     """Products of this width take longer than their sums."""
     whole, pieces = predicted(""), predicted("overlap=4")
     assert pieces.boxed_bytes == pytest.approx(whole.boxed_bytes)
     assert pieces.compute_s == pytest.approx(whole.compute_s)
     assert pieces.boxing_s == pytest.approx(whole.boxing_s / 4)
     assert pieces.step_s == pytest.approx(whole.step_s - 3 / 4 * whole.boxing_s)
-    assert predicted("overlap=4", CPU).step_s == pytest.approx(predicted("", CPU).step_s)
+    assert predicted("overlap=4", CPU) == predicted("", CPU)
 
 
 def test_there_are_no_more_pieces_than_samples_or_positions():

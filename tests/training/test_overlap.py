@@ -188,15 +188,19 @@ def training(strategies):
     for kind, strategy in strategies:
         losses, weights = training_equals_one_device(kind, strategy, wb.world_size(), steps=4)
         assert losses < 1e-5 and weights < 1e-5, (kind, strategy, losses, weights)
-    return "ok"
+    model = wb.parallelize(copy.deepcopy(PAIR), "*: model | overlap=3")
+    with wb.debug.trace() as trace:
+        model(ROWS)
+    return trace.by_function["down"].num_boxings
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_real_processes_train_like_one_device(transport):
+@pytest.mark.parametrize(("transport", "num_pieces"), [("shared", 1), ("gloo", 3)])
+def test_real_processes_train_like_one_device(transport, num_pieces):
+    """In shared memory nothing would overlap, and nothing is cut."""
     strategies = [("attention", "*: model | overlap=2"), ("encoder", "*: model | overlap=3 sequence")]
     found = run_processes(training, 2, strategies, environment={"WORKBENCH_TRANSPORT": transport})
-    assert found == ["ok"] * 2
+    assert found == [num_pieces] * 2
 
 
 def test_mistakes_are_named():

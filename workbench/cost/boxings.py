@@ -47,13 +47,10 @@ class Overlap(NamedTuple):
         """Seconds that exchanges of ``piece_s`` and the further starts of functions add to the product.
 
         The first product and the last exchange have nothing beside them (in backward, the first exchange and the last
-        products). Where cores exchange, nothing has.
+        products).
         """
-        others = self.pieces - 1
-        starts = others * self.functions * setting.hardware.op_s
-        if setting.hardware.exchanges_on_cores:
-            return self.pieces * piece_s + starts
-        return piece_s + others * max(0.0, piece_s - self.product_s / self.pieces) + starts
+        later = max(0.0, piece_s - self.product_s / self.pieces) + self.functions * setting.hardware.op_s
+        return piece_s + (self.pieces - 1) * later
 
 
 class Exchange(NamedTuple):
@@ -117,8 +114,10 @@ def boxings(
 
 
 def num_pieces(row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings) -> int:
-    """In how many pieces a layer's sums are exchanged: see ``core.row_pieces``."""
-    if setting.overlap == 1 or not overlaps(choice.kind, choice.split, setting.model) or row.output_shape is None:
+    """In how many pieces a layer's sums are exchanged: see ``core.row_pieces``. Cores that exchange do not cut them."""
+    if setting.overlap == 1 or setting.hardware.exchanges_on_cores or row.output_shape is None:
+        return 1
+    if not overlaps(choice.kind, choice.split, setting.model):
         return 1
     left = boxed_output_entry(choice, following, num_dims(row), setting.sequence)
     samples = 0 if left == "samples" else int(setting.samples * setting.context)

@@ -67,6 +67,10 @@ class Transport(Protocol):
         """
         return False
 
+    def overlaps(self, ranks: Collection[int]) -> bool:
+        """Whether an exchange among ``ranks`` goes on while they compute. All ranks of the world answer alike."""
+        return True
+
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:

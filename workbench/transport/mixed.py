@@ -60,6 +60,10 @@ class MixedTransport(Transport):
     def shares_memory(self, ranks: Collection[int]) -> bool:
         return self._has_intra_host and self._near.issuperset(ranks)
 
+    def overlaps(self, ranks: Collection[int]) -> bool:
+        """Whether some are in different places: inside a place, ranks copy by themselves."""
+        return len({self._places[rank] for rank in ranks}) > 1
+
     def execute(self, plan: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
         return self._intra_host.execute(plan, local, tag)
 

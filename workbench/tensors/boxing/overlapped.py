@@ -1,7 +1,7 @@
 """A product in pieces of rows: the boxing of one piece overlaps with the product of the next, forward and backward.
 
-Only the transport decides whether both go on at the same time: over NCCL an exchange runs on a stream of its own, over
-gloo on a thread of its own, in shared memory the ranks copy by themselves.
+Over NCCL an exchange runs on a stream of its own, over gloo on threads of its own. Where ranks copy by themselves
+(shared memory, CUDA IPC) nothing would overlap, and ``is_overlapped`` says so.
 
     forward     product 0, send 0, product 1, send 1, ..., receive 0, receive 1, ...
     backward    send the gradients of all pieces, receive the last one, its products, receive the one before, ...
@@ -58,9 +58,11 @@ def product_of_pieces(
 
 
 def is_overlapped(source: Spec, target: Spec, dtype: torch.dtype) -> bool:
-    """Whether a boxing is one exchange between ranks, which can be in progress while something else is computed."""
+    """Whether a boxing is one exchange that goes on while its ranks compute."""
     exchange = exchange_between(source, target, dtype)
-    return isinstance(exchange, Exchange) and not exchange.plan.is_local
+    if not isinstance(exchange, Exchange) or exchange.plan.is_local:
+        return False
+    return source.world.transport.overlaps(source.layout.placement.ranks)
 
 
 def _cut(rows: GlobalTensor, pieces: RowPieces) -> list[GlobalTensor]:

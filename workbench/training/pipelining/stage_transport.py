@@ -63,6 +63,9 @@ class StageTransport(Transport):
         """The transport of the rank."""
         return self.rank_world.transport
 
+    def overlaps(self, ranks: Collection[int]) -> bool:
+        return self.base.overlaps([self.rank_of[rank] for rank in ranks])
+
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -67,6 +67,10 @@ class IpcTransport(MessageTransport, Transport):
         super().__init__(rank, page, transfers.links, waiter)
         self._device, self.device = transfers.pool.device, transfers.pool.device.torch_device
         self._handle_table, self._transfers, self._event_waiter = handle_table, transfers, waiter
+
+    def overlaps(self, ranks: Collection[int]) -> bool:
+        """Ranks copy and add by themselves, on the stream on which they compute."""
+        return False
 
     @property
     def sent_bytes(self) -> int:

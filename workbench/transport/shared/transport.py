@@ -68,6 +68,10 @@ class SharedTransport(MessageTransport, Transport):
     def shares_memory(self, ranks: Collection[int]) -> bool:
         return True
 
+    def overlaps(self, ranks: Collection[int]) -> bool:
+        """Ranks copy and add by themselves, when they wait."""
+        return False
+
     @property
     def idle_bytes(self) -> int:
         """Bytes of shared memory that this rank has allocated, without those that tensors own."""
