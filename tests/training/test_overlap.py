@@ -29,6 +29,7 @@ CASES = [
     ("gpt2", "model", "1x2x2 overlap=2 zero=3", 4),
     ("llama", "model", "2x1x2 overlap=2 mb=3 1f1b zero=1", 4),
     ("gpt2", "model", "2x1x2 overlap=2 mb=3 zero_bubble", 4),
+    ("llama", "model", "2x1x2 overlap=2 mb=3 interleaved", 4),
     ("llama", "model", "1x2x2 overlap=2 context=2", 4),
     ("mlp", "model", "1x1x3 overlap=4", 3),
 ]
@@ -95,7 +96,9 @@ def test_the_exchange_of_a_piece_runs_beside_the_next_product(monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "num_ranks"), [("", 2), ("", 3), ("1x2x2 mb=2", 4), ("sequence recompute", 2)])
+@pytest.mark.parametrize(
+    ("options", "num_ranks"), [("", 2), ("", 3), ("1x2x2 mb=2", 4), ("sequence recompute", 2), ("1x2x2 zero=3 bf16", 4)]
+)
 def test_as_many_bytes_are_boxed_as_without(options, num_ranks):
     def program(overlap):
         model = wb.parallelize(copy.deepcopy(PAIR), f"*: model | {options} overlap={overlap}")

@@ -11,6 +11,7 @@ from workbench.core.offload_kinds import CHOICES
 from workbench.core.options import SCHEDULES
 from workbench.core.strategy import Strategy
 from workbench.training.offload import activations
+from workbench.training.parallel import describe
 
 SETUP = Setup("mixtral", "adamw", num_steps=2)
 DEGREES = ["1x2x1", "1x1x2", "2x1x1", "1x4x1", "1x2x2", "1x1x4", "2x2x1", "2x1x2", "1x4x2", "2x2x2", "2x4x1"]
@@ -37,7 +38,10 @@ def strategy_of(seed: int) -> tuple[str, int]:
     text = rows_of(SETUP.model(), " ".join(filter(None, words)), lambda: chosen.choice(rows))
     expert = chosen.choice(["; *: expert", "; *: expert", ""])
     before, _, options = text.partition(" | ")
-    return f"{before}{expert} | {options}", pipeline * data * model
+    found, num_ranks = Strategy(f"{before}{expert} | {options}"), pipeline * data * model
+    overlapping = found.with_options(overlap=chosen.choice([2, 3]))
+    can_overlap = not overlapping.check(describe(SETUP.model()), num_ranks)
+    return str(overlapping if can_overlap else found), num_ranks
 
 
 @pytest.fixture(autouse=True)

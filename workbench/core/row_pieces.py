@@ -46,6 +46,23 @@ def row_pieces(source: Layout, target: Layout, shape: Shape, count: int) -> RowP
     return found
 
 
+@lru_cache(maxsize=4096)
+def exchanging_groups(source: Layout, target: Layout) -> tuple[tuple[int, ...], ...]:
+    """The ranks that exchange with one another in a boxing inside a placement: those along the axes that change.
+
+    >>> from workbench.core.placement import Placement
+    >>> grid = Placement.of("cpu", [[0, 1], [2, 3]])
+    >>> exchanging_groups(Layout.of(grid, ["S(0)", "P"]), Layout.of(grid, ["S(0)", "B"]))
+    ((0, 1), (2, 3))
+    """
+    kept = [axis for axis, pair in enumerate(zip(source.sbp, target.sbp, strict=True)) if pair[0] == pair[1]]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in source.placement:
+        place = source.placement.coordinates(rank)
+        groups.setdefault(tuple(place[axis] for axis in kept), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
 def _pieces_of_dims(source: Layout, target: Layout, shape: Shape, count: int) -> Iterator[RowPieces]:
     axes = zip(source.placement.shape, source.sbp, target.sbp, strict=True)
     moved = {entry.dim for _, *pair in axes if pair[0] != pair[1] for entry in pair if isinstance(entry, Split)}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from workbench.core.row_pieces import RowPieces
+from workbench.core.row_pieces import RowPieces, exchanging_groups
 from workbench.tensors.boxing.assembly import without_view_relations
 from workbench.tensors.boxing.box import box_gradient, box_placeholder, plan_of
 from workbench.tensors.boxing.exchange import Exchange, exchange_between
@@ -58,11 +58,13 @@ def product_of_pieces(
 
 
 def is_overlapped(source: Spec, target: Spec, dtype: torch.dtype) -> bool:
-    """Whether a boxing is one exchange that goes on while its ranks compute."""
+    """Whether a boxing is one exchange that goes on while its ranks compute, for one of its groups of ranks at least:
+    all ranks cut the same pieces.
+    """
     exchange = exchange_between(source, target, dtype)
     if not isinstance(exchange, Exchange) or exchange.plan.is_local:
         return False
-    return source.world.transport.overlaps(source.layout.placement.ranks)
+    return any(map(source.world.transport.overlaps, exchanging_groups(source.layout, target.layout)))
 
 
 def _cut(rows: GlobalTensor, pieces: RowPieces) -> list[GlobalTensor]:
