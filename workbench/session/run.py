@@ -27,8 +27,8 @@ FAILURE_GRACE_S = 0.2
 IMPORT_LIMIT_S = 60.0
 #: How long a run that has ended waits for its interrupts that are on their way.
 INTERRUPT_GRACE_S = 2.0
-#: How long after the last reply output may still arrive.
-OUTPUT_GRACE_S = 1.0
+#: How long after the last reply output may still arrive: on another socket, and on a busy machine seconds later.
+OUTPUT_GRACE_S = 10.0
 _POLL_S = 1.0
 
 
