@@ -61,6 +61,20 @@ def test_ranks_that_were_stopped_are_a_consequence():
     assert text.index("ValueError on rank 1") < text.index("rank 0 was running")
 
 
+def test_a_rank_that_ended_before_it_could_say_where_it_is_was_where_its_error_says():
+    """On a busy machine the answer comes when the rank has been stopped, or never."""
+    inner = Frame("/site-packages/torch/distributed/c10d_logger.py", 80, "wrapper", False)
+    called = Frame("/site-packages/torch/distributed/distributed_c10d.py", 12, "all_reduce", False)
+    stopped = failure("KeyboardInterrupt", "", line=6, was_stopped=True)
+    for frames, place in (
+        ((*stopped.frames, inner, called), "at cell line 6, in all_reduce (distributed_c10d.py:12)"),
+        (stopped.frames, "at cell line 6"),
+        ((called,), "in all_reduce (distributed_c10d.py:12)"),
+    ):
+        text = str(cell_error(outcome({1: failure(), 0: dataclasses.replace(stopped, frames=frames)}, stopped=(0,))))
+        assert f"rank 0 was running {place} and stopped because of it" in text
+
+
 def test_a_rank_that_failed_by_itself_while_being_stopped_is_a_cause():
     what = outcome({1: failure(), 0: failure("OSError", time_s=1.1)}, stopped=(0,), stop_reason="failure")
     assert [ranks for ranks, _ in group(what)] == [[1], [0]]

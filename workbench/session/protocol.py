@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_WRAPPERS = (
+    os.path.join("torch", "distributed", "c10d_logger.py"),
+    os.path.join("workbench", "tensors", "torch_patches"),
+)
+"""Calls of torch go through them."""
 #: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
@@ -59,6 +66,23 @@ class Frame:
     function: str
     in_cell: bool
     source: tuple[tuple[int, str], ...] = ()
+
+
+def describe_place(stack: Sequence[Frame], importing: str = "") -> str:
+    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called or imports.
+
+    Empty without frames.
+    """
+    if not stack:
+        return ""
+    last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
+    inner = [frame for frame in stack[last_cell + 1 :] if not any(part in frame.file for part in _WRAPPERS)]
+    called = inner[0] if inner else None
+    inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
+    if importing:
+        inside = f"importing {importing}"
+    line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
+    return ", ".join(part for part in (line, inside) if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,6 @@ from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
 
-_WRAPPERS = (
-    os.path.join("torch", "distributed", "c10d_logger.py"),
-    os.path.join("workbench", "tensors", "torch_patches"),
-)
-"""Calls of torch go through them."""
 _num_requests = 0
 
 
@@ -83,7 +78,7 @@ def status() -> protocol.RankStatus:
         memory_bytes=psutil.Process().memory_info().rss,
         busy=bool(stack),
         num_requests=_num_requests,
-        doing=describe_place(stack, importing),
+        doing=protocol.describe_place(stack, importing),
         stack=stack,
         importing=importing,
     )
@@ -96,23 +91,6 @@ def abort(reason: str, pids: Sequence[int] = ()) -> None:
     if world is not None:
         world.abort(reason)
     engine_connections.break_to(pids)
-
-
-def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:
-    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called or imports.
-
-    Empty without frames.
-    """
-    if not stack:
-        return ""
-    last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
-    inner = [frame for frame in stack[last_cell + 1 :] if not any(part in frame.file for part in _WRAPPERS)]
-    called = inner[0] if inner else None
-    inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
-    if importing:
-        inside = f"importing {importing}"
-    line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
-    return ", ".join(part for part in (line, inside) if part)
 
 
 def _main_thread_id() -> int:

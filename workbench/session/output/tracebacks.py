@@ -205,10 +205,9 @@ def _by_place(outcome: Outcome, ranks: Iterable[int]) -> dict[str, list[int]]:
 
 
 def _place_of(outcome: Outcome, rank: int) -> str:
-    """Where a rank was when it was stopped, or where its own wait ran out."""
+    """Where a rank was when it was stopped, or where its own wait ran out: as it said when asked, else by its error."""
     failure = outcome.failures.get(rank)
-    line = next((frame.line for frame in failure.frames if frame.in_cell), None) if failure is not None else None
-    return outcome.places.get(rank, "") or (f"at cell line {line}" if line is not None else "")
+    return outcome.places.get(rank, "") or protocol.describe_place(failure.frames if failure is not None else ())
 
 
 def _subject(ranks: Sequence[int]) -> str:
