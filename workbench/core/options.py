@@ -19,7 +19,7 @@ V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
 """Schedules with two stages on each of P ranks, in a V: stages r and 2P - 1 - r on rank r."""
 VIRTUAL_SCHEDULES = ("interleaved", *V_SCHEDULES)
 """Schedules with several stages on a rank."""
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 _OTHER_OPTIONS = (
     "recompute",
     "recompute=cheap",
@@ -119,7 +119,7 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, overlap=N, recompute, "
             known += "recompute=attention, recompute=cheap, recompute=N, "
             known += ", ".join(f"offload={choice}" for choice in CHOICES) + ", "
-            known += "sequence, bf16, fp16"
+            known += "sequence, bf16, fp16, fp8"
             meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             mistakes.append(f"option {word!r} is none of {known}{hint}")

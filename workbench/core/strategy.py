@@ -15,7 +15,7 @@ keeps for backward, or both lie in the host's memory, or for CPUs in files),
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``context=`` (so many of the data ranks take the same samples, and each a slice of their sequence),
 ``overlap=`` (row-split linear layers compute so many pieces of their rows, and the sum over ranks of one piece overlaps
-with the product of the next), ``bf16`` or ``fp16``.
+with the product of the next), ``bf16``, ``fp16`` or ``fp8`` (products of linear layers in 8 bits, else as ``bf16``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixed precision: ``bf16`` and ``fp16`` of a strategy, and a gradient scaler whose decision is that of all ranks.
+"""Mixed precision: ``bf16``, ``fp16`` and ``fp8`` of a strategy, and a gradient scaler whose decision is that of all ranks.
 
 The module's forward runs under ``torch.autocast``; parameters, gradients and the optimizer stay in their own dtype, and
 so does a loss that is computed outside the module. (Micikevicius et al., Mixed Precision Training, 2018.)
@@ -13,26 +13,71 @@ import torch
 from torch import nn
 from torch.amp import grad_scaler
 
-from workbench.errors import LayoutError
+from workbench.core.float8_layers import fits_float8
+from workbench.errors import LayoutError, StrategyError
+from workbench.kernels.float8 import lacks_float8
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.patch_table import patch
+from workbench.tensors.rules.matmul.float8 import linear_in_8_bits
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import change_gradients, start_reduction
 from workbench.training.strategies.state import ParallelState
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What a module's forward computes in, by the strategy's word for it; 32 bits have none."""
 _torch_unscale: Callable[..., Any] = grad_scaler.GradScaler._unscale_grads_
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
-    """Let ``module`` run under autocast, as ``bf16`` or ``fp16`` of the strategy says."""
-    dtype = AUTOCAST_DTYPES.get(state.strategy.options.precision)
-    if dtype is None:
-        return []
-    handles, end_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
+    """Let ``module`` compute in the precision of the strategy.
+
+    Raises:
+        StrategyError: ``fp8`` on a device that does not multiply 8 bits.
+    """
+    world = state.layouts.world
+    handles, end_all = compute_in(module, state.strategy.options.precision, world.device, world.autocast_type)
     state.on_interrupt.append(end_all)
     return handles
+
+
+def compute_in(
+    module: nn.Module, precision: str, device: torch.device, autocast_type: str
+) -> tuple[list[Any], Callable[[], None]]:
+    """Let a module's forward compute in a strategy's precision; returns the hooks, and what ends calls broken off.
+
+    In ``fp8`` the products of linear layers have operands of 8 bits, and all else is as in ``bf16``.
+    """
+    dtype = AUTOCAST_DTYPES.get(precision)
+    if dtype is None:
+        return [], lambda: None
+    handles, end_all = autocast_forward(module, autocast_type, dtype)
+    if precision == "fp8":
+        if lacking := lacks_float8(device):
+            raise StrategyError(f"option fp8: {lacking}. Use bf16.")
+        handles += [LinearIn8Bits(layer) for layer in module.modules() if _multiplies_in_8_bits(layer)]
+    return handles, end_all
+
+
+def _multiplies_in_8_bits(layer: nn.Module) -> bool:
+    is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    return is_linear and "forward" not in layer.__dict__ and fits_float8(tuple(layer.weight.shape))
+
+
+class LinearIn8Bits:
+    """The forward of a linear layer in 8 bits, in the place of the module's own until ``remove``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        layer.forward = self
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        """The layer's result."""
+        return linear_in_8_bits(input, self._layer.weight, self._layer.bias)
+
+    def remove(self) -> None:
+        """Give the layer its own forward back."""
+        if self._layer.__dict__.get("forward") is self:
+            del self._layer.__dict__["forward"]
 
 
 def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], Callable[[], None]]:

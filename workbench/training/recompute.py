@@ -30,7 +30,7 @@ from workbench.training.strategies.state import ParallelState, layers_of
 _aten = torch.ops.aten
 _PRODUCTS = [
     op
-    for name in ("mm", "addmm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution")
+    for name in ("mm", "addmm", "_scaled_mm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution")
     for op in [getattr(getattr(_aten, name, None), "default", None)]
     if op is not None
 ]

@@ -10,7 +10,7 @@ from workbench.tensors.rules.attention import attention, multihead
 from workbench.tensors.rules.convolution import convolution, pooling
 from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing
 from workbench.tensors.rules.losses import cross_entropy, loss
-from workbench.tensors.rules.matmul import linalg, matmul, recurrent
+from workbench.tensors.rules.matmul import float8, linalg, matmul, recurrent
 from workbench.tensors.rules.norms import norms
 from workbench.tensors.rules.pointwise import creation, metadata, pointwise
 from workbench.tensors.rules.random import dropout, initializers, sampling

@@ -15,7 +15,7 @@ from workbench.tensors.world import current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import train_micro_batches
-from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
+from workbench.training.precision import compute_in
 from workbench.training.runs.exact_dtypes import exact_sums
 from workbench.training.runs.recorded_values import RecordedValue, ValueName, ValueRecorder
 
@@ -40,8 +40,7 @@ def values_in_plain_torch(
     """The values of the step on this rank's device, and whether the model drew random numbers."""
     world = current()
     model = model.to(world.device)
-    if precision in AUTOCAST_DTYPES:
-        autocast_forward(model, world.autocast_type, AUTOCAST_DTYPES[precision])
+    compute_in(model, precision, world.device, world.autocast_type)
     recorder = ValueRecorder(model)
     with exact_sums(), default_generator.watched(world.device) as has_drawn, recorder.watch():
         for part in parts:

@@ -25,7 +25,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
-from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
+from workbench.training.precision import compute_in
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws
 from workbench.training.runs.job_checks import explained
 from workbench.training.runs.layer_times import LayerTimes, is_measured
@@ -62,8 +62,7 @@ def run_one_device(
     course = WeightHistory.begin(model, precision)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
-    if precision in AUTOCAST_DTYPES:
-        autocast_forward(model, world.autocast_type, AUTOCAST_DTYPES[precision])
+    compute_in(model, precision, world.device, world.autocast_type)
     seed_draws(job)
     losses, times, weights = [], [], {}
     unread: list[tuple[list[torch.Tensor], Time, Time]] = []  # of each step: its losses, start, stop
