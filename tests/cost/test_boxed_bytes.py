@@ -44,6 +44,7 @@ class Skips(torch.nn.Module):
         return self.head(torch.tanh(self.d(third) + second) + torch.tanh(first))
 
 
+FLOAT8 = replace(RING, matmul_flops_per_s={**RING.matmul_flops_per_s, "fp8": 1e12})
 WORDS = torch.arange(160).view(16, 10) % 48
 MODELS = {
     "perceptron": (perceptron, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
@@ -157,6 +158,17 @@ def test_sums_in_one_step_send_what_is_estimated(name, num_ranks, text):
 def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
     """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""
     assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
+
+
+@pytest.mark.sampled(6, start=1)
+@slow_unless(lambda degrees, words: True)
+def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
+    """The largest values are sent as estimated; of recomputed layers, also those outside of blocks count twice."""
+    eight, sixteen = (
+        both(name, str(Strategy(text).with_options(precision=word)), num_ranks, FLOAT8) for word in ("fp8", "bf16")
+    )
+    assert eight[0] == pytest.approx(eight[1], abs=96 * num_ranks if "recompute" in text else 1e-6)
+    assert eight[1] > sixteen[1] or name == "cnn"
 
 
 BORDERS = ["ab|cd|head", "a|bcd|head", "a|b|cdhead", "ab|cdhead", "abc|dhead"]

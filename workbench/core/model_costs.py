@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
+from workbench.core.float8_layers import fits_float8
 from workbench.core.rows import Layer
 
 
@@ -182,6 +183,28 @@ class LayerCost:
 _COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not in ("layer", "skip_connections")))
 
 
+def in_8_bits(row: LayerCost) -> LayerCost:
+    """A row of a model under autocast, whose linear layer multiplies in 8 bits if its sizes fit.
+
+    It keeps its own input in 8 bits, where autocast keeps one of 16 bits that others may share, and no copy of its
+    weight.
+
+    >>> work = OpCost("linear", flops=4 * 2 * 16 * 32, moved_bytes=0, inner=16, saved_bytes=4 * 16 * 2)
+    >>> row = LayerCost(Layer("fc", "Linear", {"weight": (32, 16)}), (work,), num_cast=512)
+    >>> in_8_bits(row).own[0].saved_bytes, in_8_bits(row).num_cast
+    (64.0, 0)
+    """
+    weight = row.layer.shapes.get("weight", ())
+    products = [work for work in row.own if work.is_matmul and work.name == "linear"]
+    if row.layer.kind != "Linear" or not fits_float8(weight) or len(products) != 1:
+        return row
+    product = products[0]
+    numbers = product.flops / (2 * weight[0])
+    saved = max(0.0, product.saved_bytes - 2 * numbers) + numbers
+    changed = replace(product, saved_bytes=saved, again_bytes=max(0.0, product.again_bytes - 2 * numbers))
+    return replace(row, own=tuple(changed if work is product else work for work in row.own), num_cast=0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCall:
     """One call of a layer, in a model that calls some layers several times.
@@ -206,7 +229,7 @@ class ModelCosts:
     Attributes:
         rows: one per layer with parameters.
         sample_shape: of one sample of the input.
-        dtype: "fp32", "bf16" or "fp16": what the rows were counted in.
+        dtype: "fp32", "bf16", "fp16" or "fp8": what the rows were counted in.
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
         heads: how many heads attention has, and how many its keys and values have; empty if unknown.
         autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
@@ -242,10 +265,12 @@ class ModelCosts:
         >>> costs.under_autocast("bf16").rows[0].itemsize, costs.under_autocast("fp32").rows[0].itemsize
         (2, 4)
         """
-        if not self.autocast or precision not in ("bf16", "fp16"):
+        if not self.autocast or precision not in ("bf16", "fp16", "fp8"):
             return self
-        calls = self.autocast_calls
-        return replace(self, rows=self.autocast, dtype=precision, autocast=(), calls=calls, autocast_calls=())
+        rows, calls = self.autocast, self.autocast_calls
+        if precision == "fp8":
+            rows, calls = tuple(map(in_8_bits, rows)), tuple(replace(call, row=in_8_bits(call.row)) for call in calls)
+        return replace(self, rows=rows, dtype=precision, autocast=(), calls=calls, autocast_calls=())
 
     @property
     def layers(self) -> list[Layer]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
+from workbench.core.float8_layers import MULTIPLE, left_in_16_bits
 from workbench.core.layer_plan import LayerEdge, LayerPlan
 from workbench.core.layout import Layout, format_sbp
 from workbench.core.model_costs import find_repeats
@@ -25,9 +26,12 @@ def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, gradients
     rows = list(map(_row, layers, gradients))
     widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
     shown = [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in _folded(rows)]
-    return "\n".join(
-        ["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, sum(gradients))]
-    )
+    lines = ["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, sum(gradients))]
+    wide = left_in_16_bits([planned.layer for planned in layers]) if resolved.options.precision == "fp8" else []
+    if wide:
+        sizes = ", ".join(f"{layer.name} ({' x '.join(map(str, layer.shapes['weight']))})" for layer in wide)
+        lines.append(f"fp8: linear layers of sizes that are no multiples of {MULTIPLE} stay in bf16: {sizes}")
+    return "\n".join(lines)
 
 
 def _row(planned: LayerPlan, gradients: int) -> tuple[str, ...]:

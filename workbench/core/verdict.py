@@ -8,8 +8,8 @@ of them. Evidence is collected in the order of its cost, until the question is d
    further from one device than one device is from itself, and that noise is small enough to show a learning rate that
    is wrong by one per cent, or a tensor whose change is wrong by ten: equal.
 3. **A finer precision.** A difference that is rounding shrinks with the rounding unit (2**29 between 32 and 64 bits);
-   that of a mistake stays. A run in bf16 or fp16 is equal where the same strategy in fp32 was. Otherwise one device and
-   the strategy train the first steps in float64.
+   that of a mistake stays. A run in bf16, fp16 or fp8 is equal where the same strategy in fp32 was. Otherwise one
+   device and the strategy train the first steps in float64.
 
 Where a model cannot run in float64, noise decides.
 """
@@ -72,8 +72,11 @@ TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-4, 2.0**-23),
     "fp16": Tolerance(2.0**-9, 2.0**-9, 2.0**-9, 2.0**-10),
     "bf16": Tolerance(2.0**-6, 2.0**-6, 2.0**-8, 2.0**-7),
+    "fp8": Tolerance(2.0**-6, 2.0**-6, 2.0**-8, 2.0**-7),
 }
-"""By the precision in which the model computes."""
+"""By the precision in which the model computes. In fp8, 8 bits are rounded from logical tensors under every strategy:
+what differs is rounded to 16 bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import ResolvedStrategy
+from workbench.core.float8_layers import fits_float8
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import ITEMSIZE_16_BIT
@@ -39,6 +40,8 @@ for these also if an exchange runs beside it. Chosen among 4, 6 and 8 by publish
 """
 _NEXT_TO_NOTHING = 1.0
 """Bytes of an exchange whose start alone counts."""
+_LARGEST_BYTES = (8, 4)
+"""Of the largest values of an input and its weight in forward, and of a gradient in backward, in 32 bits."""
 _STATISTICS_BYTES = 2 * 4
 """Bytes of a channel's mean and variance in forward, and of its gradient's two sums in backward."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
@@ -125,28 +128,44 @@ def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> floa
 def statistics_of(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> list[tuple[float, float]]:
-    """For each stage, the exchanges of batch norms for one micro-batch whose samples are split: (seconds, bytes
-    received).
+    """For each stage, the exchanges of statistics for one micro-batch that is split: (seconds, bytes received).
 
-    In forward, every rank gathers the mean and variance of all channels from all others. In backward, they add two
-    sums.
+    Batch norms: in forward, every rank gathers the mean and variance of all channels from all others; in backward, they
+    add two sums. In fp8: the largest values of an input and a weight in forward, of a gradient in backward.
     """
     found = [(0.0, 0.0)] * len(settings)
     for row, choice in zip(model.rows, strategy.layers, strict=True):
-        if "BatchNorm" not in choice.kind or row.output_shape is None:
-            continue
         setting = settings[choice.stage]
-        is_split = choice.parallel == "data"
-        size, stride = (setting.data * setting.model, 1) if is_split else (setting.data, setting.model)
-        own = _STATISTICS_BYTES * row.output_shape[0]
-        calls = num_calls(model, row)
-        times = 2 * calls if setting.recompute else calls
-        forward, backward = own * (size - 1), summed_bytes(setting.hardware, own, size)
-        seconds = times * exchange_s(setting.hardware, forward, size, stride, "all-gather")
-        seconds += calls * exchange_s(setting.hardware, backward, size, stride, "all-reduce")
-        before = found[choice.stage]
-        found[choice.stage] = before[0] + seconds, before[1] + times * forward + calls * backward
+        calls, (seconds, received) = num_calls(model, row), found[choice.stage]
+        again = (2 * calls if setting.recompute else calls), calls
+        for times, (kind, num_bytes, size, stride) in zip(again, _statistics(row, choice, setting), strict=False):
+            seconds += times * exchange_s(setting.hardware, num_bytes, size, stride, kind)
+            received += times * num_bytes
+        found[choice.stage] = seconds, received
     return found
+
+
+def _statistics(
+    row: LayerCost, choice: ResolvedLayer, setting: StageSettings
+) -> tuple[tuple[str, float, int, int], ...]:
+    """The exchange of a layer's forward and that of its backward, if it has any: (kind, bytes, ranks, their stride)."""
+    whole, over_data = (setting.data * setting.model, 1), (setting.data, setting.model)
+    if "BatchNorm" in choice.kind and row.output_shape is not None:
+        ranks = whole if choice.parallel == "data" else over_data
+        own = _STATISTICS_BYTES * row.output_shape[0]
+        summed = summed_bytes(setting.hardware, own, ranks[0])
+        return ("all-gather", own * (ranks[0] - 1), *ranks), ("all-reduce", summed, *ranks)
+    if _rounds_to_8_bits(row, setting):
+        # The gradient of a sum is whole on the model axis
+        each = zip(_LARGEST_BYTES, (whole, over_data if choice.split == "row" else whole), strict=True)
+        return tuple(("all-reduce", summed_bytes(setting.hardware, size, ranks[0]), *ranks) for size, ranks in each)
+    return ()
+
+
+def _rounds_to_8_bits(row: LayerCost, setting: StageSettings) -> bool:
+    """Whether a layer's products take 8 bits with scales of logical tensors, which only the workbench's do."""
+    is_ours = setting.precision == "fp8" and not setting.software.has_master_weights
+    return is_ours and row.layer.kind == "Linear" and fits_float8(row.layer.shapes.get("weight", ()))
 
 
 def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> float:

@@ -37,7 +37,9 @@ def lacks_float8(device: torch.device) -> str:
     """
     if device.type in ("cpu", "meta"):
         return ""
-    needed = "fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), or CPUs, which emulate it"
+    needed = (
+        "fp8 needs NVIDIA GPUs of compute capability 8.9 or more (Ada, Hopper, Blackwell), or CPUs, which emulate it"
+    )
     if device.type != "cuda" or torch.version.hip:
         return f"device {device}: {needed}"
     found = torch.cuda.get_device_capability(device)
@@ -133,9 +135,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, scales)
         ctx.whole, ctx.shape, ctx.dtype = whole, x.shape, x.dtype
         with _no_autocast(x):
-            product = product_for(x.device)(
-                rows, scales[0], quantize(weight, scales[1], E4M3).t(), scales[1], x.dtype
-            )
+            product = product_for(x.device)(rows, scales[0], quantize(weight, scales[1], E4M3).t(), scales[1], x.dtype)
         return product.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

@@ -47,7 +47,7 @@ def search(
         batch_size: samples per step, all ranks together.
         objective: "throughput" (a short step), "memory" (a small peak), "cost" (few rank-seconds per step).
         memory_bytes: the most bytes that a rank may hold. None: the memory of the hardware.
-        precision: "fp32", "bf16" or "fp16". None: as the model was counted.
+        precision: "fp32", "bf16", "fp16" or "fp8". None: as the model was counted.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: properties of the training program.
         constraints: limits on the search.

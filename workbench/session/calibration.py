@@ -66,6 +66,8 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
             if product.dtype == dtype
         ]
         rates[dtype], half_sizes[dtype], weight_rates[dtype] = fit_products(points)
+    if _is_cpu(first):  # it emulates 8 bits by products of 32
+        rates["fp8"] = rates["fp32"]
     ranks_per_host = [sum(other.host == rank.host for other in times) for rank in times]
     exchanges = [exchange for rank in times for exchange in rank.exchanges]
     copied = mean(rank.copy_bytes_per_s for rank in times)

@@ -164,7 +164,7 @@ def plan(
         objective: "throughput" (the shortest step), "memory" (the smallest peak) or "cost" (the fewest rank-seconds, on
             all ranks or fewer).
         memory_bytes: the most bytes that a rank may hold. None: the hardware's memory.
-        precision: "fp32", "bf16" or "fp16". None: the model's.
+        precision: "fp32", "bf16", "fp16" or "fp8". None: the model's.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: properties of the training program; default: the engines of this package.
         compile: the step is compiled (``wb.capture``): functions between two products are one program.

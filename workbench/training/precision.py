@@ -1,4 +1,4 @@
-"""Mixed precision: ``bf16``, ``fp16`` and ``fp8`` of a strategy, and a gradient scaler whose decision is that of all ranks.
+"""Mixed precision: ``bf16``, ``fp16`` and ``fp8`` of a strategy, and a gradient scaler whose decision is all ranks'.
 
 The module's forward runs under ``torch.autocast``; parameters, gradients and the optimizer stay in their own dtype, and
 so does a loss that is computed outside the module. (Micikevicius et al., Mixed Precision Training, 2018.)
@@ -59,8 +59,9 @@ def compute_in(
 
 
 def _multiplies_in_8_bits(layer: nn.Module) -> bool:
-    is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    return is_linear and "forward" not in layer.__dict__ and fits_float8(tuple(layer.weight.shape))
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return False
+    return "forward" not in layer.__dict__ and fits_float8(tuple(layer.weight.shape))
 
 
 class LinearIn8Bits:

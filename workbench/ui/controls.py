@@ -38,7 +38,7 @@ _OPTION_TIPS = {
     "offload": "what lies in the host's memory, or for CPUs in files on a disk: less memory on the device, more time",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
     "overlap": "pieces of a row-split layer's product: one is summed over ranks beside the product of the next",
-    "precision": "fp32, or autocast to 16 bits",
+    "precision": "fp32, or autocast to 16 bits; fp8 is bf16 with products of linear layers in 8 bits",
 }
 _OFFLOAD = (("none", ""), *((choice if "+" not in choice else "both", choice) for choice in CHOICES))
 _RECOMPUTE = (("none", ""), ("cheap", "cheap"), ("attention", "attention"), ("full", "full"))

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpt import GPT, next_word_loss
 from tests.training.strategies.mixtures import Pool
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.core.rows import Layer
 from workbench.errors import StrategyError
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.diagnostics.memory import ActivationMeter
+from workbench.training.precision import compute_in
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -277,3 +279,23 @@ def test_fused_experts_that_read_values_are_counted_as_if_chosen_alike_often():
     experts = costs.rows[1]
     assert experts.layer.experts == 4
     assert experts.flops == pytest.approx(6 * 2 * 2 * (8 * 12 + 12 * 8))
+
+
+def test_activations_of_linear_layers_in_8_bits_are_those_that_are_held() -> None:
+    """Queries, keys and values each keep their own, where 16 bits share one."""
+    words = torch.arange(160).view(16, 10) % 48
+    counted: list[float] = []
+    held: list[float] = []
+    for word in ("bf16", "fp8"):
+        model = GPT(128, 2, 48, 10)
+        compute_in(model, word, torch.device("cpu"), "cpu")
+        meter = ActivationMeter(model)
+        with meter.measure():
+            loss = next_word_loss(model(words), words)
+        loss.backward()
+        costs = layer_costs(lambda: GPT(128, 2, 48, 10), words, loss_fn=next_word_loss, targets=words)
+        rows = costs.under_autocast(word).rows
+        counted.append(sum(row.saved_bytes * len(words) + 2 * row.num_cast for row in rows))
+        held.append(meter.size_bytes)
+    assert counted == pytest.approx(held, rel=1e-3)
+    assert counted[1] < 0.75 * counted[0]

@@ -24,6 +24,7 @@ _NO_OPTION = {
     "recompute=": "torch's wrapper runs whole blocks again: use recompute",
     "offload=": "the offloading of fully_shard moves parameters, and steps on the CPU: leave it out",
     "overlap=": "torch overlaps these sums when it compiles the model: leave it out",
+    "fp8": "torch itself has no linear layers in 8 bits: use bf16",
     "fp16": "gradients need a scaler that knows the shards: use bf16",
 }
 """By the beginning of an option: why it has no equivalent."""

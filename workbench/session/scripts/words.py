@@ -47,6 +47,7 @@ _OPTIONS = {
     "sequence": "between model-parallel layers, each model rank holds a slice of the sequence",
     r"overlap=(\d+)": "row-split layers compute {0} pieces of rows, and sum one while they compute the next",
     "bf16": "forward computes in bfloat16, by autocast",
+    "fp8": "linear layers multiply numbers of 8 bits, and all else in forward computes in bfloat16",
     "fp16": "forward computes in float16, by autocast; small gradients need torch.amp.GradScaler",
 }
 

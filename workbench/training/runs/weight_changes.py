@@ -19,7 +19,7 @@ _PRECISIONS = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
-_FROM_COARSE = ("bf16", "fp16", "fp32", "float64")
+_FROM_COARSE = ("fp8", "bf16", "fp16", "fp32", "float64")
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.core.rules import Signature
-from workbench.core.sbp import Partial, Split, broadcast, partial_max
+from workbench.core.sbp import Partial, Sbp, Split, broadcast, partial_max
 from workbench.kernels.float8 import float8_linear, largest
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
@@ -51,7 +51,7 @@ def _largest_of_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @rule("_largest_of_both")
 def _largest(call: Call) -> Resolution:
     """Shards give terms of a maximum."""
-    entries = [[*map(Split, range(len(shape))), broadcast] for shape in call.shapes]
+    entries: list[list[Sbp]] = [[*map(Split, range(len(shape))), broadcast] for shape in call.shapes]
     found = [
         Signature(pair, (broadcast if all(entry == broadcast for entry in pair) else partial_max,))
         for pair in itertools.product(*entries)
