@@ -18,6 +18,7 @@ from workbench.kernels import float8
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training import precision
+from workbench.training.parallel import describe
 from workbench.training.precision import compute_in
 
 CPU = torch.device("cpu")
@@ -267,6 +268,12 @@ def test_a_device_without_8_bits_is_an_error(monkeypatch):
     model = layer()
     with pytest.raises(StrategyError, match=r"option fp8: cuda:0 is an NVIDIA A100 .*8\.0\. Use bf16"):
         run_ranks(lambda: wb.parallelize(model, "*: data | fp8"), 1)
+
+
+def test_pieces_of_rows_would_have_other_scales():
+    model = Net()
+    with pytest.raises(StrategyError, match="overlap=2 cuts rows into pieces, and fp8 has one scale"):
+        Strategy("*: model | 1x1x2 overlap=2 fp8").resolve(describe(model), 2)
 
 
 @pytest.mark.parametrize("strategy", ["*: data | 1x2x1", "*: model | 1x1x2"])

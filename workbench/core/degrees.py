@@ -109,7 +109,14 @@ def _mistakes_of_shards(options: Options, datas: Sequence[int]) -> list[Found]:
 
 def mistakes_of_overlap(options: Options, num_layers: int, num_overlapping: int) -> list[Found]:
     """An overlap where no layer can have one."""
-    if options.overlap == 1 or num_overlapping:
+    if options.overlap == 1:
+        return []
+    if options.precision == "fp8":
+        message = (
+            f"overlap={options.overlap} cuts rows into pieces, and fp8 has one scale for all rows of a layer's input"
+        )
+        return [(message, ("leave overlap out", "use bf16"))]
+    if num_overlapping:
         return []
     message = (
         f"overlap={options.overlap}, but 0 of {num_layers} layers are linear and split by rows over 2 ranks or more: "

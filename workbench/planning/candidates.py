@@ -85,7 +85,8 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     offloads = [offload_kind(value) for value in constraints.values("offload")] or [""]
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
     asked = constraints.values("overlap") or (1,)
-    overlaps = [value for value in asked if isinstance(value, int) and (value == 1 or (value > 1 and model > 1))]
+    can_overlap = model > 1 and problem.precision != "fp8"
+    overlaps = [value for value in asked if isinstance(value, int) and (value == 1 or (value > 1 and can_overlap))]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):
             continue

@@ -58,7 +58,7 @@ def _conflict(problem: Problem, names: dict[str, object]) -> str:
         "zero above 0 needs data or model above 1",
         "shards divides data, is above 1 (0 for all data ranks), and needs zero above 0",
         "sequence needs model above 1",
-        "overlap is at least 1, and above 1 needs model above 1",
+        "overlap is at least 1, and above 1 needs model above 1 and no fp8",
         "a schedule interleaved or in a V needs 2 layers on each rank of the pipeline",
     ]
     degrees = {"pipeline"} if {"data", "model"} <= set(names) else set[str]()  # data and model determine it
