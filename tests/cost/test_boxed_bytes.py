@@ -164,6 +164,7 @@ def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, 
 @slow_unless(lambda degrees, words: True)
 def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
     """The largest values are sent as estimated; of recomputed layers, also those outside of blocks count twice."""
+    text = text.partition(" overlap")[0]  # which fp8 refuses
     eight, sixteen = (
         both(name, str(Strategy(text).with_options(precision=word)), num_ranks, FLOAT8) for word in ("fp8", "bf16")
     )
