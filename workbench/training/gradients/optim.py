@@ -30,6 +30,7 @@ from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.tensors.patch_table import hook, patch
+from workbench.training.gradients.block_state import block_size_of, check_blocks, make_block_state
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.overlap import GradientReducer
@@ -73,7 +74,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     True for torch's elementwise optimizers and for classes that inherit their ``step``. Others have an attribute
     ``elementwise``.
     """
-    said = getattr(optimizer, "elementwise", None)
+    said = getattr(optimizer, "elementwise", True if block_size_of(optimizer) else None)
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE if said is None else bool(said)
 
 
@@ -154,6 +155,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if swap is not None and optimizer.state is swap.state:
             check_state_layouts(optimizer, swap.parameters, swap.specs)
         swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+        check_blocks(optimizer, swap.parameters)
         mark_stateful(optimizer)
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
@@ -267,6 +269,9 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
     optimizer.state = state
     if swap.elementwise:
         swap.fused = fuse(optimizer)
+    if block_size_of(optimizer):
+        with local_torch():
+            make_block_state(optimizer, pairs)
 
 
 def _put_parts_in_groups(optimizer: Optimizer, swap: _Swap) -> None:

@@ -19,6 +19,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
+from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.optim import forget_layouts, is_elementwise, state_layout
 from workbench.training.saving.flat import name_of
 from workbench.training.saving.reading import Checkpoint, shape_of
@@ -29,6 +30,7 @@ Names = Mapping[int, str]
 
 def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
     """The nested state to save; ``part`` is the optimizer's name in messages."""
+    refuse_block_state(optimizer, part, CheckpointError)
     state = {
         _name(parameter, names, part): {
             key: _wrapped(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()

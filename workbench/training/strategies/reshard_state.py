@@ -18,6 +18,7 @@ from workbench.tensors.boxing.fused import box_many
 from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
+from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.optim import forget_layouts
 from workbench.training.gradients.shard import state_spec
 from workbench.training.gradients.state_on_host import bring_back
@@ -44,6 +45,7 @@ class OptimizerState:
                 f"parallelize(optimizer=): {others} of the optimizer's {len(self.parameters)} parameters are not among "
                 f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
             )
+        refuse_block_state(optimizer, "parallelize(optimizer=)", StrategyError)
         bring_back(optimizer)
         self.specs = [_state_spec(p) for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
