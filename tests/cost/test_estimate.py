@@ -177,3 +177,12 @@ def test_layers_that_the_model_axis_shares_sum_their_gradients_over_it_too() -> 
     found = predict("*: data | 1x2x2", 4, num_layers=1)
     assert found.boxed_bytes == pytest.approx(4 * 2 * 3 / 4 * whole)
     assert predict("*: data | 1x2x2 zero=1", 4, num_layers=1).memory[0]["optimizer"] == 2 * whole / 4
+
+
+def test_state_in_8_bits_takes_a_quarter_and_scales() -> None:
+    model, text = mlp(2), Strategy("*: data")
+    whole, eight = (
+        estimate(model, text.resolve(model.layers, 1), MACHINE, 8, optimizer=name) for name in ("adamw", "adamw8bit")
+    )
+    assert eight.memory[0]["optimizer"] == whole.memory[0]["optimizer"] * (2 + 8 / 256) / 8
+    assert eight.step_s < whole.step_s

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, metavar="GB", help="the most that a rank may hold; default: the machine's memory"
     )
     parser.add_argument("--precision", help="fp32, bf16, fp16 or fp8; default: the model's")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, adamw8bit, momentum or sgd")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
                         help="limits the search: pipeline=, data=, model=, micro_batches=, schedule=, "
                              "zero=, shards=, context=, recompute=, offload=, sequence=, overlap=, layers=, heads=; "

@@ -110,7 +110,7 @@ def estimate(
         strategy: a strategy that is resolved for the model's layers.
         hardware: the machine.
         batch_size: samples per step, all data-parallel ranks and micro-batches together.
-        optimizer: "adamw", "adam", "momentum" or "sgd".
+        optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program; by default the engines of this package.
         with_timeline: include the schedule action by action; takes some 10 us per action.
 

@@ -173,7 +173,7 @@ def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> f
 
     An offloaded state comes and goes: beside the update on GPUs, besides it on CPUs.
     """
-    per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
+    per_weight = {"adamw": 28, "adam": 28, "adamw8bit": 16, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
     mine = (weights - apart) / (setting.shards if setting.zero else 1) + apart

@@ -10,6 +10,10 @@ ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 """Bytes of an activation's element, by precision. fp8 is for products only: between them activations have 16 bits."""
 
 
+_EIGHT_BITS = 2 + 2 * 4 / 256
+"""Bytes of two moments of 8 bits, with a scale of 32 bits for 256 of each: ``torchao.optim.AdamW8bit``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Software:
     """A generation of a training program.
@@ -85,11 +89,13 @@ class Software:
         """Bytes of one weight's gradient. With bf16 weights it has 32 bits: bf16 has too few digits for sums."""
         return 2 if self.has_master_weights and precision == "fp16" else 4
 
-    def optimizer_bytes(self, precision: str, optimizer: str) -> int:
+    def optimizer_bytes(self, precision: str, optimizer: str) -> float:
         """Bytes of the optimizer's state for one weight."""
-        state = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}.get(optimizer)
+        state = {"adamw": 8, "adam": 8, "adamw8bit": _EIGHT_BITS, "momentum": 4, "sgd": 0}.get(optimizer)
         if state is None:
-            raise StrategyError(f"optimizer {optimizer!r} is not known; known are adamw, adam, momentum, sgd.")
+            raise StrategyError(
+                f"optimizer {optimizer!r} is not known; known are adamw, adam, adamw8bit, momentum, sgd."
+            )
         return state + (4 if self.has_master_weights and precision != "fp32" else 0)
 
 

@@ -166,7 +166,7 @@ class Problem:
     def is_infeasible(self) -> bool:
         """Whether nothing can fit: parameters and optimizer states are too large even if all ranks share them."""
         software = self.software
-        each = software.parameter_bytes(self.precision)
+        each: float = software.parameter_bytes(self.precision)
         if not any("optimizer" in offload_kind(value) for value in self.constraints.values("offload")):
             each += software.optimizer_bytes(self.precision, self.optimizer)
         if software.keeps_gradients:

@@ -48,7 +48,7 @@ def search(
         objective: "throughput" (a short step), "memory" (a small peak), "cost" (few rank-seconds per step).
         memory_bytes: the most bytes that a rank may hold. None: the memory of the hardware.
         precision: "fp32", "bf16", "fp16" or "fp8". None: as the model was counted.
-        optimizer: "adamw", "adam", "momentum" or "sgd".
+        optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program.
         constraints: limits on the search.
 

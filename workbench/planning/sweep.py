@@ -135,7 +135,7 @@ def simulate(
         hardware: a machine, its name or its file.
         gpus: number of ranks.
         batch_size: samples per step.
-        optimizer: "adamw", "adam", "momentum" or "sgd".
+        optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program.
         with_timeline: keep the schedule action by action in the estimates.
         sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.

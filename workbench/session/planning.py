@@ -165,7 +165,7 @@ def plan(
             all ranks or fewer).
         memory_bytes: the most bytes that a rank may hold. None: the hardware's memory.
         precision: "fp32", "bf16", "fp16" or "fp8". None: the model's.
-        optimizer: "adamw", "adam", "momentum" or "sgd".
+        optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program; default: the engines of this package.
         compile: the step is compiled (``wb.capture``): functions between two products are one program.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,

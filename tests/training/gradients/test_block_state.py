@@ -143,10 +143,9 @@ def test_blocks_are_neither_saved_nor_split_again(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 def test_torchao_itself(monkeypatch):
     monkeypatch.undo()
-    import torch._dynamo
     from torchao.optim import AdamW8bit as Optimizer
 
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # the same program, without minutes of compilation
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # takes minutes here
     expected, _ = train(make(), Optimizer)
     models = [make() for _ in range(2)]
     for losses in run_ranks(lambda rank: train(wb.parallelize(models[rank], "*: data | zero=1"), Optimizer)[0], 2):

@@ -71,7 +71,7 @@ def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
     name = type(made).__name__.lower()
     if name == "sgd":
         return "momentum" if made.defaults.get("momentum") else "sgd"
-    return name if name in ("adam", "adamw") else "adamw"
+    return name if name in ("adam", "adamw", "adamw8bit") else "adamw"
 
 
 class OfflineTrainer:

@@ -28,7 +28,7 @@ class Predictor:
     Args:
         hardware: a machine, its name or its file; None if unknown.
         batch_size: samples per step.
-        optimizer: "adamw", "adam", "momentum" or "sgd".
+        optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         compiles: whether the next run compiles its step.
 
     Attributes:
