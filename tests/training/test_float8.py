@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
 from workbench.core.sbp import broadcast
@@ -19,6 +20,8 @@ from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training import precision
 from workbench.training.parallel import describe
+from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.pipelining.split_backward import backward_of_inputs
 from workbench.training.precision import compute_in
 
 CPU = torch.device("cpu")
@@ -268,6 +271,55 @@ def test_a_device_without_8_bits_is_an_error(monkeypatch):
     model = layer()
     with pytest.raises(StrategyError, match=r"option fp8: cuda:0 is an NVIDIA A100 .*8\.0\. Use bf16"):
         run_ranks(lambda: wb.parallelize(model, "*: data | fp8"), 1)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_backward_in_two_parts_has_the_gradients_of_weights_in_its_second(recomputes, monkeypatch):
+    """Each product once, and the bits of a whole backward."""
+    calls = []
+
+    def multiply(a, a_scale, b, b_scale, dtype):
+        calls.append(dtype)  # gradients of weights have 32 bits
+        return float8.emulated_product(a, a_scale, b, b_scale, dtype)
+
+    monkeypatch.setattr(float8, "product_for", lambda device: multiply)
+    models, x = [Net(rate=0.0) for _ in range(2)], torch.randn(8, 32)
+
+    def program():
+        whole, parted = (wb.parallelize(model, "*: data | fp8") for model in models)
+        given = wb.to_global(x, placement=wb.placement.all("cpu"), sbp="B").requires_grad_()
+        loss_of(whole(given), torch.arange(8)).backward()
+        running = RunningStep((), "zero_bubble", [], 1, splits_backward=True)
+        with current().context.temporarily(running=running):
+            output = checkpoint(parted, given, use_reentrant=False) if recomputes else parted(given)
+            loss = loss_of(output, torch.arange(8))
+            calls.clear()
+            later = backward_of_inputs(loss, running)
+            first = calls.copy()
+            calls.clear()
+            later.accumulate()
+        pairs = zip(whole.parameters(), parted.parameters(), strict=True)
+        return first, calls.copy(), [torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs]
+
+    first, second, are_equal = run_ranks(program, 1)[0]
+    again = 3 if recomputes else 0
+    assert first == [torch.bfloat16] * (3 + again)
+    assert second == [torch.float32] * 3
+    assert all(are_equal)
+
+
+def test_a_plain_checkpoint_in_a_world_of_one_rank():
+    models, x = [Net(rate=0.0) for _ in range(2)], torch.randn(8, 32)
+
+    def program():
+        found = []
+        for model, option in zip(models, ("", "recompute"), strict=True):
+            loss_of(wb.parallelize(model, f"*: data | {option} fp8")(x), torch.arange(8)).backward()
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+        return found
+
+    whole, again = run_ranks(program, 1)[0]
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
 def test_pieces_of_rows_would_have_other_scales():

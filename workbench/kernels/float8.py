@@ -125,7 +125,12 @@ def float8_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """The input is kept in 8 bits. The weight is rounded again in backward: it is there anyway."""
+    """The input is kept in 8 bits. The weight is rounded again in backward: it is there anyway.
+
+    A backward in two parts sets ``part`` of a call to "input" and then to "weight", and runs it for each.
+    """
+
+    has_parts = True
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, amaxes: torch.Tensor, whole: Any) -> torch.Tensor:
@@ -141,31 +146,43 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight, scales = ctx.saved_tensors  # a checkpoint may run forward again for these
         with torch._C.DisableTorchFunctionSubclass():  # shards may be of a subclass
-            return _gradients(ctx, grads[0])
+            return _gradients(ctx, grads[0], rows, weight, scales)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    (rows, weight, scales), copies = ctx.saved_tensors, 1
-    if grad is None:  # other ranks wait for this one
-        grad = rows.new_zeros((*ctx.shape[:-1], weight.shape[0]), dtype=ctx.dtype)
-    if ctx.whole is None:
-        amax = largest(grad)
-    else:
-        grad, amax, copies = ctx.whole(grad, largest)
-    scale = scale_of(amax, E5M2)
-    of_rows = quantize(grad.reshape(-1, weight.shape[0]), scale, E5M2)
+def _gradients(
+    ctx: Any, grad: torch.Tensor | None, rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    part = getattr(ctx, "part", "")
+    rounded, scale, copies = ctx.__dict__.pop("gradient", None) or _rounded_gradient(ctx, grad, rows, weight)
+    if part == "input":
+        ctx.gradient = rounded, scale, copies
     of_x = of_weight = None
-    multiply = product_for(grad.device)
-    with _no_autocast(grad):
-        if ctx.needs_input_grad[0]:
+    multiply = product_for(rounded.device)
+    with _no_autocast(rounded):
+        if ctx.needs_input_grad[0] and part != "weight":
             columns = quantize(weight, scales[1], E4M3)
-            of_x = multiply(of_rows, scale, columns, scales[1], ctx.dtype).reshape(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            of_weight = multiply(of_rows.t(), scale, rows, scales[0], weight.dtype)
+            of_x = multiply(rounded, scale, columns, scales[1], ctx.dtype).reshape(ctx.shape)
+        if ctx.needs_input_grad[1] and part != "input":
+            of_weight = multiply(rounded.t(), scale, rows, scales[0], weight.dtype)
     if copies > 1:
         of_x, of_weight = (each if each is None else each / copies for each in (of_x, of_weight))
     return of_x, of_weight, None, None
+
+
+def _rounded_gradient(
+    ctx: Any, grad: torch.Tensor | None, rows: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The gradient of the result in 8 bits, its scale, and on how many ranks it is."""
+    if grad is None:  # other ranks wait for this one
+        grad = rows.new_zeros((*ctx.shape[:-1], weight.shape[0]), dtype=ctx.dtype)
+    if ctx.whole is None:
+        amax, copies = largest(grad), 1
+    else:
+        grad, amax, copies = ctx.whole(grad, largest)
+    scale = scale_of(amax, E5M2)
+    return quantize(grad.reshape(-1, weight.shape[0]), scale, E5M2), scale, copies
 
 
 def _no_autocast(x: torch.Tensor) -> Any:

@@ -23,8 +23,8 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 _FUNCTION, _BARRIER, _PARAMETER = range(3)
 _Kinds = tuple[int, ...]
-"""By number of a node: a function of torch; a function in Python (a boxing) or another leaf, which the first part
-visits; or a parameter of this rank."""
+"""By number of a node: a function of torch, or one in Python with two parts; another function in Python (a boxing) or
+leaf, which the first part visits; or a parameter of this rank."""
 _Graph = tuple[tuple[int, ...], ...]
 """By number of a node, the nodes that it hands gradients to."""
 
@@ -68,6 +68,8 @@ class WeightGradients:
         def end(*_: Any) -> None:
             running.keeps_operands = False
 
+        if _has_parts(node):
+            node.part = "input"
         node.register_prehook(begin)
         node.register_hook(end)
         self._left.append((node, grads, parameters))
@@ -78,6 +80,8 @@ class WeightGradients:
         self._running.computes_weights = True
         try:
             for node, grads, parameters in left:
+                if _has_parts(node):
+                    node.part = "weight"
                 found = [(GradientEdge(node, at), grad) for at, grad in enumerate(grads) if grad is not None]
                 if found:
                     ends, seeds = zip(*found, strict=True)
@@ -137,9 +141,17 @@ def _graph(root: Any) -> tuple[list[Any], _Kinds, _Graph]:
 def _kind_of(node: Any) -> int:
     leaf = getattr(node, "variable", None)
     if leaf is None:
-        return _BARRIER if isinstance(node, BackwardCFunction) else _FUNCTION
+        return _BARRIER if isinstance(node, BackwardCFunction) and not _has_parts(node) else _FUNCTION
     is_here = isinstance(leaf, GlobalTensor) and leaf._is_param and not leaf._spec.is_placeholder
     return _PARAMETER if is_here else _BARRIER
+
+
+def _has_parts(node: Any) -> bool:
+    """Whether a function in Python computes the gradients of its inputs and of its weight apart, if ``part`` says so.
+
+    torch asks its own functions for some gradients only, and those in Python for all.
+    """
+    return getattr(getattr(node, "_forward_cls", None), "has_parts", False)
 
 
 @lru_cache(maxsize=256)
