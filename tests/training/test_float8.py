@@ -286,19 +286,19 @@ def test_a_backward_in_two_parts_has_the_gradients_of_weights_in_its_second(reco
     models, x = [Net(rate=0.0) for _ in range(2)], torch.randn(8, 32)
 
     def program():
-        whole, parted = (wb.parallelize(model, "*: data | fp8") for model in models)
+        whole, in_parts = (wb.parallelize(model, "*: data | fp8") for model in models)
         given = wb.to_global(x, placement=wb.placement.all("cpu"), sbp="B").requires_grad_()
         loss_of(whole(given), torch.arange(8)).backward()
         running = RunningStep((), "zero_bubble", [], 1, splits_backward=True)
         with current().context.temporarily(running=running):
-            output = checkpoint(parted, given, use_reentrant=False) if recomputes else parted(given)
+            output = checkpoint(in_parts, given, use_reentrant=False) if recomputes else in_parts(given)
             loss = loss_of(output, torch.arange(8))
             calls.clear()
             later = backward_of_inputs(loss, running)
             first = calls.copy()
             calls.clear()
             later.accumulate()
-        pairs = zip(whole.parameters(), parted.parameters(), strict=True)
+        pairs = zip(whole.parameters(), in_parts.parameters(), strict=True)
         return first, calls.copy(), [torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs]
 
     first, second, are_equal = run_ranks(program, 1)[0]
