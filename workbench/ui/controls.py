@@ -180,7 +180,7 @@ class Controls:
         parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
         data = (field("ZeRO", self.zero), field("shards", self.shards), field("context", self.context))
         memory = (field("recompute", self.recompute), field("offload", self.offload))
-        form = (self.sequence, field("overlap", self.overlap), field("precision", self.precision))
+        form = (field("overlap", self.overlap), self.sequence, field("precision", self.precision))
         options = (bar(*controls, css=("wb-field",)) for controls in (data, memory, form))
         groups = (degrees, parts, *options)  # controls of one group wrap together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
