@@ -41,3 +41,10 @@ def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str, attention
     assert {row.layer.name for row in costs.rows} == {layer.name for layer in describe(model)}
     assert name == "t5" or costs.blocks[0][2] == 2  # the first block of T5 has a layer more
     del output
+
+
+def test_experts_in_32_bits_are_counted() -> None:
+    """On metadata, torch's products by expert are those of bfloat16 only."""
+    found = {kind: layer_costs(zoo.make("mixtral"), zoo.batch_for("mixtral"), dtype=kind) for kind in ("fp32", "bf16")}
+    flops = [sum(row.flops for row in costs.rows if row.layer.experts) for costs in found.values()]
+    assert flops[0] == flops[1] > 0

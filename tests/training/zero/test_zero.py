@@ -11,6 +11,7 @@ from torch import nn
 import workbench as wb
 from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
+from tests.training.training_runs import Setup, assert_trains_like_one_device
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.world import current
@@ -304,3 +305,9 @@ def test_lbfgs_works_on_whole_parameters_and_refuses_shards():
     assert_close(on_ranks(program, "*: data | 1x2x1")[0], program(InDoubles()), 1e-7)
     with pytest.raises(LayoutError, match=r"LBFGS.step.*several times in one step.*Leave zero="):
         on_ranks(program, "*: data | 1x2x1 zero=1")
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", *slow(("interleaved",), ("dualpipe_v",))])
+def test_weights_without_copies_add_up_over_micro_batches_where_ranks_have_several_stages(schedule):
+    """Only gradients that are scattered begin anew in the next micro-batch."""
+    assert_trains_like_one_device(Setup("gpt2", num_steps=1), "model", f"2x1x2 mb=2 {schedule} zero=2", 4)

@@ -197,7 +197,7 @@ class WorkCounter(TorchDispatchMode):
         self._calls.end(name, self._outputs[name])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _on_metadata(func, args, kwargs or {})
         if func.namespace != "aten" or self._is_paused:  # the former are queries, such as a tensor's device
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
@@ -341,6 +341,14 @@ class WorkCounter(TorchDispatchMode):
             setattr(entry, kind, getattr(entry, kind) + size)
         else:
             early[node] = early.get(node, 0.0) + size
+
+
+def _on_metadata(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function. On metadata, torch has products by expert for operands of type bfloat16 only."""
+    if func._overloadpacket is not BY_EXPERT or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    rows, weights = (operand.to(torch.bfloat16) for operand in args[:2])
+    return func(rows, weights, *args[2:], **kwargs).to(args[0].dtype)
 
 
 def _distinct(values: Any) -> dict[int, torch.Tensor]:

@@ -205,7 +205,7 @@ class StageRank:
                 known, found = read_grad(own), read_grad(view)
                 if found is not None and (known is None or known.data_ptr() != found.data_ptr()):
                     accumulate_grad(own, plain(found))
-                if scattering:
+                if id(GradientReducer.of(own)) in scattering:  # others go on accumulating in the view
                     view.grad = None
         for reducer in scattering.values():
             reducer.scatter()
