@@ -75,6 +75,7 @@ torch._ops.OpOverload._schema
 torch._ops.OpOverloadPacket
 torch._ops.OpOverloadPacket._qualified_op_name
 torch._safe_softmax
+torch._scaled_mm
 torch.jit._builtins._get_builtin_table
 torch.ops.aten._grouped_mm
 torch.ops.aten._local_scalar_dense.default
@@ -159,6 +160,7 @@ torch.utils._python_dispatch.TorchDispatchMode._mode_key of torch's own modes
 NOT_OF_TORCH = {
     "ipyparallel": "_build_targets _children _config _control_stream _io_loop _start_waiting",
     "IPython": "_showtraceback",
+    "torchao": "_AdamBase _subclass_zeros",
     "transformers": "_keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save",
     "tqdm": "_decr_instances",
     "Python": "_current_frames _exec _fields _find_and_load _getframe",

@@ -130,15 +130,13 @@ class _Linear(torch.autograd.Function):
     A backward in two parts sets ``part`` of a call to "input" and then to "weight", and runs it for each.
     """
 
-    has_parts = True
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, amaxes: torch.Tensor, whole: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         scales = scale_of(amaxes, E4M3)
         rows = quantize(x.reshape(-1, x.shape[-1]), scales[0], E4M3)
         ctx.save_for_backward(rows, weight, scales)
-        ctx.whole, ctx.shape, ctx.dtype = whole, x.shape, x.dtype
+        ctx.whole, ctx.shape, ctx.dtype, ctx.part = whole, x.shape, x.dtype, ""
         with _no_autocast(x):
             product = product_for(x.device)(rows, scales[0], quantize(weight, scales[1], E4M3).t(), scales[1], x.dtype)
         return product.reshape(*x.shape[:-1], weight.shape[0])
@@ -154,7 +152,7 @@ class _Linear(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: torch.Tensor | None, rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    part = getattr(ctx, "part", "")
+    part = ctx.part
     rounded, scale, copies = ctx.__dict__.pop("gradient", None) or _rounded_gradient(ctx, grad, rows, weight)
     if part == "input":
         ctx.gradient = rounded, scale, copies

@@ -151,7 +151,7 @@ def _has_parts(node: Any) -> bool:
 
     torch asks its own functions for some gradients only, and those in Python for all.
     """
-    return getattr(getattr(node, "_forward_cls", None), "has_parts", False)
+    return isinstance(node, BackwardCFunction) and hasattr(node, "part")
 
 
 @lru_cache(maxsize=256)
