@@ -137,6 +137,7 @@ WAITS = {
     ("*: data | zero=3", captured_step): {},
     ("*: model", evaluation): {},
     ("*: model | sequence", text_step): {},
+    ("*: model | sequence overlap=2", text_step): {},
     ("*: data | context=2", text_step): {},
     ("*: data | recompute=cheap", text_step): {},
     ("*: data | recompute=attention", text_step): {},

@@ -127,6 +127,7 @@ def test_training_on_a_gpu_equals_the_host(make, strategy):
 
 SEQUENCES_AND_EXPERTS = [
     (texts, predicted, "*: model | sequence", 2),
+    (texts, predicted, "*: model | sequence overlap=2", 2),
     (texts, predicted, "*: data | context=2", 2),
     (texts, predicted, "*: data | context=4", 4),
     (texts, predicted, "*: data; blocks.*: model", 4),
