@@ -32,10 +32,11 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.simulated import Simulated
-from workbench.tensors.world import World
+from workbench.tensors.world import World, current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize, state_of
+from workbench.training.pipelining.stage_transport import StageTransport
 from workbench.training.pipelining.step import forward_backward
 from workbench.training.runs.job_checks import check_functions
 from workbench.training.traced_calls import describe_with_calls
@@ -244,18 +245,17 @@ class _BoxingCollector:
     """Replaces ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[Any, int]] = {}
+        self._plans: dict[tuple[int, int], tuple[Any, Any, int]] = {}
 
     def site(self, function: str = "") -> None:
         """No place: a dry run does not say where a boxing comes from."""
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
         """Count a boxing plan, a boxing path or moved rows."""
+        transport = current().transport  # that of a stage, where ranks have several
         for step in getattr(plan, "steps", (plan,)):
-            self._plans[id(step)] = (
-                step,
-                self._plans.get(id(step), (step, 0))[1] + 1,
-            )  # holding it keeps its id from being used again
+            key = id(step), id(transport)  # holding both keeps their ids from being used again
+            self._plans[key] = step, transport, self._plans.get(key, (step, transport, 0))[2] + 1
 
     def add_reduction(self, *args: Any, **kwargs: Any) -> None:
         """Count nothing: this rank's traffic has the sums."""
@@ -264,8 +264,12 @@ class _BoxingCollector:
     def sent(self) -> dict[int, Kinds]:
         """By rank."""
         found: dict[int, Kinds] = {}
-        for plan, times in self._plans.values():
+        for plan, transport, times in self._plans.values():
             for rank, size in plan.bytes_sent.items():
+                if isinstance(transport, StageTransport):
+                    if not transport.is_of_this_stage(rank):
+                        continue  # its own stage's run of the program counts it
+                    rank = transport.rank_of[rank]
                 kinds = found.setdefault(rank, {})
                 kinds[plan.kind] = kinds.get(plan.kind, 0) + times * size
         return found

@@ -108,6 +108,10 @@ class StageTransport(Transport):
 
         return finish
 
+    def is_of_this_stage(self, other: int) -> bool:
+        """Whether a stage rank is one of this one's stage."""
+        return self._stage_of[other] == self._stage_of[self.own]
+
     def _is_here(self, other: int) -> bool:
         return self._are_together(other, self.own)
 
