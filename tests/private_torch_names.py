@@ -4,7 +4,7 @@ Any version may rename or remove them. ``test_private_torch_names`` holds the li
 torch that runs, and ``make matrix`` runs it with several versions.
 """
 
-CHECKED_ON = ("2.11", "2.12", "2.13")
+CHECKED_ON = ("2.11", "2.12", "2.13", "2.14")
 
 NAMES = """
 # Which dispatch applies: modes, subclasses, autograd

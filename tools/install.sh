@@ -46,7 +46,7 @@ say "1/3 environment $venv with $("$python" --version)"
 new_enough "$venv/bin/python" || fail "$venv is older than Python 3.11. Remove it with: make clean"
 
 # With a GPU the newest version is not always the one that its driver can run, so any that fits may stay or come.
-if nvidia-smi >/dev/null 2>&1; then default_torch="torch>=2.11,<2.14"; else default_torch="torch==2.13.0"; fi
+if nvidia-smi >/dev/null 2>&1; then default_torch="torch>=2.11,<2.15"; else default_torch="torch==2.13.0"; fi
 torch=${TORCH:-$default_torch}
 
 # First and alone, so that nothing else chooses another build of it.

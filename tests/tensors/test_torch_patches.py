@@ -69,6 +69,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # since torch 2.14
 def test_a_lone_process_that_makes_a_global_tensor_scripts_and_pickles_as_before(no_world: None):
     x, operators = torch.ones(3), dict(_builtins._get_builtin_table())
     functions, expected = [torch.full, torch.tensor, torch.Tensor.new_full, torch.optim.Optimizer.zero_grad], shifted(x)

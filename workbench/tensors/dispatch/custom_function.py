@@ -32,8 +32,14 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
 
-apply_plain = Function.__dict__["apply"].__func__
-"""torch's own ``Function.apply``, as a function of the class and its arguments."""
+_OWN_APPLY = Function.__dict__["apply"]
+
+
+def apply_plain(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """torch's own ``Function.apply``: a class method, since torch 2.14 of C."""
+    return _OWN_APPLY.__get__(None, cls)(*args, **kwargs)
+
+
 _FULL_SIZE = 1 << 16
 """Elements up to which operands of their own shapes are tried, where small ones do not fit the function."""
 
