@@ -9,6 +9,7 @@ Deep Nets with Sublinear Memory Cost, 2016.)
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,12 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from repeated_blocks(child)
 
 
+_KEPT_PASS_HOOKS_BY = {
+    name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters
+}
+"""What blocks keep passes by hooks of saved tensors. torch 2.14 asks for it, those before do not know the word."""
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
@@ -163,7 +170,8 @@ class Recomputed:
         if self.kept is None:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
         contexts = create_selective_checkpoint_contexts(self.kept)
-        result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+        options = {"use_reentrant": False, "context_fn": lambda: contexts, **_KEPT_PASS_HOOKS_BY}
+        result = checkpoint(run, *args, **options, **kwargs)
         _count_kept(contexts[0].storage)
         return result
 

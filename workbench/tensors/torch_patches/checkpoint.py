@@ -29,7 +29,12 @@ _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type:
 
 
 _CHECK = "default, of shards"
-_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"})
+_OPTIONS = frozenset(
+    {
+        "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
+        "respect_saved_tensors_hooks",
+    }
+)  # fmt: skip
 """Keywords of ``checkpoint`` itself; all others are the function's."""
 
 
