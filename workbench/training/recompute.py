@@ -125,7 +125,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from repeated_blocks(child)
 
 
-_KEPT_PASS_HOOKS_BY = {
+_KEPT_PASS_HOOKS_BY: dict[str, Any] = {
     name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters
 }
 """What blocks keep passes by hooks of saved tensors. torch 2.14 asks for it, those before do not know the word."""
@@ -170,8 +170,8 @@ class Recomputed:
         if self.kept is None:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
         contexts = create_selective_checkpoint_contexts(self.kept)
-        options = {"use_reentrant": False, "context_fn": lambda: contexts, **_KEPT_PASS_HOOKS_BY}
-        result = checkpoint(run, *args, **options, **kwargs)
+        kwargs |= _KEPT_PASS_HOOKS_BY
+        result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
         _count_kept(contexts[0].storage)
         return result
 
