@@ -148,3 +148,12 @@ def test_training_in_16_bits_on_a_gpu(strategy):
     [truth] = run(mlp, "*: data", 1, "cpu")
     for losses in run(mlp, strategy, 2, "cuda:0"):
         assert losses == pytest.approx(truth, rel=3e-2) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("strategy", ["*: data | fp8", "*: model | fp8"])
+def test_training_in_8_bits_on_a_gpu(strategy):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply numbers of 8 bits")
+    [truth] = run(texts, "*: data | fp8", 1, "cpu", predicted)
+    for losses in run(texts, strategy, 2, "cuda:0", predicted):
+        assert losses == pytest.approx(truth, rel=0.1) and losses[-1] < losses[0]
