@@ -4,7 +4,8 @@
 
 4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
 experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use
-(ZeRO 3), which holds as much on each process; the two start from the same weights, which must agree at the end. With
+(ZeRO 3), which holds as much on each process; the two start from the same weights, which must agree at the end. Both
+update as many weights, so their gradients alone are compared, too. With
 few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products, and
 both with themselves in one process, on its share of the tokens: what a mixture costs before it is spread.
 """
@@ -83,19 +84,28 @@ class Dense(nn.Module):
 
 
 class Training:
-    """A model of layers and AdamW; call it for one step on the same batch of tokens. ``strategy`` None: one process."""
+    """A model of layers and AdamW; call it for one step on the same batch of tokens.
 
-    def __init__(self, layer: Callable[[], nn.Module], strategy: str | None, tokens: tuple[int, int]) -> None:
+    Args:
+        strategy: None for one process.
+        updates: whether a step has an update, or ends with its gradients.
+    """
+
+    def __init__(
+        self, layer: Callable[[], nn.Module], strategy: str | None, tokens: tuple[int, int], updates: bool = True
+    ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer() for _ in range(LAYERS)))
         self.model = model if strategy is None else wb.parallelize(model, strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+        self.updates = updates
         self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
-        self.optimizer.step()
+        if self.updates:
+            self.optimizer.step()
 
 
 def check_equal(one: nn.Module, other: nn.Module) -> None:
@@ -114,6 +124,8 @@ def work(rounds: int, calls: int) -> None:
     mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, _GATHERED)}
     time_s = medians(interleave(mixtures, rounds, calls, around=together))
     check_equal(mixtures[_SPREAD].model, mixtures[_GATHERED].model)
+    gradients = {name: Training(many, name, FEW_TOKENS, updates=False) for name in (_SPREAD, _GATHERED)}
+    gradients_s = medians(interleave(gradients, rounds, calls, around=together))
     share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
     beside_dense = {
         _SPREAD: Training(few, _SPREAD, MANY_TOKENS), _DENSE: Training(Dense, "*: data", MANY_TOKENS),
@@ -121,19 +133,21 @@ def work(rounds: int, calls: int) -> None:
     }  # fmt: skip
     dense_s = medians(interleave(beside_dense, rounds, calls, around=together))
     if wb.rank() == 0:
-        sizes = {f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens": time_s}
-        sizes[f"{FEW_EXPERTS} experts, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"] = dense_s
+        few_tokens = f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens"
+        many_tokens = f"{FEW_EXPERTS} experts, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"
+        no_update = f"{few_tokens}, forward and backward"
+        sizes = {few_tokens: time_s, no_update: gradients_s, many_tokens: dense_s}
         rows = [[f"{size}: {name}", f"{s * 1e3:.1f}"] for size, found in sizes.items() for name, s in found.items()]
         how = (
             f"{LAYERS} layers of experts {WIDTH} x {INNER} x {WIDTH}, of which a token takes {BEST}; AdamW, "
             f"{NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians of {rounds} rounds "
             f"of {calls} steps."
         )
-        few_tokens, many_tokens = sizes
         faster, dense = Target(3.0, at_least=True), Target(1.1)
         beside_one = Target(1.1 * dense_s[_ONE_MIXTURE] / dense_s[_ONE_DENSE])
         judged = [
             side_by_side(few_tokens, time_s[_SPREAD], "gathered", time_s[_GATHERED], faster),
+            side_by_side(no_update, gradients_s[_SPREAD], "gathered", gradients_s[_GATHERED], faster),
             side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
             side_by_side(
                 f"{many_tokens}, 1.1 times one process", dense_s[_SPREAD], "dense", dense_s[_DENSE], beside_one
