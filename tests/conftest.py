@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,12 @@ def _mix(items: list[pytest.Item], costs: dict[pytest.Item, int]) -> None:
 
 
 def pytest_configure() -> None:
-    """Before there are workers: they share the server of this command."""
+    """Before there are workers: they share the server of this command.
+
+    What a shell has put into the background ignores interrupts, and so would all programs that tests start.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     warm.executable()
 
 
