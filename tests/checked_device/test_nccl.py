@@ -201,7 +201,8 @@ def test_mistakes_are_found(mistake, monkeypatch):
     name, num_ranks, replaced = PLANTED[mistake]
     for place, function in replaced.items():
         monkeypatch.setattr(*place, function)
-    with pytest.raises(AssertionError):
+    # Where calls of one communicator meet in another order, a rank may see it before the played NCCL finds the stall
+    with pytest.raises((AssertionError, CollectiveAborted)):
         assert_trains(name, num_ranks)
 
 
