@@ -48,7 +48,15 @@ def numbers(page: Any, column: int) -> list[float]:
 def rename(page: Any, names: dict[str, str]) -> None:
     """Give runs other names, with the mouse and the keyboard."""
     for old, new in names.items():
-        page.locator(".wb-panel .wb-comparison td.name", has_text=old).dblclick()
+        page.locator(".wb-panel .wb-comparison td.name", has_text=old).click()
+        page.mouse.down(click_count=2)
+        # the first click selects the row, which is drawn anew under the pressed mouse, unless the field is open
+        page.wait_for_function(
+            "name => document.querySelector('input.wb-rename') || "
+            "document.querySelector('.wb-panel .wb-comparison tr.selected td.name')?.textContent.includes(name)",
+            arg=old,
+        )
+        page.mouse.up(click_count=2)
         page.locator("input.wb-rename").fill(new)
         page.locator("input.wb-rename").press("Enter")
         page.locator(".wb-panel .wb-comparison tbody b", has_text=new).wait_for()

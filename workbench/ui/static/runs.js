@@ -46,9 +46,12 @@ function render({ model, el }) {
     const marked = event.target.closest("[data-key]");
     if (marked && event.target.tagName !== "INPUT") send("select", { value: marked.dataset.key });
   });
-  root.addEventListener("dblclick", (event) => {
-    const cell = event.target.closest("td.name");
-    if (cell) rename(cell, send, draw);
+  root.addEventListener("mousedown", (event) => {
+    // Not on "dblclick": the first click selects the row, and a row that is drawn anew under the pressed mouse has none.
+    const cell = event.detail === 2 && event.target.closest("td.name");
+    if (!cell || event.target.tagName === "INPUT") return;
+    event.preventDefault(); // the field keeps the focus
+    rename(cell, send, draw);
   });
   root.addEventListener("keydown", (event) => {
     const row = event.target.closest("tr[data-key]");
