@@ -12,6 +12,7 @@ from workbench.core.layer_layouts import Entry, boxed_output_entry, input_entry
 from workbench.core.model_costs import LayerCost, OpCost
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import split_dim
+from workbench.cost.accumulation import added_in_place
 from workbench.cost.boxings import (
     boxings,
     copies_input,
@@ -55,6 +56,7 @@ class LayerPrice:
         own_products_s, own_products_bytes: forward, and bytes of the results, of products with its weights.
         own_products_backward_s: backward of these.
         products_s, products_bytes: the same of all products, with those of attention after it.
+        added_in_place: number of ``weights`` to whose gradients later micro-batches may add in place.
     """
 
     forward_s: float = 0.0
@@ -82,6 +84,7 @@ class LayerPrice:
     products_s: float = 0.0
     products_bytes: float = 0.0
     own_products_backward_s: float = 0.0
+    added_in_place: float = 0.0
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
@@ -180,7 +183,7 @@ def layer_price(
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
-        products_back,
+        products_back, added_in_place(row, choice, setting),
     )  # fmt: skip
 
 
@@ -284,12 +287,3 @@ def state_bytes(
     held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
     parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
     return parameters, gradients, optimizer
-
-
-def accumulation_s(weights: float, setting: StageSettings) -> float:
-    """Seconds to add a micro-batch's gradients to the earlier ones: read, read, write. The first one adds nothing."""
-    if setting.software.fuses_accumulation:
-        return 0.0
-    later = 1 - 1 / setting.num_micro_batches
-    moved = 3 * later * setting.software.gradient_bytes(setting.precision) * weights
-    return moved / setting.hardware.memory_bandwidth_bytes_per_s

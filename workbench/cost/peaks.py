@@ -53,14 +53,17 @@ NO_PEAKS = Peaks()
 
 def peaks_of(
     model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
-    setting: StageSettings, updated: Sequence[int],
+    setting: StageSettings, updated: Sequence[int], in_place: Sequence[float],
 ) -> Peaks:  # fmt: skip
-    """Peaks of a stage that consists of the rows ``mine``, of which those in ``updated`` hold their weights."""
+    """Peaks of a stage that consists of the rows ``mine``, of which those in ``updated`` hold their weights.
+
+    ``in_place``: for each of ``mine``, to the gradients of how many weights a later micro-batch adds in place.
+    """
     held = set(updated)
     weights = [prices[i].weights if i in held else 0.0 for i in mine]
     tables = [model.rows[i].layer.kind == TABLE for i in mine]
     shared = sum(prices[i].shared for i in updated)
-    gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting)
+    gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting, in_place)
     places = _activations(mine, blocks, prices, setting)
     has_parts = setting.num_micro_batches > 1
     first, later, last = (
@@ -132,7 +135,9 @@ class _Gradients:
         tables: Sequence[bool],
         shared: float,
         setting: StageSettings,
+        in_place: Sequence[float],
     ) -> None:
+        self._in_place = in_place
         software, precision = setting.software, setting.precision
         self._setting, self._weights, self._total, self._shared = setting, weights, sum(weights), shared
         self._size = software.gradient_bytes(precision)
@@ -166,7 +171,8 @@ class _Gradients:
             return self._total * self._size * (self._part if self._is_sharded else 1.0), gathered
         if not self._is_sharded:
             sums = self._behind[row] * self._sum if has_sums else 0.0
-            return ((self._total if is_later else self._behind[row]) + own) * self._size, sums
+            made = max(0.0, own - self._in_place[row]) if is_later else own
+            return ((self._total if is_later else self._behind[row]) + made) * self._size, sums
         if self._setting.zero == 2:
             return self._scattered(self._behind[row] + own, is_later), 0.0
         whole = self._of_unit[row] - (0.0 if is_own else self._weights[row])

@@ -30,8 +30,9 @@ class Software:
             that is more; 0: a stage has eight buckets.
         hides_tensor_parallel: the exchanges of the model axis in backward that run beside the products for the weights:
             "none", the "sums" of gradients, or "all".
-        fuses_accumulation: a product adds to the gradient of earlier micro-batches itself; else another pass over
-            memory does (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
+        fuses_accumulation: for which weights a product adds to the gradient of earlier micro-batches itself: "none",
+            "large" ones as in ``cost.accumulation``, or "all". For others another pass over memory does (read the new
+            one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits), and a second gradient is there.
         scatters_between_stages: a stage sends each slice of an activation once; else every rank gets the whole
             activation from its counterpart.
         sums_shared: gradients of weights that all ranks of the model axis have (norms) are terms there; else every rank
@@ -60,7 +61,7 @@ class Software:
     hides_gathers: bool = False
     bucket_weights: int = 0
     hides_tensor_parallel: str = "none"
-    fuses_accumulation: bool = False
+    fuses_accumulation: str = "large"
     scatters_between_stages: bool = False
     sums_shared: bool = True
     hides_sends: bool = True
@@ -122,7 +123,7 @@ def megatron(year: int, recompute: str = "full") -> Software:
         hides_gathers=year >= 2024,
         bucket_weights=40_000_000 if year >= 2024 else 0,
         hides_tensor_parallel="none" if year < 2022 else "sums" if year < 2023 else "all",
-        fuses_accumulation=year >= 2022,
+        fuses_accumulation="all" if year >= 2022 else "none",
         scatters_between_stages=True,
         sums_shared=False,
         hides_sends=year >= 2023,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from workbench.core.model_costs import ModelCosts
+from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.compute import Rates
 from workbench.cost.hardware import Hardware
@@ -29,6 +30,7 @@ class StageSettings:
         rates: the machine at this precision.
         itemsize: bytes of an activation's element at this precision; rows are scaled to it.
         scale: ``itemsize`` over the bytes with which the model was counted.
+        splits_backward: whether gradients of inputs and of weights are separate actions of its ranks.
     """
 
     hardware: Hardware
@@ -49,6 +51,7 @@ class StageSettings:
     shards: int = 1
     offload: str = ""
     overlap: int = 1
+    splits_backward: bool = False
 
     @property
     def recompute_kind(self) -> str:
@@ -62,6 +65,13 @@ class StageSettings:
         """Number of parts into which the model axis divides the batch dim: fewer than its ranks if samples are few."""
         samples = self.samples * self.context
         return samples / ceil(samples / self.model) if samples >= 1 else 1.0
+
+
+def splits_backward(schedule: str | None, stage: int) -> bool:
+    """Whether a schedule has gradients of inputs and of weights as separate actions on the ranks of a stage. Nobody
+    waits for gradients of the first stage's inputs.
+    """
+    return schedule in V_SCHEDULES or (schedule == "zero_bubble" and stage > 0)
 
 
 def counted_at(model: ModelCosts, precision: str, software: Software) -> ModelCosts:
@@ -100,7 +110,7 @@ def settings_of(
                 hardware, rates, software, optimizer, data, width, num_stages,
                 ceil(batch_size / parts) / options.context, strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale, options.context,
-                options.shards or data, options.offload, options.overlap,
+                options.shards or data, options.offload, options.overlap, splits_backward(strategy.schedule, stage),
             )
         )  # fmt: skip
     return tuple(settings)

@@ -11,9 +11,10 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.recompute_kinds import chosen_blocks
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE
+from workbench.cost.accumulation import accumulation_s, rows_in_blocks, stage_adds_in_place
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
-from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.layers import LayerPrice, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings
@@ -118,25 +119,47 @@ def stage_prices(
     units = units_of(model, blocks)
     known: dict[object, StagePrice] = {}
     stages = []
+    in_place = _added_in_place(model, choices, prices, settings)
     for mine, setting in zip(rows_of, settings, strict=True):
         updated = _updated(model, mine, setting)
         begin, first = (blocks[mine[0]], again[mine[0]]) if mine else (0, 0)  # as many equal blocks cost the same
         key = (
             id(setting),
             *(
-                (id(prices[i]), blocks[i] < 0 or blocks[i] - begin, again[i] < 0 or again[i] - first, i in updated)
+                (
+                    id(prices[i]),
+                    blocks[i] < 0 or blocks[i] - begin,
+                    again[i] < 0 or again[i] - first,
+                    i in updated,
+                    in_place[i],
+                )
                 for i in mine
             ),
         )
         if key not in known:
-            known[key] = _added_up(model, mine, again, units, prices, setting, updated)
+            known[key] = _added_up(model, mine, again, units, prices, setting, updated, [in_place[i] for i in mine])
         stages.append(known[key])
     return stages
 
 
+def _added_in_place(
+    model: ModelCosts, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice], settings: Sequence[StageSettings]
+) -> list[float]:
+    """For each row, to the gradients of how many weights a later micro-batch adds in place."""
+    added = [price.added_in_place if stage_adds_in_place(settings[c.stage]) else 0.0
+             for price, c in zip(prices, choices, strict=True)]  # fmt: skip
+    if any(added) and settings[0].stages > 1:
+        stages = [choice.stage for choice in choices]
+        are_inside = rows_in_blocks([row.layer.name for row in model.rows], stages)
+        for index, is_inside in enumerate(are_inside):
+            if is_inside and settings[stages[index]].model == 1:
+                added[index] = 0.0
+    return added
+
+
 def _added_up(
     model: ModelCosts, mine: Sequence[int], again_in: Sequence[int], units: Sequence[int],
-    prices: Sequence[LayerPrice], setting: StageSettings, updated: Sequence[int],
+    prices: Sequence[LayerPrice], setting: StageSettings, updated: Sequence[int], in_place: Sequence[float],
 ) -> StagePrice:  # fmt: skip
     if setting.zero == 3:
         prices = [price.without_casts() for price in prices]
@@ -145,7 +168,7 @@ def _added_up(
     again, has_blocks = _recomputed(mine, again_in, prices, setting), any_block(again_in)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
-    weight_s += accumulation_s(sum(prices[i].weights for i in mine), setting)
+    weight_s += accumulation_s(sum(prices[i].weights for i in mine) - sum(in_place), setting)
     hidden = {
         "none": 0.0,
         "sums": sum(prices[i].boxing_sums_s for i in mine),
@@ -155,7 +178,7 @@ def _added_up(
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
     apart = sum(prices[i].apart for i in updated)
     parameters, gradients, optimizer = state_bytes(weights, shared, setting, apart)
-    peaks = peaks_of(model, mine, again_in, units, prices, setting, updated)
+    peaks = peaks_of(model, mine, again_in, units, prices, setting, updated, in_place)
     offloaded = optimizer if offloads(setting, "optimizer") else 0.0
     if offloaded:
         part = setting.software.parameter_bytes(setting.precision) / (setting.shards if setting.zero else 1)

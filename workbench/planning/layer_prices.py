@@ -15,12 +15,13 @@ from workbench.core.options import Options
 from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
+from workbench.cost.accumulation import accumulation_s
 from workbench.cost.hardware import Hardware
-from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.layers import LayerPrice, layer_price, state_bytes
 from workbench.cost.offload import offloads
 from workbench.cost.peaks import any_block
 from workbench.cost.reduction import optimizer_s, reduction_s
-from workbench.cost.stage_settings import StageSettings, settings_of
+from workbench.cost.stage_settings import StageSettings, settings_of, splits_backward
 from workbench.cost.stages import StagePrice, block_of_rows, recomputed_blocks, stage_prices
 from workbench.planning.candidates import Candidate
 from workbench.planning.problem import Choice, Problem
@@ -107,7 +108,11 @@ class LayerPrices:
             )
             prices.append(self.row(index, before, choices[index], following))
         setting = with_options(self.setting, candidate)
-        return stage_prices(self._costs, layers, prices, [setting] * candidate.num_stages)
+        settings = [setting] * candidate.num_stages
+        if any(splits := [splits_backward(strategy.schedule, stage) for stage in range(candidate.num_stages)]):
+            split = replace(setting, splits_backward=True)
+            settings = [split if is_split else setting for is_split in splits]
+        return stage_prices(self._costs, layers, prices, settings)
 
     def is_recomputed(self, index: int) -> bool:
         """Whether ``recompute`` recomputes the block of the row."""
@@ -122,7 +127,8 @@ class LayerPrices:
         """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""
         software = self.setting.software
         seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
-        seconds += accumulation_s(price.weights, self.setting)  # a lower bound: that of two micro-batches
+        weights = price.weights - price.added_in_place  # a lower bound: in place wherever it may be
+        seconds += accumulation_s(weights, self.setting)  # that of two micro-batches
         if software.hides_tensor_parallel != "none":
             seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
         if recompute in KINDS and software.recompute == "full" and self.is_recomputed(index):

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from workbench.core import gradient_accumulation
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.leaf_gradients import has_hooks, read_grad, will_accumulate
 
-SMALLEST_NUMEL = 2**20
-"""Elements of a weight from which on it pays (4 MB in 32 bits)."""
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -47,7 +46,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _step_that_adds(weight: Any) -> Any:
     """The scheduled step whose micro-batches accumulate in place; None where torch makes the weight's gradient."""
-    if weight.numel() < SMALLEST_NUMEL or not _is_parameter(weight) or not weight.requires_grad:
+    if weight.numel() < gradient_accumulation.SMALLEST_NUMEL or not _is_parameter(weight) or not weight.requires_grad:
         return None
     running = weight._spec.world.context.running
     if running is None or running.num_micro_batches == 1 or running.splits_backward or not torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from workbench.core import gradient_accumulation
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
@@ -38,7 +39,7 @@ def _linear(call: Call) -> Resolution:
 def _with_large_weight(
     call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
 ) -> LocalFunction | None:
-    return fusion.linear if math.prod(inputs[1].local_shape) >= fusion.SMALLEST_NUMEL else None
+    return fusion.linear if math.prod(inputs[1].local_shape) >= gradient_accumulation.SMALLEST_NUMEL else None
 
 
 _SUMMED = {
