@@ -46,7 +46,8 @@ from workbench.session import Session
 from workbench.session.calibration import calibrate
 from workbench.training.batches import Batch
 from workbench.training.costs.layer_costs import layer_costs
-from workbench.training.runs.train import WARM_UP_STEPS, Job, run_strategy, warm_up
+from workbench.training.runs.job import WARM_UP_STEPS, Job
+from workbench.training.runs.train import run_strategy, warm_up
 from workbench.units import format_bytes
 
 TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(15, unit="%"), Target(10, unit="%"), Target(2)

@@ -15,7 +15,8 @@ from workbench.session.comparison.subject import Subject
 from workbench.session.on_engine import run_commands, shell
 from workbench.testing import run_ranks
 from workbench.training.runs import exact_dtypes
-from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy, warm_up
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import largest_difference, run_one_device, run_strategy, warm_up
 
 
 def with_dropout():

@@ -15,7 +15,8 @@ from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.runs import step_metrics, train, user_loops
-from workbench.training.runs.train import Job, run_one_device, run_strategy
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_one_device, run_strategy
 from workbench.transport import device_clock
 from workbench.transport.device_clock import DeviceClock, seconds
 from workbench.transport.traffic import Traffic

@@ -17,8 +17,8 @@ from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import CellError, RunError, StrategyError
+from workbench.session.comparison.checker import RunObserver, RunStopped
 from workbench.session.comparison.compare import CompareResult, Comparison
-from workbench.session.comparison.comparison import RunObserver, RunStopped
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import Subject
 from workbench.ui.runs.trainer import SessionTrainer

@@ -20,7 +20,8 @@ from workbench.core.presets import strategy_of
 from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import current
 from workbench.training.parallel import describe
-from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy
+from workbench.training.runs.job import Job, RankResult
+from workbench.training.runs.train import largest_difference, run_one_device, run_strategy
 
 ENTRIES = ("S(0)", "S(1)", "B", "P")
 

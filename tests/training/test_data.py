@@ -19,7 +19,7 @@ from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
 from workbench.training.datasets import collate
-from workbench.training.runs.train import Job
+from workbench.training.runs.job import Job
 
 
 class Counting:

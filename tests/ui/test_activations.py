@@ -24,7 +24,8 @@ from workbench.core.layer_plan import LayerEdge, LayerPlan
 from workbench.core.model_costs import Extent
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
-from workbench.training.runs.train import Job, run_one_device, run_strategy
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_one_device, run_strategy
 from workbench.ui.grid.view import boxings_of
 from workbench.ui.panel import Panel
 from workbench.ui.planning import offline_trainer

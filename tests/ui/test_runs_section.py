@@ -12,7 +12,7 @@ from workbench.core.metrics import RunEvent
 from workbench.core.profile import Profile, RankProfile
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
-from workbench.session.comparison.comparison import RunStopped
+from workbench.session.comparison.checker import RunStopped
 from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection, predictions
 
 

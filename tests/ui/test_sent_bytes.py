@@ -19,7 +19,8 @@ from workbench.cost.estimate import SentBytes
 from workbench.session.planning import CountEnded, SentCounter
 from workbench.tensors.dispatch.fallback import FallbackWarning
 from workbench.testing import run_ranks
-from workbench.training.runs.train import Job, run_strategy
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_strategy
 from workbench.ui.panel import Panel
 from workbench.ui.planning import byte_counter, offline_trainer
 from workbench.ui.planning.byte_counter import ByteCounter

@@ -62,6 +62,3 @@ def total(intervals: Iterable[Interval]) -> float:
     5
     """
     return sum(stop - start for start, stop in intervals)
-
-
-__all__ = ["Interval", "common", "total", "united", "without"]

@@ -219,16 +219,3 @@ class Profile:
 def _link(file: Path) -> str:
     """A name may have characters that mean something in an address, such as ``#``."""
     return f'<a href="{quote(file.as_posix())}" download>{html.escape(str(file))}</a>'
-
-
-__all__ = [
-    "DEFAULT_STEPS",
-    "DEFAULT_WARMUP",
-    "MEMORY_KINDS",
-    "MOST_STEPS",
-    "MemoryCurve",
-    "Profile",
-    "RankPart",
-    "RankProfile",
-    "rank_profile",
-]

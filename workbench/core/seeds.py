@@ -171,6 +171,3 @@ def _largest(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 def _by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[0]}
-
-
-__all__ = ["groups", "over_seeds", "seeds_of", "with_seed", "without_seed"]

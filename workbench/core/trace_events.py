@@ -80,6 +80,3 @@ def lanes(intervals: Sequence[tuple[float, float]]) -> list[int]:
 def encoded(events: Iterable[Event]) -> bytes:
     """Events as a part of a file, which ``writers.trace_file`` joins with others."""
     return ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode()
-
-
-__all__ = ["Event", "action_event", "chrome_trace", "encoded", "lanes", "metadata", "rank_name", "span", "track_name"]

@@ -110,6 +110,3 @@ def measured_durations(timelines: Sequence[Timeline]) -> Duration:
             for span in spans:
                 work.setdefault((span.action.stage, span.action.kind), []).append(span.busy_s)
     return lambda action: median(work[action.stage, action.kind])
-
-
-__all__ = ["Duration", "Span", "Timeline", "measured_durations", "simulate"]

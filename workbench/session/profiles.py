@@ -73,6 +73,3 @@ def _new_file() -> Path:
 def last(session: Session) -> Profile | None:
     """The profile that was made last; None before there is one."""
     return _last.get(session)
-
-
-__all__ = ["begin", "finish", "last", "made_of"]

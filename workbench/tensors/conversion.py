@@ -342,6 +342,3 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
         local = new_placeholder(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
     entered = wrap(_FromLocal.apply(local, spec), spec)
     return box(entered, layout.normalized(metadata.shape))
-
-
-__all__ = ["from_local", "to_global", "to_local"]

@@ -76,6 +76,3 @@ def watched(device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
     with _turn:
         before = states(device)
         yield lambda: not all(map(torch.equal, before, states(device)))
-
-
-__all__ = ["restored", "seeded", "set_states", "states", "watched"]

@@ -39,6 +39,3 @@ def keep_device_guard() -> None:
 
     threading.Thread(target=hold, name="workbench-device-guard", daemon=True).start()
     is_set.wait()
-
-
-__all__ = ["fake_mode", "keep_device_guard"]

@@ -45,6 +45,3 @@ def _replace(num_modes: int, others: list[Any]) -> None:
 
 def _is_of_a_user(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is None and not type(mode).__module__.startswith("workbench.")
-
-
-__all__ = ["hidden_from_modes"]

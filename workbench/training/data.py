@@ -385,6 +385,3 @@ class _Reproducible(Dataset[Any]):
         with default_generator.restored():
             torch.default_generator.manual_seed(hash((self.seed, epoch, index)) & 0x7FFFFFFFFFFFFFFF)
             return self.dataset[index]
-
-
-__all__ = ["GlobalDataLoader"]

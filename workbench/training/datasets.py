@@ -130,6 +130,3 @@ def _as_sample(sample: Any) -> Any:
         return tuple(map(_as_sample, sample))
     is_array = isinstance(sample, list) and all(isinstance(leaf, Number) for leaf in tree_leaves(sample))
     return torch.as_tensor(sample) if is_array else as_tensors(sample)
-
-
-__all__ = ["Collate", "check_dataset", "collate", "columns_of", "first_batch", "num_samples_of", "take"]

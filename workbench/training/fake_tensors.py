@@ -48,6 +48,3 @@ def without_log() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-__all__ = ["FakeTensorConverter", "fake_state", "without_log"]

@@ -143,6 +143,3 @@ def check_alike(found: list[tuple[int, str]], what: str) -> None:
         "rank reads the whole iterable data set, in one order, and keeps its own rows: do not split it by rank "
         "(split_dataset_by_node, RANK), and seed what it draws from numpy or random."
     )
-
-
-__all__ = ["Chunk", "Stream", "check_alike", "check_iterable", "is_iterable", "read"]

@@ -85,6 +85,3 @@ def _number(loss: Any) -> float:
     if type(loss) is not torch.Tensor:
         raise TypeError(f"a {type(loss).__name__} is not a plain loss")
     return float(loss)
-
-
-__all__ = ["check_mean", "unlike_a_mean"]

@@ -40,6 +40,3 @@ def read_actions(traffic: Traffic, actions: Sequence[RecordedAction], clock_offs
         )
         found.append(span)
     return tuple(found)
-
-
-__all__ = ["RecordedAction", "read_actions"]

@@ -170,6 +170,3 @@ def split_rows(tensor: torch.Tensor, of_samples: Sequence[int] | None, sizes: Se
     parts = tensor.split([sum(of_samples[start:end]) for start, end in pairwise(ends)])
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
     return [part.data for part in parts] if is_plain else list(parts)
-
-
-__all__ = ["GRIDS", "Rows", "check_lists", "check_rows", "count_samples", "rows_by_grids", "split_rows"]

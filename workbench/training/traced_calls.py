@@ -46,6 +46,3 @@ def _on_one_sample(model: nn.Module, batch: Batch) -> Calls:
     with default_generator.restored(), recorded_calls(model) as calls:
         call(model, first.inputs)
     return calls
-
-
-__all__ = ["describe_with_calls"]

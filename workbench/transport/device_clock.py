@@ -81,6 +81,3 @@ class DeviceClock:
             event.record(stream)
             event.synchronize()
         return _Known(event, (before_s + time.perf_counter()) / 2)
-
-
-__all__ = ["DeviceClock", "QueuedTime", "Time", "seconds"]

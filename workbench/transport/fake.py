@@ -44,6 +44,3 @@ class FakeTransport(Transport):
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
-
-
-__all__ = ["FakeTransport"]

@@ -141,6 +141,3 @@ class TrafficCount:
         traffic.sent_bytes += self.sent_bytes
         for kind, size in self.by_kind.items():
             traffic.by_kind[kind] = traffic.by_kind.get(kind, 0) + size
-
-
-__all__ = ["Interval", "Moment", "Traffic", "TrafficCount"]

@@ -60,6 +60,3 @@ def _size_note(num_wanted: int, num_steps: int, size_bytes: int, fix: str) -> st
         f"{num_wanted} steps would be {format_bytes(each * num_wanted)}, {format_bytes(each)} per step: only the first "
         f"{num_steps} were profiled. For all of them, {fix}."
     )
-
-
-__all__ = ["fill"]

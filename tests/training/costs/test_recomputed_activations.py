@@ -16,7 +16,8 @@ from workbench.cost.stage_settings import counted_at, settings_of
 from workbench.cost.stages import prices_of, stage_prices
 from workbench.testing import run_ranks
 from workbench.training.costs.layer_costs import layer_costs
-from workbench.training.runs.train import Job, run_strategy
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_strategy
 
 SAMPLES, WIDTH = 16, 12
 INPUTS, CLASSES = torch.ones(2 * SAMPLES, WIDTH), torch.arange(2 * SAMPLES) % 6

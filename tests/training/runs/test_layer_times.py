@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from workbench.testing import run_ranks
+from workbench.training.runs.job import Job
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.runs.train import Job, run_one_device, run_strategy
+from workbench.training.runs.train import run_one_device, run_strategy
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 

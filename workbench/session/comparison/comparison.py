@@ -20,13 +20,13 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError, RunError
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
-from workbench.session.comparison.checker import Checker, RunObserver, RunStopped, one_device_of
+from workbench.session.comparison.checker import Checker, RunObserver, one_device_of
 from workbench.session.comparison.machine import machine_text, versions
-from workbench.session.comparison.run_records import AnnouncedStrategy, measured_record, now_text, segments_of
+from workbench.session.comparison.run_records import measured_record, now_text, segments_of
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.comparison.training_on_engine import OneDevice, RankReport
-from workbench.session.comparison.training_run import Message, TrainingRun
+from workbench.session.comparison.training_run import TrainingRun
 from workbench.writers.protocol import Writer
 from workbench.writers.run_log import RunLog
 
@@ -250,15 +250,3 @@ class Comparison:
     def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int, seed: int) -> RunRecord:
         reference = self._checker.known(OneDevice(seed=seed))
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())
-
-
-__all__ = [
-    "NO_STRATEGY",
-    "AnnouncedStrategy",
-    "Comparison",
-    "Message",
-    "RunObserver",
-    "RunStopped",
-    "StrategyLike",
-    "TrainingRun",
-]

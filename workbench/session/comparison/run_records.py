@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core.metrics import RunRecord, Segment
 from workbench.session.comparison.training_on_engine import RankReport
-from workbench.training.runs.train import WARM_UP_STEPS
+from workbench.training.runs.job import WARM_UP_STEPS
 
 
 @dataclass(frozen=True)

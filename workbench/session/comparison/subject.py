@@ -10,7 +10,7 @@ from typing import Any
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.training.runs.train import Job
+from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
 
 

@@ -17,9 +17,9 @@ from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.first_difference import first_difference
-from workbench.training.runs.job import RankSegment
+from workbench.training.runs.job import Job, RankResult, RankSegment
 from workbench.training.runs.model_flops import flops_per_sample
-from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
+from workbench.training.runs.train import largest_difference, run_one_device, run_strategy, warm_up
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
 

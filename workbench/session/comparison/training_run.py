@@ -174,6 +174,3 @@ class TrainingRun:
         self._log.close(record.error)
         file, self._file = self._file, None
         return file.finish(record) if file is not None else record
-
-
-__all__ = ["Message", "TrainingRun"]

@@ -50,6 +50,3 @@ def _evenly(part: nn.Module, tokens: torch.Tensor, numbers: torch.Tensor, weight
         rows = torch.bmm(rows[..., :taken], matrix if taken == first else matrix.transpose(1, 2))
     results = rows.flatten(0, 1)[:num_rows] * weights.flatten()[:, None]
     return results.view(*numbers.shape, -1).sum(-2)
-
-
-__all__ = ["even_experts"]

@@ -38,6 +38,3 @@ def take() -> tuple[int, RankPart | None]:
     else:
         begin(profiler.num_wanted, profiler.warmup, profiler.any_size)
     return profiler.num_ended, part
-
-
-__all__ = ["begin", "take"]

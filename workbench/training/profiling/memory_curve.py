@@ -104,6 +104,3 @@ class _Activations(ActivationMeter):
 
     def has_changed(self) -> None:
         self._meter.sample_if_due()
-
-
-__all__ = ["MemoryMeter"]

@@ -110,6 +110,3 @@ def _send(data: bytes, size: int, source: int, world: World) -> bytes:
     received = torch.empty(size, dtype=torch.uint8, device=world.device)
     world.transport.exchange([], [(source, received)], tag, what)
     return received.cpu().numpy().tobytes()
-
-
-__all__ = ["profile"]

@@ -140,6 +140,3 @@ class RankProfiler:
             self._recording.start()
         if self.num_ended == self.warmup and self._recording is not None:
             self._recording.begin_steps()
-
-
-__all__ = ["RankProfiler", "check_numbers"]

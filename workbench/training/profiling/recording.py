@@ -168,6 +168,3 @@ def _exchange_event(exchange: RecordedExchange, rank: int, track: int, start_s: 
     layouts = {"from": boxing["source"], "to": boxing["target"], "shape": boxing["shape"]} if boxing else {}
     values = {"call": exchange.call, "kind": exchange.kind, "sent_bytes": exchange.sent_bytes, **layouts}
     return {**span(name, "exchange", rank, track, start_s, stop_s), "args": values}
-
-
-__all__ = ["Recording"]

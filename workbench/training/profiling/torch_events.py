@@ -141,6 +141,3 @@ def _is_nccl(event: Event) -> bool:
 
 def _interval(event: Event) -> Interval:
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-
-
-__all__ = ["TorchRecording", "computes", "nccl_kernels", "on_tracks"]

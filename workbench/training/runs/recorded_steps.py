@@ -55,6 +55,3 @@ def values_on_one_rank(
     with Simulated(world_of_one(current().device)):
         values = values_under(strategy, model, parts, loss_fn)
     return {name: replace(value, layout=None, operands=()) for name, value in values.items()}
-
-
-__all__ = ["Values", "values_in_plain_torch", "values_on_one_rank", "values_under"]

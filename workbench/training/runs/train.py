@@ -26,10 +26,10 @@ from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import compute_in
-from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, seed_draws
+from workbench.training.runs.job import Job, RankResult, checked_step, seed_draws
 from workbench.training.runs.job_checks import explained
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
+from workbench.training.runs.live_run import LiveRun, is_simulated
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
 from workbench.transport.device_clock import Time, seconds
@@ -199,15 +199,3 @@ def largest_difference(ours: State, truth: State) -> float:
             )
             worst = max(worst, math.inf if math.isnan(difference) else difference)
     return worst
-
-
-__all__ = [
-    "WARM_UP_STEPS",
-    "Job",
-    "RankResult",
-    "largest_difference",
-    "logical_state",
-    "run_one_device",
-    "run_strategy",
-    "warm_up",
-]

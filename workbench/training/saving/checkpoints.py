@@ -106,6 +106,3 @@ def _is_left_over(path: Path) -> bool:
     return path.is_dir() and (
         named_so or (_COMPLETE.fullmatch(path.name) and not (path / ".metadata").is_file()) is True
     )
-
-
-__all__ = ["Checkpoints"]

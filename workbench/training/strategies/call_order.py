@@ -108,6 +108,3 @@ def _hook(module: nn.Module, path: str, record: Any) -> Any:
         record(path, module, args, kwargs)
 
     return module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-
-
-__all__ = ["Calls", "recorded_calls"]

@@ -231,6 +231,3 @@ class IpcTransport(MessageTransport, Transport):
                 if not self._transfers.owes_acks and not link.has_unread:
                     break
                 time.sleep(_NAP_S)
-
-
-__all__ = ["IpcTransport"]

@@ -102,6 +102,3 @@ class MessageTransport(ABC):
     @abstractmethod
     def _free(self) -> None:
         """Close files and free memory."""
-
-
-__all__ = ["MessageTransport", "closes_on_error"]

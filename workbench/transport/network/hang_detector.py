@@ -207,6 +207,3 @@ def find_deadlock(rank: int, own: WaitStatus, read: Callable[[int], WaitStatus])
 def acks_key(rank: int) -> str:
     """The key of ``WaitStatus.sent`` that counts acks for a rank."""
     return f"{rank} acks"
-
-
-__all__ = ["ACKS", "HAS_LEFT", "MESSAGES", "HangDetector", "Wait", "WaitStatus", "acks_key", "find_deadlock"]

@@ -199,6 +199,3 @@ def _tensor(memory: np.ndarray[Any, Any], shape: Sequence[int], offset: int, dty
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(memory[offset : offset + size * dtype.itemsize], dtype=dtype).view(tuple(shape))
-
-
-__all__ = ["Lease", "SharedBuffers"]

@@ -184,6 +184,3 @@ def _key(one: _Strategy, is_selected: bool) -> str:
     glyph = element("svg", line, mark, width="20", height="12", aria_hidden="true")
     name = element("span", text=short_name(one.name), css="strong" if is_selected else "", title=one.name)
     return element("span", glyph, name, css="key", data_key=one.key)
-
-
-__all__ = ["curve_pictures"]

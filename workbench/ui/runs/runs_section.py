@@ -19,7 +19,7 @@ from workbench.core.strategy import Strategy
 from workbench.core.trace_events import chrome_trace
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError
-from workbench.session.comparison.comparison import RunStopped
+from workbench.session.comparison.checker import RunStopped
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded

@@ -14,9 +14,11 @@ from workbench.core.profile import Profile
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.session.comparison.comparison import Comparison, Message, RunObserver, RunStopped, TrainingRun
+from workbench.session.comparison.checker import RunObserver, RunStopped
+from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import Subject
+from workbench.session.comparison.training_run import Message, TrainingRun
 from workbench.ui.live.poller import Run
 from workbench.writers.choose import Log, writers
 
