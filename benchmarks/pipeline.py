@@ -41,8 +41,7 @@ from workbench.core.presets import balanced_cuts
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline, measured_durations, simulate
-from workbench.training.pipelining.balance import Balance
-from workbench.training.pipelining.stage_partition import step_s
+from workbench.training.pipelining.balance import Balance, step_s
 
 NUM_PROCESSES = (2, 4)
 WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4

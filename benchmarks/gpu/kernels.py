@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.place import Finding, Found, Place
 from benchmarks.reporting import Comparison, Target, side_by_side
-from workbench.kernels.blocks import move_blocks, pack, unpack
+from workbench.kernels.blocks import move_blocks, pack
 from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.random_slice import dropout_slice
 from workbench.tensors.rules.attention import with_dropout
@@ -62,14 +62,14 @@ def moves(num_bytes: int, device: str) -> dict[str, tuple[Action, int]]:
     out, size = torch.empty_like(source), source.nbytes
     terms = [torch.randn(side * 2 // 5, side, device=device) for _ in range(4)]
     total = torch.empty_like(terms[0])  # four terms and their sum are as many bytes as both sides of the copy
-    columns = [((0, side), (i * side // 4, (i + 1) * side // 4)) for i in range(4)]
-    pieces = pack(source, columns)
+    columns, places = source.chunk(4, 1), list(out.chunk(4, 1))
+    pieces = pack(columns)
     return {
         "plain copy": (partial(out.copy_, source), 2 * size),
         "pull of 4 slices": (lambda: move_blocks(list(out.chunk(4)), list(source.chunk(4)), [1] * 4, "none"), 2 * size),
         "pull and sum of 4": (lambda: move_blocks([total], terms, [4], "sum"), 5 * total.nbytes),
-        "pack by columns": (lambda: pack(source, columns), 2 * size),
-        "unpack by columns": (lambda: unpack(pieces, columns, out), 2 * size),
+        "pack by columns": (lambda: pack(columns), 2 * size),
+        "unpack by columns": (lambda: move_blocks(places, pieces, [1] * 4, "none"), 2 * size),
     }
 
 

@@ -86,7 +86,8 @@ def instructions_per_element(compiled, code, given):
 def blocks(dtype):
     big = torch.zeros(64, 64).to(dtype)
     move_blocks([torch.empty_like(big)], [big], [1], "none")  # side by side, aligned
-    pack(torch.zeros(6, 7, 3).to(dtype), [((0, 6), (0, 3), (0, 3)), ((0, 6), (3, 7), (1, 2))])
+    x = torch.zeros(6, 7, 3).to(dtype)
+    pack([x[:, :3], x[:, 3:, 1:2]])
     for reduction in ("sum", "max", "min"):
         if dtype != torch.bool:
             move_blocks([torch.empty(5, 3, dtype=dtype).t()], [torch.zeros(3, 5).to(dtype)] * 3, [3], reduction)

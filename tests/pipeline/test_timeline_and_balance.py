@@ -16,7 +16,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, make_table
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
 from workbench.testing import run_ranks
-from workbench.training.pipelining.stage_partition import fastest_partition, step_s
+from workbench.training.pipelining.balance import fastest_partition, step_s
 
 
 class Slow(nn.Linear):

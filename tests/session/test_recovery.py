@@ -11,10 +11,9 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import CellError, SessionError
-from workbench.session.first_reads import first_reads
 from workbench.session.on_engine.recovery import Recovery, Saved, _random_states
 from workbench.session.protocol import Failure
-from workbench.session.recovery import Recovered, SetupCells, explain_lost_names, refuse_lost_names
+from workbench.session.recovery import Recovered, SetupCells, explain_lost_names, first_reads, refuse_lost_names
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 

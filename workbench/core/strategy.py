@@ -30,8 +30,7 @@ from typing import Any
 from workbench.core.degrees import mistakes_of_degrees, mistakes_of_overlap
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
-from workbench.core.row_text import parse_rows
-from workbench.core.rows import Layer, Row, in_order_of_calls
+from workbench.core.rows import Layer, Row, in_order_of_calls, parse_rows
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 

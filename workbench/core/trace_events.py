@@ -78,5 +78,5 @@ def lanes(intervals: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def encoded(events: Iterable[Event]) -> bytes:
-    """Events as a part of a file, which ``writers.trace_file`` joins with others."""
+    """Events as a part of a file, which ``writers.profile_files`` joins with others."""
     return ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode()

@@ -76,30 +76,18 @@ def _reduced(terms: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-def pack(tensor: torch.Tensor, regions: Sequence[tuple[tuple[int, int], ...]]) -> list[torch.Tensor]:
-    """Copy slices of a tensor into one buffer, in one pass.
+def pack(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy views of one dtype into one buffer, in one pass; the results are contiguous views of the buffer.
 
-    Returns:
-        The slices, as contiguous views of the buffer.
-
-    >>> [piece.tolist() for piece in pack(torch.arange(4).view(2, 2), [((0, 2), (0, 1)), ((0, 2), (1, 2))])]
+    >>> table = torch.arange(4).view(2, 2)
+    >>> [piece.tolist() for piece in pack([table[:, :1], table[:, 1:]])]
     [[[0], [2]], [[1], [3]]]
     """
-    return pack_views([slice_region(tensor, region) for region in regions])
-
-
-def pack_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy views of one dtype into one buffer, in one pass."""
     sizes = [view.numel() for view in views]
     buffer = views[0].new_empty(sum(sizes)) if views else torch.empty(0)
     pieces = [piece.view(view.shape) for piece, view in zip(buffer.split(sizes), views, strict=True)]
     move_blocks(pieces, list(views), [1] * len(views), "none")
     return pieces
-
-
-def unpack(pieces: Sequence[torch.Tensor], regions: Sequence[tuple[tuple[int, int], ...]], out: torch.Tensor) -> None:
-    """Copy slices to their places in ``out``; the inverse of ``pack``."""
-    move_blocks([slice_region(out, region) for region in regions], list(pieces), [1] * len(pieces), "none")
 
 
 def slice_region(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -37,9 +37,13 @@ from workbench.training.strategies.layout_hooks import hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
-from workbench.training.strategies.memory_overlaps import refuse_overlaps
 from workbench.training.strategies.reshard_state import OptimizerState
-from workbench.training.strategies.shard_parameters import move_parameters, replicate_buffers, shard_parameters
+from workbench.training.strategies.shard_parameters import (
+    move_parameters,
+    refuse_overlaps,
+    replicate_buffers,
+    shard_parameters,
+)
 from workbench.training.strategies.state import (
     PLAN,
     STATE,

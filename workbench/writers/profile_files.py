@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from workbench.core.profile import MOST_STEPS, Profile, RankPart
 from workbench.units import format_bytes
-from workbench.writers.trace_file import write_trace
 
 _ON_CPU = "allocator snapshots: none, the tensors are on the CPU and torch records its allocator on GPUs only"
 
@@ -60,3 +60,18 @@ def _size_note(num_wanted: int, num_steps: int, size_bytes: int, fix: str) -> st
         f"{num_wanted} steps would be {format_bytes(each * num_wanted)}, {format_bytes(each)} per step: only the first "
         f"{num_steps} were profiled. For all of them, {fix}."
     )
+
+
+def write_trace(path: str | Path, parts: Iterable[bytes]) -> int:
+    """Join the ranks' events, as ``core.trace_events.encoded`` gives them, in one file, and return its size in bytes.
+
+    A name that ends with ``.gz`` is compressed.
+    """
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wb", 3) if file.suffix == ".gz" else file.open("wb") as out:
+        out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for number, part in enumerate(part for part in parts if part):
+            out.write(b",\n" * (number > 0) + part)
+        out.write(b"\n]}\n")
+    return file.stat().st_size

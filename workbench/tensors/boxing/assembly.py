@@ -70,7 +70,7 @@ def packed(sends: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tenso
     slices = [piece for _, piece in sends]
     if not sends or not launch.can_launch(slices[0]) or all(piece.is_contiguous() for piece in slices):
         return sends
-    return [(rank, piece) for (rank, _), piece in zip(sends, blocks.pack_views(slices), strict=True)]
+    return [(rank, piece) for (rank, _), piece in zip(sends, blocks.pack(slices), strict=True)]
 
 
 def new_shard(target: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

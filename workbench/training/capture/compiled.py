@@ -8,11 +8,16 @@ programs that use them, and are operands like tensors.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import operator
+import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +28,6 @@ from workbench.errors import CaptureWarning
 from workbench.kernels.operators import has_key, keyed
 from workbench.tensors.fake_mode import keep_device_guard
 from workbench.training.capture.channels_last import with_channels_last
-from workbench.training.capture.compile_cache import broken_library, one_process
 from workbench.training.capture.parts import drawn_keys, keys_first, replace_parts
 from workbench.training.capture.trace import Call, Slot, Trace
 
@@ -179,3 +183,29 @@ def _as_tensors(values: Sequence[Any], keys: list[int]) -> list[torch.Tensor]:
     for at in keys:
         operands[at] = torch.tensor(operands[at])
     return operands
+
+
+_LIBRARY = re.compile(r"(/[^\s:'\"]+\.so)\b")
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
+
+    return Path(cache_dir())
+
+
+@contextmanager
+def one_process(program: str) -> Iterator[None]:
+    """Context that one process at a time enters for a program. The next ones find on disk what the first has made."""
+    folder = _folder() / "workbench"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{hashlib.sha256(program.encode()).hexdigest()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a process that is killed lets go of it
+        yield
+
+
+def broken_library(error: Exception) -> Path | None:
+    """The library in the cache that an error names, if it does: one that cannot be loaded."""
+    found = _LIBRARY.search(str(error))
+    path = Path(found[1]) if found else None
+    return path if path is not None and path.is_relative_to(_folder()) and path.exists() else None

@@ -20,8 +20,7 @@ from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram
-from workbench.training.capture.guards import Guards, called_modules
-from workbench.training.capture.inputs import kind_of, laid_out, own_input, strides_of
+from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.recorder import RecordedTransport, Recorder

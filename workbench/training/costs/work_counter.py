@@ -27,9 +27,8 @@ from workbench.training.aten_functions import (
     matmul_work,
     name_of,
 )
-from workbench.training.costs.activation_reads import ActivationReads
 from workbench.training.costs.fusion import Fusion
-from workbench.training.costs.layer_calls import Entry, LayerCalls
+from workbench.training.costs.layer_calls import ActivationReads, Entry, LayerCalls
 from workbench.training.strategies.state import ROOT
 
 

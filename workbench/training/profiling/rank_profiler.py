@@ -14,10 +14,10 @@ from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, MOST_STEPS, Ra
 from workbench.core.trace_events import encoded
 from workbench.errors import RunError
 from workbench.tensors.world import World
-from workbench.training.action_timer import ActionTimer
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.profiling.memory_curve import MemoryMeter
 from workbench.training.profiling.recording import Recording
+from workbench.training.recorded_actions import ActionTimer
 
 _MEMORY_BEFORE = 2
 """Steps before the first profiled one: measuring memory takes time, and the step after lets the ranks meet again."""

@@ -12,10 +12,9 @@ from workbench.core.intervals import Interval, united
 from workbench.core.profile import RankProfile, rank_profile
 from workbench.core.trace_events import Event, action_event, lanes, rank_name, span, track_name
 from workbench.tensors.world import World
-from workbench.training.action_timer import ActionTimer
 from workbench.training.profiling.exchanges import ExchangeRecorder, RecordedExchange
 from workbench.training.profiling.torch_events import TorchRecording, computes, nccl_kernels, on_tracks
-from workbench.training.recorded_actions import RecordedAction, read_actions
+from workbench.training.recorded_actions import ActionTimer, RecordedAction, read_actions
 from workbench.transport.device_clock import seconds
 from workbench.transport.traffic import Moment
 

@@ -19,12 +19,11 @@ from workbench.core.sbp import broadcast, partial_sum
 from workbench.errors import RunError
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World, at_shutdown, current
-from workbench.training.action_timer import ActionTimer
 from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.pipelining.timeline import clock_offset
-from workbench.training.recorded_actions import RecordedAction, read_actions
+from workbench.training.recorded_actions import ActionTimer, RecordedAction, read_actions
 from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector
 from workbench.transport.traffic import Moment
 from workbench.writers.choose import Log, writers

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import torch
 
 from workbench.transport.network.hang_detector import HAS_LEFT
-from workbench.transport.network.unfinished_calls import unfinished_calls
 from workbench.transport.peer_processes import PeerProcesses
 from workbench.transport.rendezvous import Rendezvous
 
@@ -36,6 +35,8 @@ SUSPECT_S = 0.5
 """Age of a call from which the peers' calls are checked."""
 _NUM_REMEMBERED = 32
 """Number of calls of a channel whose headers are kept."""
+_NUM_SHOWN = 3
+"""Number of unfinished calls in the text of an error."""
 _GAVE_UP = "calls/gave up"
 _TORCH_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # neither a timeout nor an error of NCCL ends the process
@@ -273,3 +274,38 @@ def _last_of(call: Pending, status: dict[str, Any] | None) -> str:
         if headers:
             return f"has made {number} calls of {channel}, the last one {headers[-1]}"
     return "has recorded no such call"
+
+
+def unfinished_calls() -> str:
+    """The calls that NCCL has not ended, oldest first; empty where torch has no NCCL, or has recorded nothing."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # of builds with NCCL
+    if dump is None:
+        return ""
+    try:
+        return describe_dump(json.loads(dump(includeCollectives=True, onlyActive=True)))
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:  # a text for an error must not be another one
+        return f"torch's record of NCCL cannot be read: {error}"
+
+
+def describe_dump(dump: Mapping[str, Any]) -> str:
+    """The same for a dump of the recorder, in the format 2.x.
+
+    >>> entry = dict(profiling_name="nccl:all_reduce", state="scheduled", is_p2p=False, collective_seq_id=5)
+    >>> describe_dump({"entries": [entry | dict(process_group=["0", "default_pg"], input_sizes=[[25]])]})
+    'NCCL has not ended 1 call: all_reduce of [25], number 5 of group default_pg'
+    """
+    calls = [_describe(entry, dump) for entry in dump.get("entries", ()) if entry["state"] != "completed"]
+    if not calls:
+        return ""
+    more = f"; and {len(calls) - _NUM_SHOWN} more" if len(calls) > _NUM_SHOWN else ""
+    return f"NCCL has not ended {len(calls)} call{'s' * (len(calls) > 1)}: {'; '.join(calls[:_NUM_SHOWN])}{more}"
+
+
+def _describe(entry: Mapping[str, Any], dump: Mapping[str, Any]) -> str:
+    name, description = entry["process_group"]
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    sizes = "".join(f" of {size}" for size in entry["input_sizes"][:1] or entry["output_sizes"][:1])
+    ranks = dump.get("pg_config", {}).get(name, {}).get("ranks", "")
+    function = entry["profiling_name"].removeprefix("nccl:")
+    group = " ".join(filter(None, [name if description == "undefined" else description, ranks]))
+    return f"{function}{sizes}, number {number} of group {group}"

@@ -31,8 +31,7 @@ from workbench.ui.live.figure_layout import (
     title,
 )
 from workbench.ui.live.figure_traces import OTHER, curve_traces, memory_traces, split_traces, timeline_traces
-from workbench.ui.live.history import History, Split
-from workbench.ui.live.running_median import running_medians
+from workbench.ui.live.history import History, Split, running_medians
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.number_text import percent, three_digits
 from workbench.units import format_bytes

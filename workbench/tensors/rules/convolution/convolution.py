@@ -2,15 +2,114 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import torch
 
-from workbench.core.rules import Signature
-from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.core.layout import Layout
+from workbench.core.rules import Signature, signatures
+from workbench.core.sbp import NdSbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.rules.convolution.grouped import GROUPS_AT, grouped
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_and_bias
 from workbench.tensors.rules.views.view import windows
+
+GROUPS_AT = 6
+"""Position of ``groups``, in convolutions and in transposed ones."""
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of a call: their number, and the sizes of one among the input's and the result's channels."""
+
+    call: Call
+    channel: int
+    is_transposed: bool
+
+    @property
+    def number(self) -> int:
+        """How many groups the logical convolution has."""
+        return int(self.call.arg(GROUPS_AT, "groups", 1))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Input channels and output channels of one group."""
+        num_in, num_out = self.call.shapes[0][self.channel], self.call.outputs[0][0][self.channel]
+        return num_in // self.number, num_out // self.number
+
+    def accepts(self, inputs: tuple[NdSbp, ...], outputs: tuple[NdSbp, ...]) -> bool:
+        """Whether every rank's input channels are those that its weight needs."""
+        placement, (num_in, num_out) = self.call.operands[0]._spec.layout.placement, self.sizes
+        given, made = Layout(placement, inputs[0]), Layout(placement, outputs[0])
+        for rank in placement:
+            start, stop = given.region(self.call.shapes[0], rank)[self.channel]
+            first, last = made.region(self.call.outputs[0][0], rank)[self.channel]
+            if self.is_transposed:  # a result's channel is a sum over all input channels of its group
+                fits = start % num_in == stop % num_in == 0
+                fits = fits and (start // num_in * num_out, stop // num_in * num_out) == (first, last)
+            else:
+                needed = (first // num_out * num_in, -(-last // num_out) * num_in)
+                fits = first == last or (start <= needed[0] and needed[1] <= stop)
+            if not fits:
+                return False
+        return True
+
+    def localize(
+        self, call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
+    ) -> LocalFunction | None:
+        """Convolve the rank's channels; a rank without a channel returns zeros and the bias."""
+        if any(0 in spec.local_shape for spec in inputs):
+            return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
+        if "g" not in letters or outputs[0].is_placeholder:
+            return None
+        num_in, _ = self.sizes
+        given, made = (s.layout.region(s.shape, s.world.rank)[self.channel] for s in (inputs[0], outputs[0]))
+        if self.is_transposed:
+            return _with_groups(call.func, (given[1] - given[0]) // num_in)
+        return self._by_parts(call.func, given[0], *made)
+
+    def _by_parts(self, function: Any, start: int, first: int, last: int) -> LocalFunction:
+        """Output channels ``first`` to ``last``, from input channels that begin at ``start``."""
+        num_in, num_out = self.sizes
+        whole = (min(-(-first // num_out) * num_out, last), max(last // num_out * num_out, first))
+        cuts = sorted({first, last, *whole})
+
+        def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = dict(zip(_NAMES, args, strict=False)) | kwargs
+            tensor, weight, bias, parts = given["input"], given["weight"], given.get("bias"), []
+            for low, high in pairwise(cuts):
+                groups = max((high - low) // num_out, 1)
+                rows = slice(low - first, high - first)
+                part = tensor.narrow(self.channel, low // num_out * num_in - start, groups * num_in)
+                own = {"input": part, "weight": weight[rows], "bias": None if bias is None else bias[rows]}
+                parts.append(function(**{**given, **own, "groups": groups}))
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self.channel)
+
+        return convolve
+
+
+def grouped(call: Call, text: str, channel: int, is_transposed: bool) -> Resolution:
+    """The resolution of a convolution with groups; ``text`` is the equation for what else may be split."""
+    bias = (Split(0),) * (len(call.operands) - 2)
+    found = [Signature((Split(channel), Split(0), *bias), (Split(channel),), "g")]
+    if not is_transposed:  # where slices cut groups, ranks share the input channels of a group
+        found.append(Signature((broadcast, Split(0), *bias), (Split(channel),), "g"))
+    groups = _Groups(call, channel, is_transposed)
+    found += signatures(text, call.shapes, [len(call.outputs[0][0])])
+    return Resolution(found, groups.localize, accepts=groups.accepts)
+
+
+def _with_groups(function: Any, groups: int) -> LocalFunction:
+    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) > GROUPS_AT:
+            return function(*args[:GROUPS_AT], groups, *args[GROUPS_AT + 1 :], **kwargs)
+        return function(*args, **{**kwargs, "groups": groups})
+
+    return convolve
+
 
 _SPATIAL = "XYZ"
 _KERNEL = "KLM"
