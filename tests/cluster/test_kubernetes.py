@@ -2,7 +2,6 @@
 
 import subprocess
 
-import jsonschema
 import pytest
 import yaml
 
@@ -61,6 +60,8 @@ hand, against the whole schemas of the versions 1.25, 1.31 and 1.37.
 
 @pytest.mark.parametrize("manifest", [SERVICE, JOB], ids=["Service", "Job"])
 def test_the_manifest_fits_the_api(manifest):
+    import jsonschema  # a second, which every worker would need that only looks for its tests
+
     jsonschema.validate(manifest, SCHEMAS[manifest["kind"]])
     with pytest.raises(jsonschema.ValidationError, match="'selektor' was unexpected"):
         jsonschema.validate({**manifest, "spec": {**manifest["spec"], "selektor": {}}}, SCHEMAS[manifest["kind"]])

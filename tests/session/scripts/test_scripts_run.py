@@ -51,17 +51,18 @@ CASES: list[tuple[str, int, Callable[[], Any]]] = [
 ]
 
 
-def torchrun(name: str, num_ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [executable(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", name],
+        [executable(), *arguments],
         capture_output=True, text=True, cwd=folder, timeout=PROGRAM_TIMEOUT_S, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
 
 
 def losses_printed(text: str, num_ranks: int, folder: Path) -> list[float]:
     (folder / "script.py").write_text(text, encoding="utf-8")
-    done = torchrun("script.py", num_ranks, folder)
+    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+    done = python(folder, *launch, "script.py")
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
 
@@ -116,7 +117,8 @@ def test_a_dict_of_arrays_is_loaded_once_for_torch(tmp_path: Path) -> None:
     assert losses_printed(text, 2, tmp_path) == pytest.approx(right, rel=1e-5)
     assert text.count("dataset()") == 1
     (tmp_path / "few.py").write_text(text.replace("BATCH_SIZE = 8 ", "BATCH_SIZE = 80 "))
-    done = torchrun("few.py", 2, tmp_path)
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = python(tmp_path, "few.py", **one_rank)
     assert done.returncode != 0 and "BATCH_SIZE is 80, of 24 samples" in done.stderr
 
 
