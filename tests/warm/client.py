@@ -16,8 +16,9 @@ from pathlib import Path
 READ_AT_LOAD = ("PYTHON", "LD_", "MKL_", "MALLOC_", "TRITON_", "TORCHINDUCTOR_", "TORCH_LOGS")
 """Variables with these beginnings are read while an interpreter or a library loads. Of ``OMP_``, the number of
 threads matters, which the server sets."""
-READ_AT_USE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""But these are read when a program compiles; and a process that has compiled has them, whoever started it."""
+READ_AT_USE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONPATH")
+"""But the first two are read when a program compiles; and a process that has compiled has them, whoever started it.
+The server puts the third into ``sys.path``."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def become(request: dict[str, Any], python: str) -> None:
     threads = request["environment"].get("OMP_NUM_THREADS", str(len(request["cores"])))
     if threads != os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
+    sys.path[1 : 1 + len(_python_path())] = _python_path(request["environment"])
     os.environ.clear()
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignores_interrupts"] else signal.default_int_handler)
@@ -133,6 +135,12 @@ def become(request: dict[str, Any], python: str) -> None:
     for stream in () if request["buffers"] else (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     numpy.random.seed()  # noqa: NPY002 - the generator that programs use
+
+
+def _python_path(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Its folders, behind the program's own in ``sys.path``; the empty one is where an interpreter starts."""
+    words = environment.get("PYTHONPATH", "")
+    return [os.path.abspath(word) for word in words.split(os.pathsep)] if words else []
 
 
 def run(arguments: list[str]) -> None:

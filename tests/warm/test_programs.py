@@ -51,11 +51,28 @@ def test_programs_do_the_same(name: str, tmp_path: Path) -> None:
 def test_torch_is_there_unless_variables_are_read_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")  # as it is where this process has compiled something
     program = ["-c", "import sys; print('torch' in sys.modules, sys.executable)"]
-    for variables, is_there, python in (({}, True, executable()), ({"PYTHONHASHSEED": "5"}, False, sys.executable)):
+    path = {"PYTHONPATH": "/nowhere"}
+    for variables, is_there, python in ((path, True, executable()), ({"PYTHONHASHSEED": "5"}, False, sys.executable)):
         done = subprocess.run(
             [executable(), *program], env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True
         )
         assert done.stdout.split() == [str(is_there), python]
+
+
+@pytest.mark.parametrize("name", ["from a path", "of a script"])
+def test_modules_are_found_where_the_variable_says(name: str, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "other.py").write_text("value = 3")
+    (tmp_path / "script.py").write_text("import sys, other\nprint(sys.path, other.value)")
+    program = {"from a path": ["-c", "import sys, other; print(sys.path, other.value)"], "of a script": ["script.py"]}[name]
+    found = [
+        subprocess.run(
+            [python, *program], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=PROGRAM_TIMEOUT_S,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(["far", "/nowhere"])},
+        ).stdout
+        for python in (sys.executable, executable())
+    ]  # fmt: skip
+    assert found[0] == found[1] and "/nowhere" in found[0]
 
 
 def test_the_first_program_does_not_choose_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
