@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -29,7 +29,7 @@ def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert "fc*: data; head: model" in text
     in_stages = text.replace("fc*: data; head: model", "fc*: data; head: data@1").replace("wb.init()", "")
     script.write_text(f"{text}\n{in_stages}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher += ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # else two ranks may write into one line
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -13,13 +13,14 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from tests.timeouts import WAIT_TIMEOUT_S
+from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
 from workbench.session import completion, protocol
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
 from workbench.session.processes import folder
+from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
 from workbench.session.stop_escalation import STEPS, StopEscalation
@@ -83,16 +84,54 @@ def test_a_value_that_cannot_be_pickled_becomes_a_placeholder():
 
 def test_escalation_takes_every_step_once_in_order():
     escalation = StopEscalation(10.0)
-    assert escalation.due(10.0) == ["interrupt"]
-    assert escalation.due(10.0) == []
+    assert escalation.due(10.0) == "interrupt"
+    assert escalation.due(10.0) == ""
     assert escalation.wakeup() == pytest.approx(10.25)
-    assert escalation.due(12.0) == [step for _, step in STEPS[1:]]
-    assert escalation.wakeup() is None
+    assert [escalation.due(now) for now in (10.3, 10.7, 11.2, 11.8)] == [step for _, step in STEPS[1:]]
+    assert escalation.wakeup() is None and escalation.due(20.0) == ""
+
+
+def test_a_notebook_that_comes_late_leaves_ranks_their_time_to_react():
+    escalation = StopEscalation(10.0)
+    assert [escalation.due(now) for now in (14.0, 14.1, 14.3)] == ["interrupt", "", "abort"]
+
+
+def test_the_time_in_which_ranks_wait_for_a_core_does_not_count():
+    escalation = StopEscalation(10.0, waited_s=7.0)
+    assert escalation.due(10.0, waited_s=7.0) == "interrupt"
+    assert escalation.due(10.3, waited_s=7.2) == ""
+    assert escalation.wakeup() == pytest.approx(10.45)
+    assert escalation.due(10.5, waited_s=7.2) == "abort"
 
 
 def test_escalation_ends_within_two_seconds_with_a_kill():
     assert STEPS[-1][1] == "kill"
-    assert STEPS[-1][0] <= 1.6
+    assert sum(after_s for after_s, _ in STEPS) <= 1.6
+
+
+def test_waits_for_a_core_are_those_of_the_process_that_waited_longest(tmp_path):
+    def tell(*waited_s):
+        for pid, wait_s in zip((os.getpid(), 5, 6), waited_s, strict=True):
+            (tmp_path / str(pid)).mkdir(exist_ok=True)
+            (tmp_path / str(pid) / "schedstat").write_text(f"1000 {wait_s * 10**9} 3\n")
+
+    tell(2, 1, 10)
+    waits = CoreWaits([5, 6, 7], tmp_path)  # 7 has ended
+    assert waits.longest_s() == 0
+    tell(2, 4, 11)
+    assert waits.longest_s() == 3
+    tell(7, 4, 11)
+    assert waits.longest_s() == 5
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this system does not tell")
+def test_processes_on_one_core_wait_for_it():
+    on_one_core = "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    program = f"{on_one_core}\nwhile time.process_time() < 0.3: pass"
+    first, second = (subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in range(2))
+    waits = CoreWaits([first.pid, second.pid])
+    wait_until(lambda: waits.longest_s() > 0.02)
+    assert (first.wait(), second.wait()) == (0, 0)
 
 
 def test_requests_are_first_come_first_served():

@@ -64,7 +64,9 @@ def test_modules_are_found_where_the_variable_says(name: str, tmp_path: Path) ->
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "other.py").write_text("value = 3")
     (tmp_path / "script.py").write_text("import sys, other\nprint(sys.path, other.value)")
-    program = {"from a path": ["-c", "import sys, other; print(sys.path, other.value)"], "of a script": ["script.py"]}[name]
+    program = {"from a path": ["-c", "import sys, other; print(sys.path, other.value)"], "of a script": ["script.py"]}[
+        name
+    ]
     found = [
         subprocess.run(
             [python, *program], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=PROGRAM_TIMEOUT_S,

@@ -18,6 +18,7 @@ from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_PROBE_S, Divergence
 from workbench.session.held_interrupt import HeldInterrupt
+from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
 
@@ -134,6 +135,7 @@ class Run:
         self._last_reply_s = self._started_s
         self._first_failure_s: float | None = None
         self._escalation: StopEscalation | None = None
+        self._core_waits = CoreWaits([])  # of the engines, since they were to stop
         self._stopping_s = 0.0  # when the first escalation began
         self._places: dict[int, ControlCall] = {}
         self._interrupts: list[tuple[int, ControlCall]] = []  # that were sent
@@ -251,7 +253,8 @@ class Run:
             if reason:
                 self._begin_stopping(reason, now)
         if self._escalation is not None:
-            for step in self._escalation.due(now):
+            step = self._escalation.due(now, self._core_waits.longest_s())
+            if step:
                 self._run_step(step, now)
 
     def _reason_to_stop(self, now: float) -> str:
@@ -284,6 +287,7 @@ class Run:
         self.outcome.stop_reason = reason
         self.outcome.stopped = tuple(sorted(self._pending))
         self._escalation, self._stopping_s = StopEscalation(now), now
+        self._core_waits = CoreWaits(self._processes.pids())
         self._places = self._engines.control(self.outcome.stopped, "status")
         self._poll_places(timeout_s=0.1)
 
@@ -315,7 +319,7 @@ class Run:
         importing = sorted(self._importing & set(ranks))
         if importing and self._waits_for_imports and now < self._stopping_s + IMPORT_LIMIT_S:
             self._report_import(importing)
-            self._escalation = StopEscalation(now)
+            self._escalation = StopEscalation(now, self._core_waits.longest_s())
             ranks = [rank for rank in ranks if rank not in importing]
         else:
             self.outcome.killed_in_import = tuple(importing)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Seconds after the decision to stop, and the step at that time for ranks that still run.
-STEPS = ((0.0, "interrupt"), (0.25, "abort"), (0.6, "interrupt"), (1.0, "interrupt"), (1.5, "kill"))
+#: Seconds after the step before (the first: after the decision to stop), and the step for ranks that still run.
+STEPS = ((0.0, "interrupt"), (0.25, "abort"), (0.35, "interrupt"), (0.4, "interrupt"), (0.5, "kill"))
 
 
 class StopEscalation:
@@ -11,18 +11,36 @@ class StopEscalation:
 
     ``interrupt`` sends SIGINT, which reaches Python code. ``abort`` sends a message to the control thread, which ends
     waits for other ranks. ``kill`` sends SIGKILL, for code that is stuck in C.
+
+    A rank can only react while it has a core. So time that processes waited for one does not count, and a notebook that
+    comes late takes one step and leaves the ranks their time until the next.
+
+    Args:
+        started_s: the decision to stop.
+        waited_s: how long processes had waited for a core by then.
+
+    >>> escalation = StopEscalation(10.0)
+    >>> escalation.due(10.0), escalation.due(10.1), escalation.due(10.3)
+    ('interrupt', '', 'abort')
     """
 
-    def __init__(self, started_s: float) -> None:
-        self._started_s = started_s
+    def __init__(self, started_s: float, waited_s: float = 0.0) -> None:
+        self._last_s, self._waited_s = started_s, waited_s
         self._remaining = list(STEPS)
 
-    def due(self, now: float) -> list[str]:
-        """The steps that have become due since the last call."""
-        due = [step for after, step in self._remaining if now >= self._started_s + after]
-        self._remaining = self._remaining[len(due) :]
-        return due
+    def due(self, now: float, waited_s: float = 0.0) -> str:
+        """The next step if it is due, else an empty text."""
+        if not self._remaining:
+            return ""
+        self._last_s += max(0.0, waited_s - self._waited_s)
+        self._waited_s = waited_s
+        after_s, step = self._remaining[0]
+        if now < self._last_s + after_s:
+            return ""
+        self._last_s = now
+        del self._remaining[0]
+        return step
 
     def wakeup(self) -> float | None:
-        """When the next step is due; None after the last."""
-        return self._started_s + self._remaining[0][0] if self._remaining else None
+        """When the next step is due at the earliest; None after the last."""
+        return self._last_s + self._remaining[0][0] if self._remaining else None
