@@ -57,6 +57,16 @@ def counted() -> Iterator[Counts]:
         counts_of_thread().remove(counts)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Counts nothing of what this thread does inside."""
+    before, _of_thread.open = counts_of_thread(), []
+    try:
+        yield
+    finally:
+        _of_thread.open = before
+
+
 class Queue:
     """What a thread has asked of the device, and what of it the device has done: numbers of launches."""
 

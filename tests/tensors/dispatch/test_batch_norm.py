@@ -240,7 +240,11 @@ def test_a_wrong_count_would_be_seen(monkeypatch):
     from workbench.tensors.rules.norms import batch_norm
 
     right = batch_norm.input_gradient
-    monkeypatch.setattr(batch_norm, "input_gradient", lambda *args: right(*args[:-1], args[-1] // 3))
+
+    def wrong(*args):
+        return right(*args[:-1], args[-1]._replace(total=args[-1].total // 3))
+
+    monkeypatch.setattr(batch_norm, "input_gradient", wrong)
     with pytest.raises(AssertionError):
         assert_as_one_device(SHAPES["1d"], LINE, ["S(0)"])
 

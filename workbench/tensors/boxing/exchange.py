@@ -17,9 +17,10 @@ from workbench.core.layout import Region
 from workbench.core.moves import gathered_regions
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
+from workbench.core.tiling import num_elements
 from workbench.errors import LayoutError
 from workbench.kernels.blocks import slice_region
-from workbench.tensors.boxing.assembly import assemble, packed, region_shape
+from workbench.tensors.boxing.assembly import assemble, combine, packed, region_shape
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
@@ -140,6 +141,8 @@ class Exchange:
         return end
 
     def _start(self, local: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        if self._gathering:
+            return self._start_gather(local)
         if self.plan.kind != "all-reduce":
             return self._start_pieces(local, tag)
         start = self.world.transport.start_all_reduce
@@ -169,7 +172,40 @@ class Exchange:
         transfer_plan = plan_transfer(plan, world.rank, self.dtype, self._header)
         return None if plan.kind == "all-reduce" and transfer_plan.shard_bytes > ONE_SHOT_BYTES else transfer_plan
 
+    @cached_property
+    def _gathering(self) -> dict[int, Region]:
+        """``gathered`` in ascending order, if it is one call of the transport for equal parts; else empty."""
+        regions = dict(sorted(self.gathered.items())) if self.world.transport.has_collectives else {}
+        return regions if len(set(map(num_elements, regions.values()))) == 1 else {}
+
+    @cached_property
+    def _gathers_in_order(self) -> bool:
+        """Whether the parts lie in the new shard as they are gathered, one after the other."""
+        shape, regions = self.target.local_shape, list(self._gathering.values())
+        has_rows = all(region_shape(region)[1:] == shape[1:] for region in regions)
+        return has_rows and regions == sorted(regions)
+
+    def _start_gather(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
+        regions = self._gathering
+        sizes = [num_elements(region) for region in regions.values()]
+        part = local.detach().contiguous().view(-1)
+        wait = self.world.transport.start_all_gather(part, sizes, tuple(regions), self._header)
+
+        def finish() -> torch.Tensor:
+            flat = wait()
+            if self._gathers_in_order:
+                return flat.view(self.target.local_shape)
+            shard = torch.empty(self.target.local_shape, dtype=self.dtype, device=self.world.device)
+            places = [slice_region(shard, region) for region in regions.values()]
+            parts = zip(flat.split(sizes), places, strict=True)
+            combine(places, [[part.view(place.shape)] for part, place in parts], None, self.world.device)
+            return shard
+
+        return finish
+
     def _run_on_transport(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        if self._gathering:
+            return self._start_gather(local)()
         transport, transfer_plan = self.world.transport, self._transfer_plan
         if transfer_plan is not None:
             result = transport.execute(transfer_plan, local, tag)

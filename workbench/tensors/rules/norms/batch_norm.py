@@ -1,12 +1,13 @@
-"""Batch norm over the logical batch: one exchange of three numbers per channel in forward, of two sums in backward.
+"""Batch norm over the logical batch: one exchange of two numbers per channel in forward, of two sums in backward.
 
 Each rank runs torch's kernels on its shard (``kernels/batch_norm``). The ranks gather the statistics of the shards and
-combine them as in Chan, Golub and LeVeque (1979), in 64 bits; shards may be uneven or empty. In backward, the ranks add
-the two sums. Split channels need no exchange.
+combine them as in Chan, Golub and LeVeque (1979), on CPUs in 64 bits; shards may be uneven or empty. In backward, the
+ranks add the two sums. Split channels need no exchange.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +17,25 @@ import torch.nn.functional as F
 
 from workbench.core.layout import Shape
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
-from workbench.kernels.batch_norm import gradient_sums, input_gradient, normalize, per_channel, shard_statistics
+from workbench.kernels.batch_norm import (
+    Shares,
+    Statistics,
+    combine,
+    gradient_sums,
+    input_gradient,
+    normalize,
+    per_channel,
+    shard_statistics,
+)
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of
+from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of, write_placeholder
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.placeholder_storage import new_placeholder, spread_zero
-from workbench.tensors.rules.reduction.two_stage import needs_grad, stages_of
-from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim, shares_of
+from workbench.tensors.rules.reduction.two_stage import needs_grad
+from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 
 @rule("batch_norm")
@@ -52,10 +62,14 @@ def batch_norm(
         return NotImplemented
     x = sum_terms(input)
     layouts = _layouts_of(x)
-    mean, variance, unbiased = _statistics(x, layouts)
-    move_running(running_mean, mean, momentum)
-    move_running(running_var, unbiased, momentum)
-    return _normalized(x, mean, variance, weight, bias, eps, layouts)
+    moved = (running_mean, running_var) if _can_move(running_mean, running_var, layouts) else None
+    statistics = _statistics(x, layouts, eps, moved, momentum)
+    if moved is None and (running_mean is not None or running_var is not None):
+        with torch.no_grad(), local_torch():
+            unbiased = statistics.unbiased(layouts.shares, eps)
+        move_running(running_mean, wrap(statistics.mean, layouts.channel), momentum)
+        move_running(running_var, wrap(unbiased, layouts.channel), momentum)
+    return _normalized(x, statistics, weight, bias, eps, layouts)
 
 
 @dataclass(frozen=True)
@@ -65,26 +79,24 @@ class _Layouts:
     Attributes:
         dtype: of the statistics.
         dims: the dims of the average.
-        rows, all_rows: layouts of the shards' statistics, one row per shard: on the rank of the shard, and on every
-            rank.
-        shares: the part of the batch in each shard, in the shape of a row.
+        rows, all_rows: layouts of the shards' statistics, (shards, 2, channels): one row on the rank of the shard, and
+            all on every rank.
+        shares: the part of the batch in each shard.
         channel_terms, channel: layouts of a sum per channel: as terms of the shards, and added over the axes that split
             the batch, on all ranks that have the channel.
         grad_terms, grad_sums: the same for the gradient's two sums per channel. Along axes where the tensor is B its
             gradient has terms, before and after the sum.
-        count: elements per channel of the logical batch.
     """
 
     dtype: torch.dtype
     dims: list[int]
     rows: Spec
     all_rows: Spec
-    shares: torch.Tensor
+    shares: Shares
     channel_terms: Spec
     channel: Spec
     grad_terms: Spec
     grad_sums: Spec
-    count: int
 
 
 def _layouts_of(x: GlobalTensor) -> _Layouts:
@@ -92,65 +104,69 @@ def _layouts_of(x: GlobalTensor) -> _Layouts:
     key = ("batch_norm", spec, dtype)
     found: _Layouts | None = spec.plans.get(key)
     if found is None:
-        found = spec.plans[key] = _make_layouts(x, dtype)
+        found = spec.plans[key] = _make_layouts(spec, dtype)
     return found
 
 
-def _make_layouts(x: GlobalTensor, dtype: torch.dtype) -> _Layouts:
-    spec, shape, layout = x._spec, x._spec.shape, x._spec.layout
+def _make_layouts(spec: Spec, dtype: torch.dtype) -> _Layouts:
+    shape, layout, world = spec.shape, spec.layout, spec.world
     dims = [dim for dim in range(len(shape)) if dim != 1]
-    stages = stages_of(x, dims)
+    splits_batch = [isinstance(entry, Split) and entry != Split(1) for entry in layout.sbp]
 
     def placed(size: Shape, channels: Split, batch: Sbp, rest: Sbp) -> Spec:
         """The entries for axes that split the channels, for those that split the batch, and for the others."""
-        entries = [batch if axis in stages.axes else rest for axis in range(len(layout.sbp))]
+        entries = [batch if splits else rest for splits in splits_batch]
         entries = [channels if old == Split(1) else new for old, new in zip(layout.sbp, entries, strict=True)]
-        return spec_of(spec.world, layout.with_sbp(tuple(entries)), size)
+        return spec_of(world, layout.with_sbp(tuple(entries)), size)
 
-    pairs = (2, shape[1])
+    num_shards = math.prod(itertools.compress(layout.placement.shape, splits_batch))
+    of_shards, pairs = (num_shards, 2, shape[1]), (2, shape[1])
+    rows = placed(of_shards, Split(2), Split(0), broadcast)
+    regions = {rows.layout.region(of_shards, rank)[0][0]: layout.region(shape, rank) for rank in layout.placement}
+    counts = [math.prod(stop - start for start, stop in (regions[row][dim] for dim in dims)) for row in sorted(regions)]
     return _Layouts(
         dtype,
         dims,
-        rows=spec_of(spec.world, behind_new_dim(stages.layout), (2, *stages.rows_shape)),
-        all_rows=spec_of(spec.world, behind_new_dim(stages.gathered), (2, *stages.rows_shape)),
-        shares=shares_of(x, stages, torch.float64).to(spec.world.device),
+        rows=rows,
+        all_rows=placed(of_shards, Split(2), broadcast, broadcast),
+        shares=Shares.of(counts, dtype, world.device),
         channel_terms=placed(shape[1:2], Split(0), partial_sum, broadcast),
         channel=placed(shape[1:2], Split(0), broadcast, broadcast),
         grad_terms=placed(pairs, Split(1), partial_sum, partial_sum),
         grad_sums=placed(pairs, Split(1), broadcast, partial_sum),
-        count=math.prod(shape) // shape[1],
     )
 
 
-def _statistics(x: GlobalTensor, layouts: _Layouts) -> list[GlobalTensor]:
-    """Mean, variance and unbiased variance of each channel of the logical batch, without history."""
-    world = x._spec.world
+def _can_move(running_mean: Any, running_var: Any, layouts: _Layouts) -> bool:
+    """Whether every rank holds of the running statistics what it knows of the batch's, in the same dtype."""
+    return all(
+        type(running) is GlobalTensor and running._spec is layouts.channel and running.dtype == layouts.dtype
+        for running in (running_mean, running_var)
+    )
+
+
+def _statistics(
+    x: GlobalTensor, layouts: _Layouts, eps: float, moved: tuple[GlobalTensor, GlobalTensor] | None, momentum: float
+) -> Statistics:
+    """This rank's part of the statistics of the logical batch, without history; moves the running ones."""
+    device, is_placeholder = x._spec.world.device, layouts.rows.is_placeholder
     with torch.no_grad():
         with local_torch():
-            if layouts.rows.is_placeholder:
-                rows = new_placeholder(layouts.rows.shape, layouts.dtype, world.device)
+            if is_placeholder:
+                rows = new_placeholder(layouts.rows.shape, layouts.dtype, device)
             else:
-                rows = shard_statistics(x).reshape(layouts.rows.local_shape)
+                rows = shard_statistics(x, eps).unsqueeze(0)
         gathered = box_implicitly(wrap(rows, layouts.rows), layouts.all_rows.layout, "batch_norm")
+        if is_placeholder:
+            for running in moved or ():
+                write_placeholder(running, [running])
+            return Statistics(*(new_placeholder(layouts.channel.shape, layouts.dtype, device) for _ in range(3)))
         with local_torch():
-            if layouts.rows.is_placeholder:
-                found = [new_placeholder(layouts.channel.shape, layouts.dtype, world.device) for _ in range(3)]
-            else:
-                found = _combined(gathered, layouts)
-    return [wrap(each, layouts.channel) for each in found]
-
-
-def _combined(rows: torch.Tensor, layouts: _Layouts) -> list[torch.Tensor]:
-    """The result of ``_statistics``, from means and variances of the shards."""
-    means, variances = rows
-    mean = (means * layouts.shares).sum(layouts.dims)
-    off = means - per_channel(mean, means.dim())
-    variance = off.square_().add_(variances).mul_(layouts.shares).sum(layouts.dims)
-    return [t.to(layouts.dtype) for t in (mean, variance, variance * (layouts.count / (layouts.count - 1)))]
+            return combine(gathered, layouts.shares, eps, moved, momentum)
 
 
 def _normalized(
-    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, layouts: _Layouts
+    x: GlobalTensor, statistics: Statistics, weight: Any, bias: Any, eps: float, layouts: _Layouts
 ) -> GlobalTensor:
     spec = x._spec
     weight, bias = _on_channels(weight, x, layouts), _on_channels(bias, x, layouts)
@@ -158,7 +174,7 @@ def _normalized(
     site = None if spec.world.context.tracer is None else spec.world.context.tracer.site("batch_norm")
     with local_torch():
         if not spec.is_placeholder:
-            return wrap(_apply(x, weight, bias, mean, variance, eps, layouts, tag, site), spec)
+            return wrap(_apply(x, weight, bias, *statistics, eps, layouts, tag, site), spec)
         operands = [each for each in (x, weight, bias) if each is not None]
         info = (spec.shape, x.dtype, needs_grad(*operands))
         recipe = recipe_of(F.batch_norm, (x, None, None, weight, bias, True, 0.0, eps), {})
@@ -179,34 +195,39 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float,
-        layouts: _Layouts, tag: int, site: Any,
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor | None,
+        invstd: torch.Tensor, eps: float, layouts: _Layouts, tag: int, site: Any,
     ) -> torch.Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, mean, variance, torch.rsqrt(variance + eps))
+        ctx.save_for_backward(x, weight, mean, variance, invstd)
         ctx.call, ctx.dtypes = (eps, layouts, tag | 1, site), [t if t is None else t.dtype for t in (weight, bias)]
-        return normalize(x, mean, variance, weight, bias, eps)
+        statistics = Statistics(mean, variance, invstd)
+        return normalize(x, statistics, _in(weight, mean.dtype), _in(bias, mean.dtype), eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x, weight, *statistics), (eps, layouts, tag, site) = ctx.saved_tensors, ctx.call
+        (x, weight, *saved), (eps, layouts, tag, site) = ctx.saved_tensors, ctx.call
         with local_torch():
             # A rank without a gradient adds zeros: the other ranks wait for its sums.
             dy = spread_zero(x.shape, x.dtype, x.device) if grads[0] is None else grads[0]
             if torch.is_grad_enabled():
                 dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, layouts, tag, site)
             else:
-                mean, variance, invstd = statistics
-                of_bias, of_weight = sums = gradient_sums(dy, x, mean, invstd)
+                statistics, weight = Statistics(*saved), _in(weight, saved[0].dtype)
+                sums, of_bias, of_weight = gradient_sums(dy, x, statistics, weight)
                 dx = None
                 if ctx.needs_input_grad[0]:
                     totals = box_gradient(sums, layouts.grad_terms, layouts.grad_sums, tag, site)
-                    dx = input_gradient(dy, x, mean, variance, invstd, weight, eps, totals, layouts.count)
+                    dx = input_gradient(dy, x, statistics, weight, eps, totals, layouts.shares)
             of_weight, of_bias = (
                 None if dtype is None else found.to(dtype)
                 for dtype, found in zip(ctx.dtypes, (of_weight, of_bias), strict=True)
             )
-        return dx, of_weight, of_bias, None, None, None, None, None, None
+        return dx, of_weight, of_bias, None, None, None, None, None, None, None
+
+
+def _in(weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if weight is None else weight.to(dtype)
 
 
 _apply_in_c = super(torch.autograd.Function, _BatchNorm).apply
@@ -227,13 +248,13 @@ def _gradients(
 
     def mean_of(t: torch.Tensor) -> torch.Tensor:
         total = box_gradient(t.sum(dims), layouts.channel_terms, layouts.channel, tag, site)
-        return per_channel(total / layouts.count, ndim)
+        return per_channel(total / layouts.shares.total, ndim)
 
     off = x - mean_of(x)
     invstd = torch.rsqrt(mean_of(off.square()) + eps)
     normal = off * invstd
     sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-    totals = box_gradient(sums, layouts.grad_terms, layouts.grad_sums, tag, site) / layouts.count
+    totals = box_gradient(sums, layouts.grad_terms, layouts.grad_sums, tag, site) / layouts.shares.total
     off = dy - per_channel(totals[0], ndim) - normal * per_channel(totals[1], ndim)
     scale = invstd if weight is None else invstd * per_channel(weight, ndim)
     return (off * scale).to(dtype), sums
