@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.testing import assert_equal_to_one_device, run_ranks
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
 
 SHAPES = {"1d": (7, 5), "1d long": (7, 5, 6), "2d": (7, 5, 4, 3), "3d": (7, 5, 2, 3, 2), "few": (2, 5, 3, 2)}
 LINE, GRID = [0, 1, 2], [[0, 1], [2, 3]]
@@ -23,6 +24,7 @@ LAYOUTS = [
 ]
 WITH_PIXELS = [(LINE, ["S(2)"]), (GRID, ["S(0)", "S(2)"])]
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+CPU = torch.device("cpu")
 
 
 def draw(*shape, offset=0.0):
@@ -32,21 +34,26 @@ def draw(*shape, offset=0.0):
     return full * channels + channels + offset
 
 
+def placement_of(ranks):
+    """Ranks on this world's device."""
+    return wb.placement(current().device.type, ranks=ranks)
+
+
 def placed(full, ranks, sbp):
     """A plain tensor that all ranks hold, as a global one that learns."""
-    whole = wb.to_global(full, placement=wb.placement("cpu", ranks=ranks), sbp=["B"] * len(sbp))
+    whole = wb.to_global(full, placement=placement_of(ranks), sbp=["B"] * len(sbp))
     return whole.to_global(sbp=sbp).detach().requires_grad_()
 
 
 def everywhere(tensor, ranks, num_axes):
     """A weight or a running statistic."""
-    return wb.to_global(tensor.clone(), placement=wb.placement("cpu", ranks=ranks), sbp=["B"] * num_axes)
+    return wb.to_global(tensor.clone(), placement=placement_of(ranks), sbp=["B"] * num_axes)
 
 
 def assert_same(ours, theirs, **tolerance):
     """Compare logical values, also on ranks outside the placement."""
-    world = wb.placement("cpu", ranks=list(range(wb.world_size())))
-    assert_equal_to_one_device(ours.detach().to_global(placement=world, sbp="B"), theirs, **tolerance)
+    whole = ours.detach().to_global(placement=placement_of(list(range(wb.world_size()))), sbp="B")
+    torch.testing.assert_close(whole.to_local().cpu(), theirs.detach(), **tolerance)
 
 
 def norm_of(shape, affine=True, momentum=0.1, tracks=True):
@@ -76,7 +83,7 @@ def as_global(module, ranks, num_axes):
     return module
 
 
-def assert_as_one_device(shape, ranks, sbp, **options):
+def assert_as_one_device(shape, ranks, sbp, device=CPU, **options):
     full, alone = draw(*shape), norm_of(shape, **options)
     expected = step(alone, full.clone().requires_grad_())
     expected += list(alone.buffers())
@@ -91,7 +98,7 @@ def assert_as_one_device(shape, ranks, sbp, **options):
         module.eval()
         assert_same(module(placed(full, ranks, sbp)), frozen, **TIGHT)
 
-    run_ranks(program, 4 if ranks is GRID else 3)
+    run_ranks(program, 4 if ranks is GRID else 3, device=device)
 
 
 @pytest.mark.sampled(3)

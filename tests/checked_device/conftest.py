@@ -1,0 +1,30 @@
+"""Fixtures of tests on the checked device."""
+
+import pytest
+
+from tests.checked_device.counts import count_launch, uncounted
+from tests.transport.played_nccl import Call, PlayedNccl
+
+_CALLS = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "irecv", "isend", "reduce_scatter",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+
+
+@pytest.fixture
+def nccl_launches(monkeypatch):
+    """A call of NCCL counts as one launch, of that name, and not as what plays it."""
+
+    def played(function, name=None):
+        def call(*args, **options):
+            if name is not None:
+                count_launch(name)
+            with uncounted():
+                return function(*args, **options)
+
+        return call
+
+    for name in _CALLS:
+        monkeypatch.setattr(PlayedNccl, name, played(getattr(PlayedNccl, name), name))
+    monkeypatch.setattr(PlayedNccl, "run", played(PlayedNccl.run))
+    monkeypatch.setattr(Call, "wait", played(Call.wait))
