@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.checked_device import DEVICE, counted
+from tests.checked_device import DEVICE
 from tests.checked_device.test_training import X, Y, own_step, train
 from tests.tensors.dispatch.test_batch_norm import (
     GRID,
@@ -53,9 +53,9 @@ def test_16_bits_are_as_exact_as_on_one_device(wide):
 
     def program():
         module = norm_of(shape).to(dtype).float()
-        for name in (() if wide in ("weights", "both") else ("weight", "bias")):
+        for name in () if wide in ("weights", "both") else ("weight", "bias"):
             setattr(module, name, nn.Parameter(getattr(module, name).detach().to(dtype)))
-        for name in (() if wide in ("statistics", "both") else ("running_mean", "running_var")):
+        for name in () if wide in ("statistics", "both") else ("running_mean", "running_var"):
             setattr(module, name, getattr(module, name).to(dtype))
         module = as_global(module, LINE, 1)
         found = [*step(module, placed(full, LINE, ["S(0)"])), *module.buffers()]

@@ -187,3 +187,21 @@ def test_data_parallelism_launches_hardly_more_than_plain_torch(make, loss_fn, i
     of_exchange = 6  # of one bucket: pack, copy, add, divide
     for found in launches(lambda: wb.parallelize(copy.deepcopy(built), "*: data"), on_host, 2):
         assert found.total() <= 1.05 * plain.total() + of_exchange, (found, plain)
+
+
+def test_clipping_launches_as_much_for_many_tensors_as_for_few():
+    def launches(num_layers):
+        built = nn.Sequential(*(nn.Linear(12, 12) for _ in range(num_layers)))
+
+        def program():
+            model = wb.parallelize(copy.deepcopy(built), "*: data")
+            for _ in range(2):
+                model.zero_grad()
+                F.cross_entropy(model(X), Y).backward()
+                with counted() as counts:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return counts.launches.total()
+
+        return run_ranks(program, device=DEVICE)
+
+    assert launches(1) == launches(6)

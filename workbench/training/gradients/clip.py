@@ -50,9 +50,9 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """The norm of each tensor, from the norms of the ranks' parts."""
     world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
     dtype = torch.promote_types(_widest(tensors), torch.float32)
-    mine = torch.stack([_norm(*part, world, order).to(dtype) for part in _parts(tensors, world)])
-    ranks, rows = tuple(range(world.world_size)), mine.new_zeros(world.world_size, len(mine))
-    rows[world.rank] = mine
+    ranks = tuple(range(world.world_size))
+    rows = torch.zeros(world.world_size, len(tensors), dtype=dtype, device=world.device)
+    torch.stack([norm.to(dtype) for norm in _own_norms(_parts(tensors, world), world, order)], out=rows[world.rank])
     tag, header = world.context.next_sum_tag(ranks), "the norm of gradients"
     parts = world.transport.all_reduce(rows, ranks, "sum", tag, header)  # the host would wait for an all-gather
     with local_torch():
@@ -90,11 +90,16 @@ def _term_of(tensor: GlobalTensor) -> Term:
     return Term(tensor, local, exchange.group or (spec.world.rank,), exchange)
 
 
-def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:
-    """The norm of this rank's part; zero where another rank counts the same elements."""
-    if not counted or local is None or local.numel() == 0:
-        return torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
-    return torch.linalg.vector_norm(local, order)
+def _own_norms(parts: Sequence[tuple[torch.Tensor | None, bool]], world: World, order: float) -> list[torch.Tensor]:
+    """The norms of this rank's parts, in few launches; zero where another rank counts the same elements."""
+    counted = {
+        number: local for number, (local, is_own) in enumerate(parts) if is_own and local is not None and local.numel()
+    }
+    norms = dict(zip(counted, torch._foreach_norm([*counted.values()], order), strict=True)) if counted else {}
+    if len(norms) < len(parts):
+        nothing = torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
+        norms = dict.fromkeys(range(len(parts)), nothing) | norms
+    return [norms[at] for at in range(len(parts))]
 
 
 def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -113,8 +118,8 @@ def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, f
         scale = torch.clamp(float(max_norm) / (whole + 1e-6), max=1.0)
 
     def multiply(tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor.mul_(scale.to(tensor.dtype))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            torch._foreach_mul_([tensor for tensor in tensors if tensor.dtype == dtype], scale.to(dtype))
 
     change_gradients([p for p in listed if isinstance(p, GlobalTensor)], multiply)
 
