@@ -46,8 +46,8 @@ class Shares(NamedTuple):
     def of(cls, counts: list[int], dtype: torch.dtype, device: torch.device) -> Shares:
         """From the elements per channel of each shard, for statistics of ``dtype``."""
         exact = torch.tensor(counts, dtype=torch.float64)
-        tensors = (exact / sum(counts)).unsqueeze(1), exact.to(dtype), torch.tensor(counts, dtype=torch.int32)
-        return cls(*(tensor.to(device) for tensor in tensors), sum(counts))
+        fractions = (exact / sum(counts)).unsqueeze(1)
+        return cls(fractions.to(device), exact.to(device, dtype), exact.to(device, torch.int32), sum(counts))
 
 
 class Statistics(NamedTuple):
@@ -109,8 +109,9 @@ def combine(rows: torch.Tensor, shares: Shares, eps: float, running: Running | N
     """
     means, spreads = rows.unbind(1)
     if _has_kernels(rows) and rows.shape[2]:
+        running_mean, running_var = running or (None, None)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            means, means, spreads, *(running or (None, None)), momentum, eps, shares.counts
+            means, means, spreads, running_mean, running_var, momentum, eps, shares.counts
         )
         if running is not None:
             torch.autograd.graph.increment_version(t for t in running if not t.is_inference())
@@ -169,7 +170,7 @@ def input_gradient(
     if x.numel() == 0:
         return torch.empty_like(x)
     if variance is None:
-        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, *totals, shares.int_counts)
+        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, totals[0], totals[1], shares.int_counts)
     # -(sum(dy) + xhat * sum(dy * xhat)) / n normalizes x again, with the totals as weight and bias.
     offset, slope = totals / -shares.total
     taken = normalize(x.to(mean.dtype), statistics, slope, offset, eps)
