@@ -136,8 +136,9 @@ def place(
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, foreign, state.on_interrupt)
-        if choice.split == "expert" and plan.placements[choice.stage].num_ranks > 1:
-            state.handles.append(ExpertForward(layer, state.in_use, choice, described[position].experts))
+        experts = 0 if described[position].expert is not None else described[position].experts
+        if experts and (choice.split == "expert" or resolved.stage_width(choice.stage)[1] == 1):
+            state.handles.append(ExpertForward(layer, state.in_use, choice, experts))
     replicate_buffers(module, layouts)
     state.handles += hook_root(module, state.in_use, state.on_interrupt)
     module.__dict__[STATE] = state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,6 +135,12 @@ class TrafficCount:
         """What has been counted since."""
         kinds = {kind: size - self.by_kind.get(kind, 0) for kind, size in traffic.by_kind.items()}
         return TrafficCount(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
+
+    def without(self, others: Sequence[TrafficCount]) -> TrafficCount:
+        """What remains without some of it."""
+        kinds = {kind: size - sum(o.by_kind.get(kind, 0) for o in others) for kind, size in self.by_kind.items()}
+        num_exchanges = self.num_exchanges - sum(other.num_exchanges for other in others)
+        return TrafficCount(num_exchanges, self.sent_bytes - sum(other.sent_bytes for other in others), kinds)
 
     def add_to(self, traffic: Traffic) -> None:
         """Count it once more."""

@@ -8,9 +8,9 @@ knows each tensor by identity. A call of the transport is one entry, and so is a
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.operators import check_operator, devices_of, draws, written_arguments
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
 from workbench.training.capture.trace import Call, Slot, Trace
+from workbench.transport.traffic import TrafficCount
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
         originals: tensors that the step did not make; a replay works on the same memory.
         steps: the optimizers' steps.
         placeholders: leaves of other ranks that have a gradient there.
+        counted_by_calls: exchanges that replays of recorded calls count by themselves.
     """
 
     def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -68,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self.originals: list[torch.Tensor] = []
         self.steps: list[OptimizerStep] = []
         self.placeholders: list[GlobalTensor] = []
+        self.counted_by_calls: list[TrafficCount] = []
         self._slots: Any = WeakTensorKeyDictionary()
         # Slots of tensors that the step made, by memory and place; None for memory that existed before the step.
         # The weak reference shows that the address still belongs to the same memory.
@@ -155,8 +158,7 @@ class Recorder(TorchDispatchMode):
         with self.paused():
             made = function(*args, **kwargs)
         result, handed_out = self._taken(name, made)
-        ends = partial(_timed, self.world)
-        self.trace.calls.append(Call(ends, (slot, *given), options, result, has_side_effect=True, name=name))
+        self.trace.calls.append(Call(operator.call, (slot, *given), options, result, has_side_effect=True, name=name))
         return handed_out
 
     def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
@@ -325,43 +327,6 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             return None if value in self._slots else self._new(value)
         return tuple(map(self._made, value)) if isinstance(value, list | tuple) else None
-
-
-class RecordedTransport:
-    """A transport whose calls are entries of a recording; ``recorded`` is the transport itself."""
-
-    def __init__(self, recorder: Recorder, transport: Any) -> None:
-        self._recorder, self.recorded = recorder, transport
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.recorded, name)
-        if not callable(value):
-            return value
-        recorder, world = self._recorder, self._recorder.world
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            """Call the world's present transport: a rebuilt world has another one."""
-            transport: Any = world.transport
-            return _timed(world, getattr(transport, name), *args, **kwargs)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            world.transport = self.recorded
-            try:
-                return recorder.call(f"transport.{name}", run, *args, **kwargs)
-            finally:
-                world.transport = self
-
-        return call
-
-
-def _timed(world: World, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of a transport. In a replay its time counts as time in exchanges; else its caller counts it."""
-    if world.context.recorder is not None:
-        return function(*args, **kwargs)
-    started = world.traffic.now()
-    made = function(*args, **kwargs)
-    world.traffic.end_exchange(started)
-    return made
 
 
 def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from workbench.errors import CaptureWarning
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
@@ -23,7 +23,8 @@ from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.parts import written_memory
-from workbench.training.capture.recorder import RecordedTransport, Recorder
+from workbench.training.capture.recorded_transport import RecordedTransport
+from workbench.training.capture.recorder import Recorder
 from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_reads import RejectValueReads
@@ -308,7 +309,7 @@ def _record(
             recorder,
             called_modules() as modules,
         ):
-            result = step(*args, **kwargs)
+            result = tree_map(_without_history, step(*args, **kwargs))
             end_sums(module for module in modules if STATE in module.__dict__)
     finally:
         restore_transport(world, transport)
@@ -336,9 +337,16 @@ def _record(
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
         trace, trace.compile(), strides, made, used, cleared, placeholders, results, result_structure, addresses,
-        written, recorder.steps, before.until(world.traffic),
+        written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
     )  # fmt: skip
     return result, recording
+
+
+def _without_history(leaf: Any) -> Any:
+    """A result as a replay hands it out: the graph of a block that runs again in backward would outlive the step."""
+    with local_torch():
+        has_history = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    return leaf.detach() if has_history else leaf
 
 
 def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

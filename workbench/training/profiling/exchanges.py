@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from workbench.tensors.world import World
-from workbench.training.capture.recorder import RecordedTransport
+from workbench.training.capture.recorded_transport import RecordedTransport
 from workbench.transport.device_clock import Time
 
 

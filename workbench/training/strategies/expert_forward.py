@@ -1,4 +1,4 @@
-"""The forward of fused experts whose rows are split over ranks.
+"""The forward of fused experts, whose rows may be split over ranks.
 
 On the model axis all ranks have the same tokens: each computes the terms of its own experts, and the result is a
 partial sum. On the data axis ranks have different tokens: each token goes to the ranks of the experts that it has
@@ -28,13 +28,15 @@ from workbench.tensors.dispatch.placeholder_calls import has_data, placeholder_o
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.training.strategies.fused_experts import argument_names, run_some
 from workbench.training.strategies.layouts import LayoutsInUse
+from workbench.training.strategies.opaque_call import opaque_call
 
 
 class ExpertForward:
-    """The forward of a layer of split experts, in the place of the module's own until ``remove``.
+    """The forward of a layer of fused experts, in the place of the module's own until ``remove``.
 
     A call whose arguments are not tokens, numbers of experts and weights runs the module's own forward, by the rules of
-    its functions.
+    its functions. So does one of experts that are whole on each rank, unless the step is being recorded: the sizes in
+    the module's own depend on values.
     """
 
     runs_some_experts = True
@@ -51,9 +53,14 @@ class ExpertForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs[name] for name in self._names[len(args) :] if name in kwargs)]
-        if len(args) + len(kwargs) != len(given) or not _are_choices_of_tokens(given):
-            return type(self._module).forward(self._module, *args, **kwargs)
         plan, choice = self._in_use.layouts.plan, self._choice
+        data, model = plan.resolved.stage_width(choice.stage)
+        if (
+            len(args) + len(kwargs) != len(given)
+            or not _are_choices_of_tokens(given)
+            or (choice.over_data * model == 1 and given[0]._spec.world.context.recorder is None)
+        ):
+            return type(self._module).forward(self._module, *args, **kwargs)
         layout = plan.layout(choice.stage, Split(0), broadcast, context=Split(0))
         tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
         plan.chosen[choice.name] = numbers._spec.shape[-1]
@@ -69,13 +76,23 @@ class ExpertForward:
         tag = world.context.next_tag() if choice.over_data > 1 else 0
         if spec.is_placeholder:
             return _placeholder(spec, [tokens, weights, *parameters.values()])
-        placement, (data, model) = plan.placements[choice.stage], plan.resolved.stage_width(choice.stage)
-        groups = expert_groups(placement, data, model, choice.over_data, self._experts)
+        groups = expert_groups(plan.placements[choice.stage], data, model, choice.over_data, self._experts)
         with local_torch():
-            here = {name: plain_alias(parameter) for name, parameter in parameters.items()}
-            call = _Call(choice.name, groups, numbers._spec, tag, partial(self._terms, here))
-            local = call.run(plain_alias(tokens), plain_alias(numbers), plain_alias(weights))
+            given = [plain_alias(tensor) for tensor in (tokens, numbers, weights, *parameters.values())]
+            run = partial(self._run, _Call(choice.name, groups, numbers._spec, tag), tuple(parameters))
+            local = opaque_call(world, f"experts {choice.name}", run, given)
         return wrap(local, spec)
+
+    def _run(
+        self,
+        call: _Call,
+        names: Sequence[str],
+        tokens: torch.Tensor,
+        numbers: torch.Tensor,
+        weights: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        return call.run(tokens, numbers, weights, partial(self._terms, dict(zip(names, parameters, strict=True))))
 
     def _terms(self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: Any, ones: torch.Tensor) -> Any:
         """What this rank's experts give for rows, for each the expert of its number, multiplied by ``ones``.
@@ -113,22 +130,26 @@ class _Call:
         groups: the group of every rank of the stage.
         spec: of the numbers of the chosen experts.
         tag: of the exchanges, where the group has several ranks.
-        terms: (rows, numbers of this rank's experts, ones) -> results.
     """
 
-    def __init__(
-        self, name: str, groups: Mapping[int, ExpertGroup], spec: Spec, tag: int, terms: Callable[..., torch.Tensor]
-    ) -> None:
-        self.name, self.groups, self.spec, self.tag, self.terms = name, groups, spec, tag, terms
+    def __init__(self, name: str, groups: Mapping[int, ExpertGroup], spec: Spec, tag: int) -> None:
+        self.name, self.groups, self.spec, self.tag = name, groups, spec, tag
         self.group = groups[spec.world.rank]
         self.place = self.group.ranks.index(spec.world.rank)
 
-    def run(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        tokens: torch.Tensor,
+        numbers: torch.Tensor,
+        weights: torch.Tensor,
+        terms: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
         """The weighted sum, for each of this rank's tokens, of the results of its experts of this group.
 
         Args:
             tokens: (tokens..., features).
             numbers, weights: (tokens..., chosen experts).
+            terms: (rows, numbers of this rank's experts, ones) -> results.
         """
         rows, flat = tokens.flatten(0, -2), weights.flatten()
         order, counts = self._choices(numbers.flatten())
@@ -139,7 +160,7 @@ class _Call:
         taken = rows.index_select(0, of_token)  # whose backward adds rows, faster than that of rows[of_token]
         exchange = self._exchange(sent, received, None if has_data(counts) else self._even)
         arrived = exchange_rows(taken, exchange) if len(sent) > 1 else taken
-        results = self.terms(arrived, _numbers(asking, sum(received)), flat.new_ones(len(arrived)))
+        results = terms(arrived, _numbers(asking, sum(received)), flat.new_ones(len(arrived)))
         if len(sent) > 1:
             results = exchange_rows(results, exchange.reversed())
         weighted = results * flat.index_select(0, chosen)[:, None]

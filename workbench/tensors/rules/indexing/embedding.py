@@ -170,4 +170,11 @@ def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("one_hot")
 def _one_hot(call: Call) -> Resolution | None:
-    return Resolution("... -> ...C") if call.arg(1, "num_classes", -1) > 0 else None
+    return Resolution("... -> ...C", lambda *_: _local_one_hot) if call.arg(1, "num_classes", -1) > 0 else None
+
+
+def _local_one_hot(tensor: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """torch's own looks at all values, to check them: a step that is recorded may not."""
+    if can_read(tensor):
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
