@@ -210,3 +210,88 @@ def test_hooks_behind_a_step_see_new_weights_whether_they_raise_or_not(options):
     for found in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(module), f"*: data | 1x2x1 {options}"))):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class SignOfMomentum(torch.optim.SGD):
+    """An optimizer of the user's own, which steps on global tensors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            parameter.sub_(momentum.lerp_(parameter.grad, 0.1).sign(), alpha=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=1", "*: data | zero=3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, SignOfMomentum])
+def test_weights_that_are_not_contiguous_are_trained(kind, when, strategy):
+    def train(model):
+        images = torch.randn(3, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        optimizer = kind(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+
+    def model_in(memory_format):
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 3)).double()
+        made[2].weight = torch.nn.Parameter(made[2].weight.detach().T.contiguous().T)
+        return made.to(memory_format=memory_format)
+
+    one = model_in(torch.channels_last)
+    train(one)
+    models = [model_in(torch.channels_last if when == "before" else torch.contiguous_format) for _ in range(2)]
+
+    def body(rank):
+        model = wb.parallelize(models[rank], strategy).to(memory_format=torch.channels_last)
+        train(model)
+        return weights_of(model)
+
+    for found in run_ranks(body, 2):
+        torch.testing.assert_close(found, weights_of(one), rtol=1e-9, atol=1e-9)
+
+
+class FreesGradients(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+class DecaysAll(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9)  # those without a gradient, too
+
+
+class AssignsData(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad.data.sign()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["*: data", "*: model", "*: data | zero=1", "*: data | zero=2", "*: data | zero=3"]
+)
+@pytest.mark.parametrize("kind", [FreesGradients, DecaysAll, AssignsData])
+def test_an_own_optimizer_may_do_to_parameters_what_it_likes(kind, strategy):
+    def train(model):
+        parameters = list(model.parameters())
+        if kind is DecaysAll:
+            parameters[0].requires_grad_(False)
+        step(model, kind(parameters, lr=0.1), times=2)
+
+    models = [make("mlp").double() for _ in range(3)]
+    train(models[2])
+
+    def body(rank):
+        model = wb.parallelize(models[rank], strategy)
+        train(model)
+        return weights_of(model)
+
+    for found in run_ranks(body, 2):
+        torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)

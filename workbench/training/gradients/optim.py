@@ -232,6 +232,7 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
     if shard is not None:
         local = slice_region(local, shard.region)
     if not local.is_contiguous():
+        parameter._optimizer_part = None
         return local.contiguous()  # code after the step copies it back
     parameter._optimizer_part = local, address, parameter._spec
     return local
@@ -323,22 +324,24 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
 
 
 def _write_back(swap: _Swap, sends: bool) -> None:
-    """Write stepped shards to their places, and if ``sends``, to the other ranks that hold the parameter."""
+    """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
-    if not swap.is_sharded:
-        return
+    is_torchs = swap.step in _ELEMENTWISE  # changes what has a gradient, and keeps the gradient
     stepped = []
     with torch.no_grad(), local_torch():
         for owner, part in swap.pairs:
             shard = shard_of(owner)
-            if shard is None or owner._spec.is_placeholder or part.grad is None:
+            if owner._spec.is_placeholder or (is_torchs and part.grad is None):
                 continue
-            place = slice_region(plain(owner), shard.region)
+            if shard is not None:
+                stepped.append(owner)
+            elif is_torchs and owner._optimizer_part is not None:
+                continue  # the part lies in its place
+            place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
             if place.numel() and place.data_ptr() != part.data_ptr():
                 place.copy_(plain(part))
-            stepped.append(owner)
-        if sends:
+        if sends and swap.is_sharded:
             start_write_back(stepped)()
 
 
