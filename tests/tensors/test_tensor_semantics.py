@@ -226,6 +226,38 @@ def test_data_takes_the_layout_and_keeps_the_gradient():
     assert "S(0)" in sbp and "S(0)" in grad_sbp and shape == (2,) and grad == [3.0] * 4
 
 
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=1", "*: data | zero=2"])
+def test_a_parameter_keeps_its_layout_when_its_data_is_assigned(strategy):
+    """Of a sum of terms an optimizer's step would be made on every term."""
+    inputs = torch.linspace(0, 3, 24, dtype=torch.float64).reshape(6, 4)
+
+    def train(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        for number in range(3):
+            outputs = layer(inputs)
+            if number < 2:
+                layer.bias.data = -outputs.mean(0)
+                layer.weight.data = layer.weight.data - 0.1 * (outputs.T @ inputs).detach()
+            optimizer.zero_grad()
+            layer(inputs).square().mean().backward()
+            optimizer.step()
+        return layer.weight, layer.bias
+
+    layers = [torch.nn.Linear(4, 4, dtype=torch.float64)]
+    layers += [copy.deepcopy(layers[0]) for _ in range(2)]
+    truth = [parameter.detach() for parameter in train(layers[2])]
+
+    def program(rank):
+        layer = wb.parallelize(layers[rank], strategy)
+        before = layer.weight.sbp, layer.bias.sbp
+        found = train(layer)
+        assert tuple(parameter.sbp for parameter in found) == before
+        return [parameter.full_tensor().detach() for parameter in found]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, truth)
+
+
 def test_copies_keep_shared_storage():
     def shared():
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
 from tests.models import zoo
@@ -301,3 +302,17 @@ def test_what_a_stage_has_received_is_not_sent_again_through_hooks():
     through = lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # noqa: E731
     hooked = run_ranks(lambda rank: program(rank, made[2:], through()), 2)
     assert plain[0]["2"].wire_bytes > 0 and hooked == plain
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_function_that_gets_a_plain_tensor_draws_alike_on_one_rank(use_reentrant):
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+
+    def program():
+        module = wb.parallelize(copy.deepcopy(layer), "data")
+        out = checkpoint(lambda x: F.dropout(module(x), 0.5), x, use_reentrant=use_reentrant)
+        out.square().sum().backward()
+        return module.weight.grad.full_tensor(), module.bias.grad.full_tensor()
+
+    torch.testing.assert_close(run_ranks(program, 1)[0], run_ranks(program, 2)[0])

@@ -191,16 +191,25 @@ class GlobalTensor(TensorState):
 
     @data.setter
     def data(self, value: Any) -> None:
-        """Take the values of another tensor: of a global one with its layout, of a plain (whole) one in this layout."""
+        """Take the values of another tensor: of a global one with its layout, of a plain (whole) one in this layout.
+
+        A parameter keeps its layout: it is the strategy's, and optimizers and the sums of gradients go by it.
+        """
         if not _torch_function_enabled():
             _data_slot.__set__(self, value)
             return
         with torch.no_grad():
-            keeps_layout = self._is_grad or not isinstance(value, GlobalTensor)
-            if not isinstance(value, GlobalTensor):
+            is_global = isinstance(value, GlobalTensor)
+            if not is_global:
                 value = later.from_local(value, self._spec.world, self._spec.layout)
-            if keeps_layout:
+            if self._is_grad or not is_global or (self._is_param and value.shape == self.shape):
                 value = later.box(value, self._spec.layout.normalized(value._spec.shape))
+        self._take_data(value)
+        self._has_data_alias = value._has_data_alias = True
+
+    def _take_data(self, value: GlobalTensor) -> None:
+        """Take the memory and the layout of another tensor, and keep the gradient."""
+        with torch.no_grad():
             grad = self.grad if value._spec is not self._spec else None
             if grad is not None:
                 self.grad = None

@@ -122,6 +122,14 @@ class Clamping(nn.Linear):
         return super().forward(x)
 
 
+class ClampingData(nn.Linear):
+    """The same through ``.data``, of which no version tells."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class Casting(nn.Linear):
     """Casts its weight in forward, as routers of experts do."""
 
@@ -130,7 +138,7 @@ class Casting(nn.Linear):
         return nn.functional.linear(x.double(), self.weight)
 
 
-@pytest.mark.parametrize("kind", [Clamping, Casting])
+@pytest.mark.parametrize("kind", [Clamping, ClampingData, Casting])
 def test_a_forward_that_writes_to_its_parameters_is_told(kind):
     torch.manual_seed(0)
     layers = [kind(4, 4)]
@@ -145,3 +153,58 @@ def test_a_forward_that_writes_to_its_parameters_is_told(kind):
             model(torch.ones(2, 4))
 
     run_ranks(program, 2)
+
+
+def test_a_forward_may_look_at_the_data_of_its_parameters():
+    class Looking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) / self.weight.data.norm()
+
+    layer = Looking(4, 4)
+    truth = layer(torch.ones(2, 4)).detach()
+    layers = [copy.deepcopy(layer) for _ in range(2)]
+
+    def program(rank):
+        return wb.parallelize(layers[rank], "*: data | zero=3")(torch.ones(2, 4)).full_tensor().detach()
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, truth)
+
+
+class Momentum(nn.Module):
+    """Two encoders; in forward the second follows the first, through ``.data``."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.assigns = assigns
+
+    def forward(self, x):
+        query = self.query(x)
+        for own, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            if self.assigns:
+                own.data = own.data * 0.5 + other.data * 0.5
+            else:
+                own.data.mul_(0.5).add_(other.data, alpha=0.5)
+        return query * self.key(x)
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_parameters_that_change_between_two_units_are_gathered_as_they_are(assigns):
+    def train(model):
+        optimizer, losses = torch.optim.SGD(model.query.parameters(), lr=0.5), []
+        for _ in range(4):
+            loss = model(torch.linspace(-1, 1, 20).double().reshape(5, 4)).cos().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    models = [Momentum(assigns).double()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    truth = train(models[2])
+    for found in run_ranks(lambda rank: train(wb.parallelize(models[rank], "*: data | zero=3")), 2):
+        assert found == pytest.approx(truth, rel=1e-12)

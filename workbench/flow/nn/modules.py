@@ -94,7 +94,7 @@ def _to_global_weight(
             layout = Layout.of(placement or value.placement, value.sbp if sbp is None else sbp)
             layout.placement.check_world(join().world_size)
             detached: Any = value.detach()
-            value.data = box(detached, layout.normalized(tuple(value.shape)))
+            value._take_data(box(detached, layout.normalized(tuple(value.shape))))
             return value
         if placement is None or missing:
             raise old_spellings.missing_layout("to_global", value.shape, missing)

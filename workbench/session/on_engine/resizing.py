@@ -73,7 +73,7 @@ def _withdraw(value: Any, num_ranks: int, world: World) -> str:
         split = next((each for each in tensor.sbp if isinstance(each, Split)), broadcast)
         target = Layout(Placement.of(tensor.placement.type, list(range(num_ranks))), (split,))
         with torch.no_grad():
-            tensor.data = box(tensor.detach(), target)
+            tensor._take_data(box(tensor.detach(), target))
         said.append(str(target))
     return ", ".join(dict.fromkeys(said))
 

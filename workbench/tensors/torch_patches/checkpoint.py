@@ -70,8 +70,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     gradients on as plain terms.
     """
     world = joined()
-    if world is None or (world.world_size == 1 and not _is_global(function, args, kwargs)):
+    if world is None:
         return _original(function, *args, **kwargs)
+    if world.world_size == 1 and not _is_global(function, args, kwargs):
+        alike = _drawing_alike(function, world) if kwargs.get("preserve_rng_state", True) else function
+        return _original(alike, *args, **kwargs)
     if world.context.running is not None and world.context.running.observer is not None:
         world.context.running.observer.recomputes = True
     options = {**kwargs, "use_reentrant": False, "early_stop": False}
@@ -228,6 +231,24 @@ def _start_at_the_end(result: Any, trigger: torch.Tensor, world: World) -> None:
 def _node(tensor: torch.Tensor) -> Any:
     with local_torch():
         return tensor.grad_fn
+
+
+def _drawing_alike(function: Callable[..., Any], world: World) -> Callable[..., Any]:
+    """A function that may turn out to use global tensors, which draw from the world's generator."""
+    states: list[torch.Tensor | None] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _generator_state(world)
+        if not states:
+            states.append(before)
+            return function(*args, **kwargs)
+        _set_generator_state(world, states[0])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_generator_state(world, before)
+
+    return run
 
 
 def _is_global(function: Any, args: Any, kwargs: Any) -> bool:

@@ -114,7 +114,7 @@ def _allocate(tensor: Any) -> int:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=spec.world.device)
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
-    tensor.data = wrap(local, spec)
+    tensor._take_data(wrap(local, spec))
     return plain(tensor)._version
 
 

@@ -40,7 +40,7 @@ def move_parameters(
         moved = box_many([parameter.detach() for parameter in present], targets).wait()
     for parameter, data in zip(present, moved, strict=True):
         grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
-        parameter.data = data
+        parameter._take_data(data)
         parameter.grad = grad
         converted[parameter] = parameter
 

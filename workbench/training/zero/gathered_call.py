@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
@@ -44,6 +45,16 @@ class ShardedParameter(NamedTuple):
 def _memory_of(wholes: list[GlobalTensor]) -> list[tuple[int, int]]:
     with local_torch():
         return [(version, whole.data_ptr()) for version, whole in zip(versions_of(wholes), wholes, strict=True)]
+
+
+def _differs(whole: GlobalTensor, parameter: GlobalTensor) -> bool:
+    """Whether a whole parameter was written through its ``.data``, which no version counts."""
+    shard: Shard | None = parameter._optimizer_shard
+    if not whole._has_data_alias or shard is None or shard.spec.is_placeholder:
+        return False
+    with local_torch():
+        own = slice_region(plain(whole), shard.region)
+        return not torch.allclose(own, plain(parameter), rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass(eq=False)
@@ -107,8 +118,8 @@ class GatheredCall:
         found = zip(self.kept, wholes, memory, _memory_of(wholes), strict=False)  # empty after put_back
         return [
             f"{name} of {type(owner).__name__}"
-            for (owner, name, _), whole, before, now in found
-            if now != before or id(owner._parameters.get(name)) != id(whole)
+            for (owner, name, parameter), whole, before, now in found
+            if now != before or id(owner._parameters.get(name)) != id(whole) or _differs(whole, parameter)
         ]
 
     def put_back(self) -> None:

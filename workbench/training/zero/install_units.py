@@ -61,7 +61,7 @@ def _split_values(module: nn.Module) -> dict[int, Shard]:
         if shard is not None:
             shards[id(parameter)] = shard
             with torch.no_grad():
-                parameter.data = box(parameter.data, shard.spec.layout)  # type: ignore[arg-type]
+                parameter._take_data(box(parameter.detach(), shard.spec.layout))  # type: ignore[arg-type]
     return shards
 
 

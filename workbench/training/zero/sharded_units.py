@@ -115,7 +115,8 @@ class ExecutionOrder:
             self._now.append(unit)
         if self._pending is not None:
             of, known, versions, work = self._pending
-            if of is unit and list(map(id, known)) == list(map(id, parameters)) and versions == versions_of(known):
+            is_same = of is unit and list(map(id, known)) == list(map(id, parameters))
+            if is_same and versions == versions_of(known) and not _may_change_unseen(known):
                 self._pending = None
                 return work
             self._cancel_prefetch()
@@ -129,7 +130,7 @@ class ExecutionOrder:
         tag = world.context.next_tag()
         unit = self._order[position]
         parameters, shards = unit.parameters_to_gather()
-        work = _start_gather(parameters, shards, tag)
+        work = None if _may_change_unseen(parameters) else _start_gather(parameters, shards, tag)
         if work is not None:
             self._pending = unit, parameters, versions_of(parameters), work
 
@@ -137,6 +138,11 @@ class ExecutionOrder:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending[-1].finish()
+
+
+def _may_change_unseen(parameters: list[GlobalTensor]) -> bool:
+    """Whether writes through ``.data``, which no version counts, may come between a gathering and its use."""
+    return any(parameter._has_data_alias for parameter in parameters)
 
 
 def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> BoxingWork | None:
