@@ -58,10 +58,10 @@ def _split_values(module: nn.Module) -> dict[int, Shard]:
     shards: dict[int, Shard] = {}
     for parameter in module.parameters():
         shard = shard_of(parameter) if isinstance(parameter, GlobalTensor) else None
-        if shard is not None:
+        if isinstance(parameter, GlobalTensor) and shard is not None:
             shards[id(parameter)] = shard
             with torch.no_grad():
-                parameter._take_data(box(parameter.detach(), shard.spec.layout))  # type: ignore[arg-type]
+                parameter._take_data(box(parameter.detach(), shard.spec.layout))
     return shards
 
 
