@@ -129,3 +129,25 @@ def test_a_tensor_that_an_initializer_hands_on_by_name_is_filled():
         return x.full_tensor()
 
     assert all(value.eq(3).all() for value in run_ranks(program, 2))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "loss",
+    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss", "multi_margin_loss",
+     "multilabel_margin_loss", "multilabel_soft_margin_loss", "cross_entropy", "nll_loss"],
+)  # fmt: skip
+def test_no_loss_gathers_split_samples(loss, reduction):
+    def program():
+        values = torch.linspace(0.1, 0.9, 12).reshape(4, 3)
+        labels = torch.arange(4) % 3 if loss in ("multi_margin_loss", "cross_entropy", "nll_loss") else values.flip(0)
+        labels = torch.zeros(4, 3, dtype=torch.long) if loss == "multilabel_margin_loss" else labels
+        with wb.debug.trace() as trace:
+            found = getattr(torch.nn.functional, loss)(
+                wb.to_global(values, BOTH, "B").to_global(sbp="S(0)"), labels, reduction=reduction
+            )
+        return str(found.sbp), trace.wire_bytes
+
+    sbp, num_bytes = run_ranks(program)[0]
+    assert num_bytes == 0 and sbp == ("(S(0),)" if reduction == "none" else "(P,)")

@@ -1,5 +1,6 @@
 """Unmodified models under strategies: losses and final weights of one device, whatever is split where."""
 
+import copy
 import warnings
 
 import pytest
@@ -315,6 +316,30 @@ def test_an_edge_that_goes_back_under_1f1b_is_an_error_not_a_hang():
         wb.forward_backward(model, F.mse_loss, torch.ones(4, 12), torch.ones(4, 5))
 
     with pytest.raises(StrategyError, match="edge that goes back deadlocks"):
+        run_ranks(program, 2)
+
+
+def test_what_an_earlier_stage_is_to_take_is_named_by_its_line():
+    class Gathered(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            found = torch.zeros_like(x)
+            found[1:] = self.layers[1](x)[1:]
+            return found
+
+    models = [Gathered()]
+    models.append(copy.deepcopy(models[0]))
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data; layers.1: data@1 | 2x1x1 mb=2 1f1b")
+        wb.forward_backward(model, F.mse_loss, torch.ones(4, 4), torch.ones(4, 4))
+
+    line = r"index assignment in place at test_parallel.py:\d+: a tensor on stage 0 is to take what comes from stage 1"
+    with pytest.raises(StrategyError, match=line + r".*torch.where in place of x\[mask\] = y"):
         run_ranks(program, 2)
 
 

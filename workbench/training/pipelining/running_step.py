@@ -114,8 +114,8 @@ class RunningStep:
         if function.endswith(" in place"):
             raise StrategyError(
                 f"{function}{user_location()}: a tensor on stage {end} is to take what comes from stage {start}; "
-                f"{rule}. Put the layers that make both on one stage, write x = x + y in place of x += y, or use the "
-                "schedule gpipe."
+                f"{rule}. Put the layers that make both on one stage, make a new tensor (x = x + y in place of x += y, "
+                "torch.where in place of x[mask] = y), or use the schedule gpipe."
             )
         where = f"layer {function!r}" if function else "an operation"
         raise StrategyError(

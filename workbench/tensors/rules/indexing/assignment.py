@@ -152,7 +152,7 @@ def _boxed_value(value: GlobalTensor, target: GlobalTensor, result_dims: list[in
             if at >= 0 and value._spec.shape[at] == spec.shape[entry.dim]:
                 wanted = Split(at)
         entries.append(wanted)
-    return box_implicitly(value, spec.layout.with_sbp(tuple(entries)), "an index assignment")
+    return box_implicitly(value, spec.layout.with_sbp(tuple(entries)), "index assignment in place")
 
 
 def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
@@ -210,7 +210,7 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
     """``x[index tensors and whole dims] = value`` (or ``+=``): each rank writes its own rows."""
     spec = target._spec
     dims = [d for d, item in enumerate(items) if isinstance(item, torch.Tensor)]
-    indices = [box_implicitly(items[d], spec.layout.broadcast(), "an index assignment") for d in dims]
+    indices = [box_implicitly(items[d], spec.layout.broadcast(), "index assignment in place") for d in dims]
     shape = torch.broadcast_shapes(*(tuple(index._spec.shape) for index in indices))
     kept: list[int | None] = [d for d in range(len(items)) if d not in dims]
     at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0

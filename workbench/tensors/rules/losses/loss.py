@@ -34,7 +34,8 @@ _REDUCTIONS = ("mean", "sum", "batchmean")
 
 @rule(*_ELEMENTWISE)
 def _elementwise(call: Call) -> Resolution | None:
-    return Resolution("..., ..., ..., ... -> ...") if call.kwargs.get("reduction") == "none" else None
+    reduction = call.arg(2, "reduction") if call.name == "huber_loss" else call.kwargs.get("reduction")
+    return Resolution("..., ..., ..., ... -> ...") if reduction == "none" else None
 
 
 @rule("cosine_embedding_loss")
