@@ -64,14 +64,14 @@ def _place(
         else:
             last = rest // size1.to(index)
             position += (rest - last * size1.to(index)).to(tl.int64) * stride1 + last.to(tl.int64) * stride2
-    four = tl.arange(0, 4)[None, :]
-    inside = (lane < num_counters.to(index))[:, None] & (four < 4)
-    start, column = row.to(tl.int64) * size, (in_row * 4).to(tl.int64)
+    four = tl.arange(0, 4)[None, :].to(index)
+    start, column = row * size.to(index), in_row * 4
     if is_aligned:
         start = tl.multiple_of(start, 4)
+        inside = (lane < num_counters.to(index))[:, None] & (four < 4)
     else:
-        column -= position & 3
-        inside = inside & (column[:, None] + four >= 0) & (column[:, None] + four < size)
+        column -= (position & 3).to(index)  # before the row it wraps, and is beyond the row's end
+        inside = column[:, None] + four < tl.where(lane < num_counters.to(index), size, 0).to(index)[:, None]
     return (position >> 2) + in_row.to(tl.int64), (start + column)[:, None] + four, inside
 
 
