@@ -153,6 +153,7 @@ def of_training():
         (" dropout", 4096, 0),
         (" dropout columns", 2048, 2048),
         (" dropout odd columns", 2047, 1),
+        (" dropout few odd columns", 1023, 1),
     ):
         label = name
         dropout_slice(big[:, :width].contiguous(), 1, first, [4096, 1], 0.5)

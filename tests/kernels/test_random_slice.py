@@ -59,6 +59,10 @@ SLICES = {
     "a column": ((6, 16), ((0, 6), (5, 6))),
     "four dims between counters": ((3, 5, 4, 16), ((0, 3), (1, 4), (1, 3), (4, 12))),
     "many programs": ((4, 3000), ((0, 4), (1, 2998))),
+    "a program for each row": ((4, 2048), ((1, 3), (8, 2040))),
+    "a program for each row, columns within counters": ((3, 2000), ((0, 3), (2, 1999))),
+    "a program for each row, rows within counters": ((2, 3, 2001), ((0, 2), (1, 3), (1, 1999))),
+    "programs for each row": ((3, 4100), ((1, 3), (1, 4096))),
     "five dims": ((2, 3, 4, 3, 2), ((0, 2), (1, 3), (1, 3), (1, 3), (0, 1))),
     "none": ((6, 16), ((0, 0), (0, 16))),
 }

@@ -23,6 +23,8 @@ _NUM_OUTER = 3
 _UNIFORM, _BERNOULLI, _INTEGERS, _DROPOUT = 0, 2, 3, 4
 _COUNTERS = 512
 """Counters per program."""
+_MOST_LANES = 1.25
+"""Lanes per counter, up to which each row has programs of its own: the last of a row has lanes that do nothing."""
 _PLACE = ["first", "size", "row_counters", "num_counters", "size0", "size1", "stride0", "stride1", "stride2"]
 _SCALARS = ["key", *_PLACE, "a", "b"]
 """Arguments that change between calls: Triton must not compile again because one of them is 1 or even."""
@@ -41,6 +43,7 @@ def _place(
     stride2: tl.tensor,
     num_outer: tl.constexpr,
     is_aligned: tl.constexpr,
+    in_rows: tl.constexpr,
     index: tl.constexpr,
     counters: tl.constexpr,
 ) -> tl.tensor:
@@ -48,12 +51,19 @@ def _place(
 
     ``first`` to ``index`` describe the shard, see ``_Place``.
     """
-    lane = tl.program_id(0).to(index) * counters + tl.arange(0, counters).to(index)
-    row, in_row = lane * 0, lane
-    if num_outer > 0:
-        row = lane // row_counters.to(index)
-        in_row = lane - row * row_counters.to(index)
-    position = first + tl.zeros((counters,), tl.int64)
+    if in_rows:  # a program has counters of one row, and divides once
+        program, per_row = tl.program_id(0).to(index), tl.cdiv(row_counters.to(index), counters)
+        row = program // per_row
+        in_row = (program - row * per_row) * counters + tl.arange(0, counters).to(index)
+        limit = tl.where(in_row < row_counters.to(index), size, 0).to(index)
+    else:
+        lane = tl.program_id(0).to(index) * counters + tl.arange(0, counters).to(index)
+        row, in_row = lane * 0, lane
+        if num_outer > 0:
+            row = lane // row_counters.to(index)
+            in_row = lane - row * row_counters.to(index)
+        limit = tl.where(lane < num_counters.to(index), size, 0).to(index)
+    position = first + (row * 0).to(tl.int64)
     if num_outer == 1:
         position += row.to(tl.int64) * stride0
     if num_outer > 1:
@@ -68,10 +78,10 @@ def _place(
     start, column = row * size.to(index), in_row * 4
     if is_aligned:
         start = tl.multiple_of(start, 4)
-        inside = (lane < num_counters.to(index))[:, None] & (four < 4)
+        inside = (column < limit)[:, None] & (four < 4)
     else:
-        column -= (position & 3).to(index)  # before the row it wraps, and is beyond the row's end
-        inside = column[:, None] + four < tl.where(lane < num_counters.to(index), size, 0).to(index)[:, None]
+        column -= (position & 3).to(index)  # in front of the row it wraps, to beyond the row's end
+        inside = column[:, None] + four < limit[:, None]
     return (position >> 2) + in_row.to(tl.int64), (start + column)[:, None] + four, inside
 
 
@@ -117,6 +127,7 @@ def _fill(
     stride2: tl.tensor,
     num_outer: tl.constexpr,
     is_aligned: tl.constexpr,
+    in_rows: tl.constexpr,
     index: tl.constexpr,
     a: tl.tensor,
     b: tl.tensor,
@@ -131,8 +142,8 @@ def _fill(
     kept; ``wide``: the type of the computation.
     """
     counter, at, inside = _place(
-        first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned, index,
-        counters,
+        first, size, row_counters, num_counters, size0, size1, stride0, stride1, stride2, num_outer, is_aligned,
+        in_rows, index, counters,
     )  # fmt: skip
     w, x, y, z = words(key, counter, 0)
     if kind == 4:
@@ -208,7 +219,7 @@ class _Place(NamedTuple):
         grid: the programs.
         arguments: position of the first element; elements of a row; counters of a row, and of all rows; sizes of two
             outer dims and strides of three, the last dim first; number of outer dims; whether every row begins and
-            ends between two counters; type of lanes.
+            ends between two counters; whether every program has counters of one row only; type of lanes.
     """
 
     grid: tuple[int]
@@ -232,9 +243,12 @@ def _describe(shape: Sequence[int], first: int, strides: Sequence[int]) -> _Plac
     outer = [*reversed(outer), *[(1, 0)] * (_NUM_OUTER - num_outer)]
     sizes, steps = zip(*outer, strict=True)
     skipped = 3 if any(step % 4 for step in steps) else first % 4  # at most, of the first counter of a row
-    row_counters = ceil_div(size + skipped, 4)
-    num_counters = row_counters * math.prod(sizes)
+    row_counters, num_rows = ceil_div(size + skipped, 4), math.prod(sizes)
+    num_counters = row_counters * num_rows
     index = tl.uint32 if 4 * (num_counters + _COUNTERS) < 2**32 else tl.uint64
     is_aligned = skipped == 0 and size % 4 == 0
-    arguments = (first, size, row_counters, num_counters, *sizes[:2], *steps, num_outer, is_aligned, index)
-    return _Place((ceil_div(num_counters, _COUNTERS),), arguments)
+    per_row = ceil_div(row_counters, _COUNTERS)
+    in_rows = num_outer > 0 and per_row * _COUNTERS <= _MOST_LANES * row_counters
+    num_programs = num_rows * per_row if in_rows else ceil_div(num_counters, _COUNTERS)
+    arguments = (first, size, row_counters, num_counters, *sizes[:2], *steps, num_outer, is_aligned, in_rows, index)
+    return _Place((num_programs,), arguments)
