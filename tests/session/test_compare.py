@@ -51,7 +51,12 @@ def log_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(shared_session, log_path):
     log = f"jsonl:{log_path}"
-    strategies = {"data": "data", "split": "*: model", "stages": "pipeline", "mixed": "0: data; 2: model; 4: model"}
+    strategies = {
+        "data": "data",
+        "split": "*: model | overlap=2",
+        "stages": "pipeline",
+        "mixed": "0: data; 2: model; 4: model",
+    }
     job = make_model, data(), F.cross_entropy, strategies
     return wb.compare(*job, batch_size=16, steps=12, session=shared_session, log=log)
 

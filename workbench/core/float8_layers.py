@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from workbench.core.layout import Shape
 from workbench.core.rows import Layer
+from workbench.core.weight_splits import TRANSPOSED_KINDS
 
+KINDS = ("Linear", *TRANSPOSED_KINDS)
 MULTIPLE = 16
 """GPUs multiply 8 bits in blocks of so many numbers. A layer of other sizes stays in 16 bits, on every device."""
 
@@ -26,4 +28,4 @@ def left_in_16_bits(layers: Iterable[Layer]) -> list[Layer]:
     >>> [layer.name for layer in left_in_16_bits([Layer("head", "Linear", {"weight": (65, 32)})])]
     ['head']
     """
-    return [layer for layer in layers if layer.kind == "Linear" and not fits_float8(layer.shapes.get("weight", ()))]
+    return [layer for layer in layers if layer.kind in KINDS and not fits_float8(layer.shapes.get("weight", ()))]

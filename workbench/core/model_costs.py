@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from operator import attrgetter
 
-from workbench.core.float8_layers import fits_float8
+from workbench.core.float8_layers import KINDS, fits_float8
 from workbench.core.rows import Layer
 
 
@@ -196,10 +197,10 @@ def in_8_bits(row: LayerCost) -> LayerCost:
     """
     weight = row.layer.shapes.get("weight", ())
     products = [work for work in row.own if work.is_matmul and work.name == "linear"]
-    if row.layer.kind != "Linear" or not fits_float8(weight) or len(products) != 1:
+    if row.layer.kind not in KINDS or not fits_float8(weight) or len(products) != 1:
         return row
     product = products[0]
-    numbers = product.flops / (2 * weight[0])
+    numbers = product.flops / (2 * (prod(weight) // product.inner))
     saved = max(0.0, product.saved_bytes - 2 * numbers) + numbers
     changed = replace(product, saved_bytes=saved, again_bytes=max(0.0, product.again_bytes - 2 * numbers))
     return replace(row, own=tuple(changed if work is product else work for work in row.own), num_cast=0)

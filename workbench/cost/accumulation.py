@@ -18,6 +18,9 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE
 from workbench.cost.stage_settings import StageSettings
 
+_BY_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
+"""Layers whose product is ``F.linear``."""
+
 
 def added_in_place(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> float:
     """How many of a rank's weights of a layer have gradients to which its own function may add in place.
@@ -25,7 +28,7 @@ def added_in_place(row: LayerCost, choice: ResolvedLayer, setting: StageSettings
     ``stage_adds_in_place`` says whether it does.
     """
     is_table = row.layer.kind == TABLE
-    if not is_table and not any(work.name == "linear" for work in row.own):
+    if not is_table and row.layer.kind not in _BY_LINEAR:
         return 0.0
     if setting.precision != "fp32" or (is_table and not setting.hardware.exchanges_on_cores):
         return 0.0

@@ -19,6 +19,7 @@ from workbench.kernels.float8 import lacks_float8
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.patch_table import patch
 from workbench.tensors.rules.matmul.float8 import linear_in_8_bits
+from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import change_gradients, start_reduction
 from workbench.training.strategies.state import ParallelState
@@ -58,8 +59,9 @@ def compute_in(
     return handles, end_all
 
 
-def _multiplies_in_8_bits(layer: nn.Module) -> bool:
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+def _multiplies_in_8_bits(layer: Any) -> bool:
+    is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    if not is_linear and not is_conv1d(type(layer)):
         return False
     return "forward" not in layer.__dict__ and fits_float8(tuple(layer.weight.shape))
 
@@ -67,13 +69,14 @@ def _multiplies_in_8_bits(layer: nn.Module) -> bool:
 class LinearIn8Bits:
     """The forward of a linear layer in 8 bits, in the place of the module's own until ``remove``."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._inputs_first = layer, is_conv1d(type(layer))
         layer.forward = self
 
     def __call__(self, input: torch.Tensor) -> Any:
         """The layer's result."""
-        return linear_in_8_bits(input, self._layer.weight, self._layer.bias)
+        weight = self._layer.weight
+        return linear_in_8_bits(input, weight.t() if self._inputs_first else weight, self._layer.bias)
 
     def remove(self) -> None:
         """Give the layer its own forward back."""

@@ -110,3 +110,6 @@ def test_what_has_second_gradients(monkeypatch):
         seen = f"{plain} {word}"
         assert predicted(costs, seen).memory[1] == predicted(costs, seen, SECOND_GRADIENTS).memory[1]
     assert predicted(costs, plain).memory[1] != predicted(costs, plain, SECOND_GRADIENTS).memory[1]
+    by_addmm = [replace(row, layer=replace(row.layer, kind="Conv1D")) for row in costs.rows]
+    costs = replace(costs, rows=tuple(by_addmm))
+    assert predicted(costs, plain).memory == predicted(costs, plain, SECOND_GRADIENTS).memory

@@ -13,6 +13,11 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
 
 
+def is_conv1d(kind: type) -> bool:
+    """Whether a class is the linear layer of GPT-2 in ``transformers``, whose weight is (inputs, outputs)."""
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
 def _without_joining(forward: Any) -> Any:
     @functools.wraps(forward)
     def keep_dims(self: Any, x: torch.Tensor) -> Any:

@@ -19,6 +19,7 @@ from workbench.core.sbp import Split, partial_sum
 from workbench.core.weight_splits import overlaps, split_dim
 from workbench.tensors.boxing.overlapped import is_overlapped, product_of_pieces
 from workbench.tensors.global_tensor import GlobalTensor, Spec, spec_of
+from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.training.strategies.layout_hooks import PrepareOutput
 from workbench.training.strategies.state import ParallelState, layers_of
 
@@ -106,5 +107,4 @@ def _layout_of_terms(rows: Spec, weight: Spec, dim: int | None) -> Layout | None
 def _runs_its_class(layer: nn.Module) -> bool:
     """Whether the layer computes a linear function of each row, as classes of torch and ``transformers`` do."""
     kind = type(layer)
-    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return "forward" not in layer.__dict__ and (kind.forward is nn.Linear.forward or is_conv1d)
+    return "forward" not in layer.__dict__ and (kind.forward is nn.Linear.forward or is_conv1d(kind))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gather_scatter import start_gather
@@ -268,8 +269,7 @@ def casts_of(layer: nn.Module) -> tuple[str, ...]:
         return ()
     if kind is nn.MultiheadAttention:
         return _ATTENTION
-    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return ("weight",) if kind in _LINEAR or kind in _CONVOLUTIONS or is_conv1d else ()
+    return ("weight",) if kind in _LINEAR or kind in _CONVOLUTIONS or is_conv1d(kind) else ()
 
 
 def _regather_dtypes(
