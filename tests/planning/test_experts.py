@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
+from math import inf
 
 import pytest
 
 from tests.planning.problems import linear, machine
+from tests.planning.test_bounds import assert_bounds_are_below
 from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.errors import StrategyError
-from workbench.planning.problem import Constraints
+from workbench.planning.problem import Constraints, Problem
 from workbench.planning.search import search
 
 WEIGHTS = 8 * 64 * 256
@@ -70,3 +73,30 @@ def test_a_plan_spreads_experts_where_they_fit_only_so():
             64,
             constraints=replace(options["constraints"], layers="experts: expert"),
         )
+
+
+def test_bounds_are_below_every_strategy_with_experts():
+    only = Constraints(recompute=False, micro_batches=(1, 2), schedule="1f1b")
+    assert_bounds_are_below(Problem(mixture(), machine(random.Random(1)), 4, 64, constraints=only))
+
+
+@pytest.mark.parametrize("limit", [inf, 3.2e6, 2.0e6, 1.6e6])
+def test_expert_is_a_choice_like_others(limit):
+    """Every strategy of one stage and one micro-batch, by brute force. Of 4 ranks, some limits leave spread experts
+    only, beside which other layers are not what they are beside whole ones.
+    """
+    costs, hardware = mixture(), machine(random.Random(1))
+    best = inf
+    for data, model in ((4, 1), (2, 2), (1, 4)):
+        splits = [["data", *(["model:column", "model:row"] if model > 1 else [])]] * 3
+        splits[1] = ["data", *(["expert:4"] if data > 1 else []), *(["model"] if model > 1 else [])]
+        for choices, zero, sequence in product(product(*splits), range(4), (False, True) if model > 1 else (False,)):
+            rows = "; ".join(f"{row.layer.name}: {choice}" for row, choice in zip(costs.rows, choices, strict=True))
+            options = f"1x{data}x{model} zero={zero}{' sequence' if sequence else ''}"
+            strategy = Strategy(f"{rows} | {options}".replace(" zero=0", ""))
+            found = estimate(costs, strategy.resolve(costs.layers, 4), hardware, 64)
+            best = min(best, found.step_s) if found.peak_bytes <= limit else best
+    only = Constraints(pipeline=1, micro_batches=1, recompute=False, shards=0)
+    plan = search(costs, hardware, 4, 64, memory_bytes=limit, constraints=only)
+    assert plan.is_exact
+    assert plan.estimate.step_s == pytest.approx(best, rel=1e-9)

@@ -218,10 +218,10 @@ def _changes(
 ) -> Iterator[_Changed]:
     """Other choices for two neighbouring kinds of rows, a unit on the next or previous stage, other options."""
     candidate = Candidate(found.strategy.options, found.strategy.num_stages)
-    layers, model = found.strategy.layers, candidate.degrees[2]
+    layers, (_, data, model) = found.strategy.layers, candidate.degrees
     choices = tuple((layer.parallel, layer.split) for layer in layers)
     stages = tuple(layer.stage for layer in layers)
-    free = [tuple(problem.choices(index, model)) for index in range(len(layers))]
+    free = [tuple(problem.choices(index, model, data)) for index in range(len(layers))]
     kinds = list(zip(incumbents.classes.with_before, free, choices, strict=True))
     for near in dict.fromkeys(tuple(kinds[index : index + 2]) for index in range(len(kinds))):
         for ours in product(*(options for _, options, _ in near)):

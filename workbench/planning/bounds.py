@@ -11,7 +11,7 @@ from math import ceil, inf
 from workbench.core.options import V_SCHEDULES
 from workbench.planning.candidates import Candidate
 from workbench.planning.chooser import Chooser
-from workbench.planning.layer_prices import WAITS, bytes_of_weights, least_update_s, schedule_factor
+from workbench.planning.layer_prices import WAITS, bytes_of_weights, data_ranks, least_update_s, schedule_factor
 
 LEAST_FORWARD = 1 / 6
 """The part of a micro-batch's seconds that is forward, at least. Zero-bubble schedules wait for no more; in a V, for
@@ -24,9 +24,10 @@ class Bounds:
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
-        self._per_sample: dict[tuple[int, bool, str, int, int], float] = {}
+        self._per_sample: dict[tuple[int, int, bool, str, int, int], float] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
+        self._in_experts = sum(self._problem.rows[index].layer.num_parameters for index in self._problem.free_experts)
 
     def quick(self, candidate: Candidate) -> float:
         """A lower bound of ``tight``, without a look at the layers.
@@ -36,10 +37,13 @@ class Bounds:
         of the model axis, which then divides them evenly.
         """
         (_, data, model), options, batch_size = candidate.degrees, candidate.options, self._problem.batch_size
-        key = model, options.sequence, options.recompute, options.context, options.overlap
+        ranks = data_ranks(self._problem, data)
+        key = model, ranks, options.sequence, options.recompute, options.context, options.overlap
         if key not in self._per_sample:
             most = ceil(batch_size / model) * model
-            prices = self._incumbents.prices_of(model, most, False, options.sequence, options.context, options.overlap)
+            prices = self._incumbents.prices_of(
+                model, ranks, most, False, options.sequence, options.context, options.overlap
+            )
             seconds = self._chooser.seconds(prices, options.recompute)
             self._per_sample[key] = inf if seconds is None else seconds / most
         samples = batch_size / (data // options.context) / options.num_micro_batches
@@ -50,9 +54,10 @@ class Bounds:
 
         It is not strict: it ignores what exchanges at the borders of stages save, and uneven stages on a rank.
         """
-        prices, (pipeline, _, model) = self._incumbents.prices(candidate), candidate.degrees
+        prices, (pipeline, data, model) = self._incumbents.prices(candidate), candidate.degrees
         own, shared = bytes_of_weights(prices, candidate, is_least=True)
-        if min(own / model, own + shared) * self._parameters / pipeline > self._problem.memory_bytes:
+        held = self._parameters - self._in_experts * (1 - 1 / data)  # spread over all data ranks
+        if min(own / model, own + shared) * held / pipeline > self._problem.memory_bytes:
             return inf
         seconds = self._chooser.seconds(prices, candidate.options.recompute)
         return inf if seconds is None else self._step_s(candidate, seconds)
@@ -68,7 +73,8 @@ class Bounds:
             options.context, candidate.num_stages > 1, options.offload,
         )  # fmt: skip
         if key not in self._updates:
-            weights = self._parameters / model / pipeline
+            is_spread = data_ranks(self._problem, candidate.degrees[1]) > 1  # then nobody may sum gradients of experts
+            weights = (self._parameters - (self._in_experts if is_spread else 0)) / model / pipeline
             self._updates[key] = least_update_s(self._incumbents.prices(candidate), candidate, weights)
         return self._updates[key]
 

@@ -66,8 +66,8 @@ class Chooser:
         self._lists_of_units: dict[tuple[object, ...], list[Unit]] = {}
         self._units: dict[tuple[object, ...], Unit] = {}
         self._parts: dict[tuple[int, str, int], np.ndarray] = {}
-        self._kinds: dict[int, list[int]] = {}
-        self._chains: dict[int, Chain] = {}
+        self._kinds: dict[tuple[int, int], list[int]] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._alive: dict[tuple[object, ...], list[float]] = {}
 
     def choices(self, candidate: Candidate, mode: Mode) -> tuple[Choice, ...] | None:
@@ -117,7 +117,7 @@ class Chooser:
                 held = rates.weight * weights + rates.shared * shares
                 return rates.second * seconds + rates.kept * kept_bytes + held
 
-            self._found[key] = self._chain_of(prices.model).best(costs)
+            self._found[key] = self._chain_of(prices.width).best(costs)
         return self._found[key]
 
     def _rates(self, candidate: Candidate, mode: Mode) -> Rates:
@@ -143,8 +143,8 @@ class Chooser:
         """The parts of a row's costs: seconds, kept bytes, weights and shared weights, each by the choices of the row
         before, of the row itself, and of the next row. Modes differ in the prices of these parts only.
         """
-        options = self._chain_of(prices.model).options
-        key = (id(prices), recompute, self._kinds_of_rows(prices.model)[index])
+        options = self._chain_of(prices.width).options
+        key = (id(prices), recompute, self._kinds_of_rows(prices.width)[index])
         if key not in self._parts:
             befores: Sequence[Choice | None] = options[index - 1] if index else [None]
             followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
@@ -163,12 +163,12 @@ class Chooser:
             self._parts[key] = parts
         return self._parts[key]
 
-    def _kinds_of_rows(self, model: int) -> list[int]:
+    def _kinds_of_rows(self, width: tuple[int, int]) -> list[int]:
         """Numbers that are equal for rows of one class whose neighbours have the same choices."""
-        if model not in self._kinds:
-            classes, options = self.incumbents.classes, [tuple(choices) for choices in self._chain_of(model).options]
+        if width not in self._kinds:
+            classes, options = self.incumbents.classes, [tuple(choices) for choices in self._chain_of(width).options]
             known: dict[object, int] = {}
-            self._kinds[model] = [
+            self._kinds[width] = [
                 known.setdefault(
                     (number, tuple(classes.kinds[index + 1 : index + 2]), classes.recomputed[index] >= 0, near),
                     len(known),
@@ -176,17 +176,18 @@ class Chooser:
                 for index, number in enumerate(classes.with_before)
                 for near in [tuple(options[max(index - 1, 0) : index + 2])]
             ]
-        return self._kinds[model]
+        return self._kinds[width]
 
-    def _chain_of(self, model: int) -> Chain:
-        if model not in self._chains:
-            options = [self.problem.choices(index, model) for index in range(len(self.problem.rows))]
-            self._chains[model] = Chain(self.problem, options)
-        return self._chains[model]
+    def _chain_of(self, width: tuple[int, int]) -> Chain:
+        """The layers with their choices, for model and data ranks."""
+        if width not in self._chains:
+            options = [self.problem.choices(index, *width) for index in range(len(self.problem.rows))]
+            self._chains[width] = Chain(self.problem, options)
+        return self._chains[width]
 
     def _unit(self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: str) -> Unit:
         """A unit; equal rows with equal choices and neighbours share one."""
-        kinds = self._kinds_of_rows(prices.model)
+        kinds = self._kinds_of_rows(prices.width)
         pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
         stage = pins.pop() if pins else None
         near = slice(max(rows.start - 1, 0), rows.stop + 1)

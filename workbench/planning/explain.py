@@ -105,7 +105,8 @@ def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
         sets.append(alike)
     found = [_priced(problem, best, chosen, matched[:1], chosen[matched[0]], is_chosen=True)]
     for indices in sets:
-        options = problem.choices(indices[0], max(2, best.strategy.degrees[2]))
+        _, data, model = best.strategy.degrees
+        options = problem.choices(indices[0], max(2, model), data)
         other = [choice for choice in options if any(chosen[index] != choice for index in indices)]
         found += [_priced(problem, best, chosen, indices, choice) for choice in other]
     rest = sorted(found[1:], key=lambda one: one.estimate.step_s if one.estimate else float("inf"))

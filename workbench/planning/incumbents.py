@@ -9,7 +9,7 @@ from math import inf, prod
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate, combine
 from workbench.planning.candidates import Candidate
-from workbench.planning.layer_prices import LayerPrices, RowClasses, with_options
+from workbench.planning.layer_prices import LayerPrices, RowClasses, data_ranks, with_options
 from workbench.planning.problem import Choice, Problem
 
 Value = tuple[float, float]
@@ -51,13 +51,13 @@ class Incumbents:
         options, (_, data, model) = candidate.options, candidate.degrees
         samples = self.problem.batch_size / (data // options.context) / options.num_micro_batches
         several = options.num_micro_batches > 1
-        return self.prices_of(model, samples, several, options.sequence, options.context, options.overlap)
+        return self.prices_of(model, data, samples, several, options.sequence, options.context, options.overlap)
 
     def prices_of(
-        self, model: int, samples: float, several: bool, sequence: bool, context: int, overlap: int
+        self, model: int, data: int, samples: float, several: bool, sequence: bool, context: int, overlap: int
     ) -> LayerPrices:
         """Prices of layers on a model axis of ``model`` ranks; arguments are those of ``LayerPrices``."""
-        key = (model, samples, several, sequence, context, overlap)
+        key = (model, data_ranks(self.problem, data), samples, several, sequence, context, overlap)
         if key not in self._prices:
             self._prices[key] = LayerPrices(self.problem, self.classes, *key)
         return self._prices[key]

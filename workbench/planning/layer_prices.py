@@ -55,22 +55,28 @@ class LayerPrices:
     Args:
         problem: the model and the machine.
         classes: classes of the problem's rows.
-        model: model degree.
+        model, data: degrees; 1 data rank where no layer's price depends on their number (``data_ranks``).
         samples: samples of a micro-batch on a data-parallel rank.
         several: whether a step has more than one micro-batch.
         sequence, context, overlap: the strategy's options.
     """
 
     def __init__(
-        self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool,
-        context: int, overlap: int = 1,
+        self, problem: Problem, classes: RowClasses, model: int, data: int, samples: float, several: bool,
+        sequence: bool, context: int, overlap: int = 1,
     ) -> None:  # fmt: skip
-        self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
+        self._problem, self.width = problem, (model, data)
+        self._costs, self._rows, self._classes = problem.counted, problem.rows, classes
         options = Options((1, 1, model), 1, None, 0, "", sequence, problem.precision)
         alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
         (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
         self.setting = replace(
-            setting, samples=samples / context, context=context, num_micro_batches=2 if several else 1, overlap=overlap
+            setting,
+            data=data,
+            samples=samples / context,
+            context=context,
+            num_micro_batches=2 if several else 1,
+            overlap=overlap,
         )
         self._known: dict[tuple[object, ...], LayerPrice] = {}
 
@@ -91,8 +97,8 @@ class LayerPrices:
         return price
 
     def _layer(self, index: int, choice: Choice) -> ResolvedLayer:
-        layer = self._rows[index].layer
-        return ResolvedLayer(layer.name, choice[0], choice[1], 0, layer.kind)
+        model, data = self.width
+        return self._problem.resolve_layer(self._rows[index].layer, choice, 0, data, model)
 
     def of_strategy(self, candidate: Candidate, strategy: ResolvedStrategy) -> list[StagePrice]:
         """Prices of the stages of a strategy."""
@@ -148,10 +154,17 @@ class LayerPrices:
             )
         return total
 
-    def weights(self, index: int, choice: Choice) -> float:
-        """Weights of a layer on one rank; a tied weight counts at the first layer."""
-        layer = self._rows[index].layer
-        return 0.0 if layer.tied_to is not None else self.row(index, None, choice, None).weights
+    def summed_weights(self, index: int, choice: Choice) -> float:
+        """Weights of a layer on one rank whose gradients are summed; a tied weight counts at the first layer."""
+        if self._rows[index].layer.tied_to is not None:
+            return 0.0
+        price = self.row(index, None, choice, None)
+        return price.weights - price.apart
+
+
+def data_ranks(problem: Problem, data: int) -> int:
+    """The number of data ranks as prices of layers depend on it: 1 for models without experts to spread."""
+    return data if problem.free_experts else 1
 
 
 def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:

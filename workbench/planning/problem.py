@@ -26,12 +26,12 @@ OBJECTIVES = ("throughput", "memory", "cost")
 """In this order: seconds of a step; bytes of the fullest rank; rank-seconds of a step, on all ranks or fewer."""
 
 Choice = tuple[str, str | None]
-"""The choice of a layer: ("data", None), ("model", "column", "row" or for experts "expert"), or ("model", None) if it
-cannot be split."""
+"""The choice of a layer: ("data", None), ("model", "column", "row" or for experts "expert"), ("model", None) if it
+cannot be split, or ("expert", "expert") for experts over ranks of the data axis too."""
 DATA: Choice = ("data", None)
 SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
-EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"))
+EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"), ("expert", "expert"))
 
 
 def check_constraint_names(asked: str, names: Collection[str]) -> None:
@@ -223,15 +223,25 @@ class Problem:
         """Rows that share a weight."""
         return tied_pairs(self.costs.layers)
 
-    def choices(self, index: int, model: int) -> list[Choice]:
-        """The choices of a layer on a model axis of ``model`` ranks."""
+    @cached_property
+    def free_experts(self) -> tuple[int, ...]:
+        """The rows of fused experts without a pin, which a search may spread over the data axis."""
+        return tuple(i for i, row in enumerate(self.rows) if self._is_fused(row.layer) and self.pins[i] is None)
+
+    def _is_fused(self, layer: Layer) -> bool:
+        return layer.experts > 0 and layer.expert is None
+
+    def choices(self, index: int, model: int, data: int = 1) -> list[Choice]:
+        """The choices of a layer on a model axis of ``model`` ranks, with ``data`` ranks on the data axis."""
         pin = self.pins[index]
         layer = self.rows[index].layer
         can_split = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
-        known = SPLITS if can_split else EXPERTS if layer.experts else WHOLE
-        options = [DATA] if model == 1 and pin is None else list(known)
+        known = SPLITS if can_split else EXPERTS if self._is_fused(layer) else WHOLE
         if pin is None:
-            return options
+            fits = max(fitting_ranks(layer.experts, data, model), default=1) > model
+            axes = {"data": True, "model": model > 1, "expert": data > 1 and fits}
+            return [choice for choice in known if axes[choice[0]]]
+        options = list(known)
         return [(p, s) for p, s in options if p == pin.parallel and (pin.split in (None, s) or not can_split)]
 
     def fits_ties(self, choices: Sequence[Choice]) -> bool:
@@ -250,14 +260,14 @@ class Problem:
         assert options.degrees is not None
         _, data, model = options.degrees
         layers = tuple(
-            self._resolved(row.layer, choice, stage, data, model)
+            self.resolve_layer(row.layer, choice, stage, data, model)
             for row, choice, stage in zip(self.rows, choices, stages, strict=True)
         )
         has_rows = any(overlaps(layer.kind, layer.split, model) for layer in layers)
         return ResolvedStrategy(layers, options.degrees, options if has_rows else replace(options, overlap=1))
 
-    def _resolved(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
-        """``expert`` means as many ranks as fit."""
+    def resolve_layer(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
+        """One layer as the cost model reads it; ``expert`` means as many ranks as fit."""
         resolved = ResolvedLayer(layer.name, choice[0], choice[1], stage, layer.kind)
         if choice[0] != "expert":
             return resolved

@@ -16,7 +16,7 @@ from workbench.planning.candidates import Candidate, candidates
 from workbench.planning.finer_recompute import finer_recompute
 from workbench.planning.incumbents import Incumbents
 from workbench.planning.infeasible import check_constraints, raise_does_not_fit
-from workbench.planning.layer_prices import least_step_s
+from workbench.planning.layer_prices import data_ranks, least_step_s
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Choice, Constraints, Problem
 from workbench.planning.spread_experts import spread_experts
@@ -100,13 +100,13 @@ MAX_STRATEGIES = 20_000
 
 def candidates_if_few(problem: Problem) -> list[Candidate] | None:
     """The candidates of a problem with few strategies; None if there are more than ``MAX_STRATEGIES``."""
-    known: dict[int, int] = {}
+    known: dict[tuple[int, int], int] = {}
     found, number, gaps = [], 0, len(problem.rows) - 1
     for candidate in candidates(problem):
-        model = candidate.degrees[2]
-        if model not in known:
-            known[model] = prod(len(problem.choices(index, model)) for index in range(gaps + 1))
-        number += known[model] * comb(gaps, candidate.num_stages - 1)
+        width = _width(problem, candidate)
+        if width not in known:
+            known[width] = prod(len(problem.choices(index, *width)) for index in range(gaps + 1))
+        number += known[width] * comb(gaps, candidate.num_stages - 1)
         found.append(candidate)
         if number > MAX_STRATEGIES:
             return None
@@ -116,14 +116,13 @@ def candidates_if_few(problem: Problem) -> list[Candidate] | None:
 def search_exhaustively(problem: Problem, every: Sequence[Candidate], incumbents: Incumbents) -> None:
     """Add the best strategies to the incumbents, in the order of their lower bounds."""
     bounded: list[tuple[float, int, Candidate, tuple[Choice, ...]]] = []
-    assignments = {
-        model: list(choice_assignments(problem, model)) for model in {candidate.degrees[2] for candidate in every}
-    }
+    widths = {_width(problem, candidate) for candidate in every}
+    assignments = {width: list(choice_assignments(problem, *width)) for width in widths}
     for candidate in every:
         prices = incumbents.prices(candidate)
-        for choices in assignments[candidate.degrees[2]]:
+        for choices in assignments[_width(problem, candidate)]:
             seconds = prices.least_seconds(choices, candidate.options.recompute)
-            weights = sum(prices.weights(index, choice) for index, choice in enumerate(choices))
+            weights = sum(prices.summed_weights(index, choice) for index, choice in enumerate(choices))
             bound = least_step_s(prices, candidate, seconds, weights)
             bounded.append((bound, len(bounded), candidate, choices))
     bounded.sort()
@@ -135,9 +134,14 @@ def search_exhaustively(problem: Problem, every: Sequence[Candidate], incumbents
                 incumbents.add(candidate, choices, stages)
 
 
-def choice_assignments(problem: Problem, model: int) -> Iterator[tuple[Choice, ...]]:
+def _width(problem: Problem, candidate: Candidate) -> tuple[int, int]:
+    """Model and data ranks, as the choices of layers depend on them."""
+    return candidate.degrees[2], data_ranks(problem, candidate.degrees[1])
+
+
+def choice_assignments(problem: Problem, model: int, data: int) -> Iterator[tuple[Choice, ...]]:
     """Every combination of choices that cuts shared weights alike."""
-    options = [problem.choices(index, model) for index in range(len(problem.rows))]
+    options = [problem.choices(index, model, data) for index in range(len(problem.rows))]
     return (choices for choices in product(*options) if problem.fits_ties(choices))
 
 
