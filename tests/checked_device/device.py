@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.checked_device import clock, kernels, late_copies, sync_batch_norm  # noqa: F401 - it gives kernels
+from tests.checked_device import clock, kernels, late_copies
 from tests.checked_device.counts import count_wait
 from tests.checked_device.kernels import DEVICE_TYPE
+from tests.kernels import sync_batch_norm  # noqa: F401 - it gives kernels to the host, which computes for the device
 from workbench.core import placement
 from workbench.kernels import attention_dropout, blocks, cross_entropy_terms, embedding_rows, launch, random_slice
 

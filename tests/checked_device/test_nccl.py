@@ -303,6 +303,32 @@ def test_other_tensors_go_between_neighbours_only():
     assert "a tensor goes between stages 0 and 3, past 2 others" in str(found[0])
 
 
+BOXINGS = {
+    "sum": ("P", "B", torch.float32, {"cat": 1, "all_reduce": 1}),
+    "sum of 16 bits": ("P", "B", torch.bfloat16, {"copy_": 2, "all_reduce": 1}),
+    "rows": ("S(0)", "B", torch.float32, {"all_gather_into_tensor": 1}),
+    "columns": ("S(1)", "B", torch.float32, {"all_gather_into_tensor": 1, "workbench::move_blocks": 1}),
+}
+"""Layouts, dtype, and what a boxing launches."""
+
+
+@pytest.mark.parametrize("name", BOXINGS)
+def test_launches_of_a_boxing(name, nccl_launches):
+    source, target, dtype, launches = BOXINGS[name]
+
+    def program(rank):
+        places = wb.placement.all(DEVICE.type)
+        x = wb.to_global(torch.ones(4, 6, dtype=dtype, device=DEVICE), placement=places, sbp=source)
+        with counted() as counts:
+            boxed = x.to_global(sbp=target)
+        return dict(counts.launches), boxed.to_local().cpu()
+
+    value = 2 if source == "P" else 1
+    for counts, boxed in assert_all_returned(run_over_nccl(program, device=DEVICE)):
+        assert counts == launches
+        assert (boxed == value).all()
+
+
 def test_two_ranks_on_one_device_are_refused():
     with pytest.raises(RuntimeError, match="Duplicate GPU detected: 3 ranks on 2 devices"):
         PlayedNccl(["gpu 0", "gpu 1", "gpu 0"])

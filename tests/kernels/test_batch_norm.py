@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.checked_device import sync_batch_norm  # noqa: F401 - it gives torch's kernels for GPUs to CPU tensors
+from tests.kernels import sync_batch_norm  # noqa: F401 - it gives torch's kernels for GPUs to CPU tensors
 from workbench.kernels import batch_norm
 from workbench.kernels.batch_norm import Shares, combine, gradient_sums, input_gradient, normalize, shard_statistics
 
@@ -13,18 +13,21 @@ TOLERANCES = [(torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5)]
 EPS, MOMENTUM = 1e-5, 0.3
 
 
-@pytest.fixture(params=["host", "GPU"])
-def kernels(request, monkeypatch):
-    """Whose kernels run."""
-    if request.param == "GPU":
+@pytest.fixture(params=["host", "formulas of the GPU's", pytest.param("GPU", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the tensors lie, and whose kernels run."""
+    if request.param == "GPU" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if request.param == "formulas of the GPU's":
         monkeypatch.setattr(batch_norm, "_HOSTS", frozenset())
+    return "cuda" if request.param == "GPU" else "cpu"
 
 
 def parts(x, dy, weight, bias, counts):
     """Output, gradients, and running statistics, of the shards of a batch cut behind so many samples."""
     shares = Shares.of([n * x[0, 0].numel() for n in counts], x.dtype, x.device)
     shards, of_dy = x.split(counts), dy.split(counts)
-    running = torch.zeros(x.shape[1], dtype=x.dtype), torch.ones(x.shape[1], dtype=x.dtype)
+    running = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
     rows = torch.stack([shard_statistics(shard, EPS) for shard in shards])
     statistics = combine(rows, shares, EPS, running, MOMENTUM)
     sums = [gradient_sums(d, shard, statistics, weight) for d, shard in zip(of_dy, shards, strict=True)]
@@ -41,12 +44,13 @@ def parts(x, dy, weight, bias, counts):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES)
 @pytest.mark.parametrize("affine", [False, True])
-def test_the_parts_equal_torchs_batch_norm(shape, dtype, atol, rtol, affine, kernels):
+def test_the_parts_equal_torchs_batch_norm(shape, dtype, atol, rtol, affine, device):
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(shape, dtype=dtype, generator=generator) * 2 + 1 for _ in range(2))
-    weight, bias = (torch.randn(shape[1], dtype=dtype, generator=generator).requires_grad_() for _ in range(2))
+    x, dy = ((torch.randn(shape, dtype=dtype, generator=generator) * 2 + 1).to(device) for _ in range(2))
+    weights = [torch.randn(shape[1], dtype=dtype, generator=generator).to(device) for _ in range(2)]
+    weight, bias = (each.requires_grad_() for each in weights)
     given = (weight, bias) if affine else (None, None)
-    running = torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype)
+    running = x.new_zeros(shape[1]), x.new_ones(shape[1])
     x.requires_grad_()
     expected = F.batch_norm(x, *running, *given, training=True, momentum=MOMENTUM, eps=EPS)
     expected.backward(dy)
@@ -61,8 +65,8 @@ def test_the_parts_equal_torchs_batch_norm(shape, dtype, atol, rtol, affine, ker
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (0, 3)])
-def test_an_empty_shard_contributes_nothing(shape, kernels):
-    x = torch.empty(shape)
+def test_an_empty_shard_contributes_nothing(shape, device):
+    x = torch.empty(shape, device=device)
     rows = shard_statistics(x, EPS)
     assert rows.shape == (2, shape[1]) and rows.isfinite().all()
     shares = Shares.of([8, 0], torch.float32, x.device)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 _DATA = torch.Generator().manual_seed(5)
 X, Y = torch.randn(16, 12, generator=_DATA), torch.randint(0, 6, (16,), generator=_DATA)
 WORDS = torch.randint(0, 11, (4, 12), generator=_DATA)
+IMAGES = torch.randn(16, 3, 6, 6, generator=_DATA)
 STRATEGIES = {
     "*: data": 2,
     "*: model": 2,
@@ -71,6 +72,19 @@ def texts():
 def mixture():
     torch.manual_seed(0)
     return Mixture().float()
+
+
+def pictures():
+    """With batch norm, whose statistics are those of all ranks."""
+    torch.manual_seed(0)
+    first, second = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (nn.Linear(128, 16), nn.BatchNorm1d(16, affine=False))
+    return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), *second, nn.ReLU(), nn.Linear(16, 6))
+
+
+def seen(model):
+    loss = F.cross_entropy(model(IMAGES), Y)
+    loss.backward()
+    return loss.detach()
 
 
 def classified(model):
@@ -141,6 +155,20 @@ def test_sequences_and_experts_on_a_gpu_equal_the_host(make, step, strategy, num
     [truth] = run(make, "*: data", 1, "cpu", step)
     for losses in run(make, strategy, num_ranks, "cuda:0", step):
         assert losses == pytest.approx(truth, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "*: data | recompute"])
+def test_batch_norm_on_a_gpu_equals_the_host(strategy, num_ranks):
+    [truth] = run(pictures, "*: data", 1, "cpu", seen)
+    for losses in run(pictures, strategy, num_ranks, "cuda:0", seen):
+        assert losses == pytest.approx(truth, rel=1e-3)
+
+
+def test_batch_norm_in_16_bits_on_a_gpu():
+    [truth] = run(pictures, "*: data", 1, "cpu", seen)
+    for losses in run(pictures, "*: data | bf16", 2, "cuda:0", seen):
+        assert losses == pytest.approx(truth, rel=5e-2) and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("strategy", ["*: data | bf16", "*: model | bf16", "*: data | zero=3 bf16"])

@@ -132,8 +132,10 @@ class DistributedTransport(Transport):
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        total, dtype = pack(tensors), tensors[0].dtype
-        total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
+        dtype = tensors[0].dtype
+        wide = (_SUMMED_IN if reduction == "sum" else _COMPARED_IN).get(dtype, dtype)
+        is_copied = len(tensors) > 1 or wide == dtype  # NCCL writes the total there
+        total = (pack(tensors) if is_copied else tensors[0].detach().reshape(-1)).to(wide)
         call = partial(dist.all_reduce, total, _REDUCE_OPS[reduction])
         wait = self._start_collective(call, group, f"{header}, {reduction} of {total.numel()}")
 
