@@ -28,6 +28,8 @@ SPLIT = {
     "*: model; *: expert; shared: data@1 | 2x1x2": 4,
     "*: expert | context=2": 2,
     "*: model; *: expert:4 | 1x2x2 context=2": 2,
+    "*: data; shared: data@1; head: data@1 | 2x2x1": 8,
+    "*: data | zero=3": 8,
 }
 """The experts that a rank of their stage holds, of 8, on 4 ranks."""
 
@@ -103,10 +105,23 @@ def test_listed_experts_are_spread_whole(strategy):
 
 def test_uneven_parts_and_ranks_without_tokens_or_experts():
     """3 samples on 4 ranks; 5 experts under ``model``, which may hold different numbers."""
-    for experts, strategy in ((8, "*: expert"), (5, "*: model | 1x2x2"), (3, "*: model | 1x1x4")):
+    for experts, strategy in ((8, "*: expert"), (8, "*: data"), (5, "*: model | 1x2x2"), (3, "*: model | 1x1x4")):
         models = [made(experts=experts) for _ in range(4)]
         for found in run_ranks(lambda rank: trained(models[rank], strategy, 3, 3), 4):  # noqa: B023 - called here
             assert_equal(found, on_one_device(3, 3, experts=experts))
+
+
+def test_experts_that_are_whole_run_on_the_tokens_of_their_rank():
+    """Only what the mixture says of all tokens is exchanged: how often an expert is chosen, and the mean odds."""
+    models = [made() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        with wb.debug.trace() as trace:
+            model(*batch_of(0)).backward()
+        return {(record.function, record.shape) for record in trace.records if record.wire_bytes}
+
+    assert run_ranks(program, 2)[0] == {("mul", (8,))}
 
 
 def test_what_does_not_fit_is_named_at_once():

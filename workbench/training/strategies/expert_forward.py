@@ -1,9 +1,10 @@
-"""The forward of fused experts, whose rows may be split over ranks.
+"""The forward of fused experts on shards.
 
-On the model axis all ranks have the same tokens: each computes the terms of its own experts, and the result is a
-partial sum. On the data axis ranks have different tokens: each token goes to the ranks of the experts that it has
-chosen, by an all-to-all whose sizes depend on the choices, and the results come back to the token. No token is
-dropped. Results are multiplied by their weights where the token is, so the weights do not travel.
+Experts that are whole on each rank run on the rank's own tokens. Others are split by their number. On the model axis
+all ranks have the same tokens: each computes the terms of its own experts, and the result is a partial sum. On the data
+axis ranks have different tokens: each token goes to the ranks of the experts that it has chosen, by an all-to-all whose
+sizes depend on the choices, and the results come back to the token. No token is dropped. Results are multiplied by
+their weights where the token is, so the weights do not travel.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ class ExpertForward:
     """The forward of a layer of fused experts, in the place of the module's own until ``remove``.
 
     A call whose arguments are not tokens, numbers of experts and weights runs the module's own forward, by the rules of
-    its functions. So does one of experts that are whole on each rank, unless the step is being recorded: the sizes in
-    the module's own depend on values.
+    its functions.
     """
 
     runs_some_experts = True
@@ -53,14 +53,10 @@ class ExpertForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs[name] for name in self._names[len(args) :] if name in kwargs)]
+        if len(args) + len(kwargs) != len(given) or not _are_choices_of_tokens(given):
+            return type(self._module).forward(self._module, *args, **kwargs)
         plan, choice = self._in_use.layouts.plan, self._choice
         data, model = plan.resolved.stage_width(choice.stage)
-        if (
-            len(args) + len(kwargs) != len(given)
-            or not _are_choices_of_tokens(given)
-            or (choice.over_data * model == 1 and given[0]._spec.world.context.recorder is None)
-        ):
-            return type(self._module).forward(self._module, *args, **kwargs)
         layout = plan.layout(choice.stage, Split(0), broadcast, context=Split(0))
         tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
         plan.chosen[choice.name] = numbers._spec.shape[-1]
@@ -79,29 +75,34 @@ class ExpertForward:
         groups = expert_groups(plan.placements[choice.stage], data, model, choice.over_data, self._experts)
         with local_torch():
             given = [plain_alias(tensor) for tensor in (tokens, numbers, weights, *parameters.values())]
-            run = partial(self._run, _Call(choice.name, groups, numbers._spec, tag), tuple(parameters))
+            is_whole = choice.over_data * model == 1
+            call = None if is_whole else _Call(choice.name, groups, numbers._spec, tag)
+            run = partial(self._run, call, tuple(parameters))
             local = opaque_call(world, f"experts {choice.name}", run, given)
         return wrap(local, spec)
 
     def _run(
         self,
-        call: _Call,
+        call: _Call | None,
         names: Sequence[str],
         tokens: torch.Tensor,
         numbers: torch.Tensor,
         weights: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        return call.run(tokens, numbers, weights, partial(self._terms, dict(zip(names, parameters, strict=True))))
+        terms = partial(self._terms, dict(zip(names, parameters, strict=True)))
+        return terms(tokens, numbers, weights) if call is None else call.run(tokens, numbers, weights, terms)
 
-    def _terms(self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: Any, ones: torch.Tensor) -> Any:
-        """What this rank's experts give for rows, for each the expert of its number, multiplied by ``ones``.
+    def _terms(
+        self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    ) -> Any:
+        """What this rank's experts give for rows: the sum over those that each has chosen, times their weights.
 
         Under autocast too the results have the rows' dtype: they travel between ranks, some of which had no row.
         """
         if not len(rows) or not has_data(rows):  # backward reaches the same parameters as on other ranks
-            return rows + sum(tensor.flatten()[:0].sum() for tensor in tensors.values())
-        results = run_some(self._module, self._experts, tensors, rows, numbers[:, None], ones[:, None])
+            return rows + sum(tensor.flatten()[:0].sum() for tensor in (weights, *tensors.values()))
+        results = run_some(self._module, self._experts, tensors, rows, numbers, weights)
         return results.to(rows.dtype)
 
 
@@ -149,7 +150,7 @@ class _Call:
         Args:
             tokens: (tokens..., features).
             numbers, weights: (tokens..., chosen experts).
-            terms: (rows, numbers of this rank's experts, ones) -> results.
+            terms: (rows, one number for each of this rank's experts, weights) -> results.
         """
         rows, flat = tokens.flatten(0, -2), weights.flatten()
         order, counts = self._choices(numbers.flatten())
@@ -160,7 +161,7 @@ class _Call:
         taken = rows.index_select(0, of_token)  # whose backward adds rows, faster than that of rows[of_token]
         exchange = self._exchange(sent, received, None if has_data(counts) else self._even)
         arrived = exchange_rows(taken, exchange) if len(sent) > 1 else taken
-        results = terms(arrived, _numbers(asking, sum(received)), flat.new_ones(len(arrived)))
+        results = terms(arrived, _numbers(asking, sum(received))[:, None], flat.new_ones(len(arrived), 1))
         if len(sent) > 1:
             results = exchange_rows(results, exchange.reversed())
         weighted = results * flat.index_select(0, chosen)[:, None]
