@@ -192,4 +192,4 @@ class _Gradients:
     def _scattered(self, there: float, is_later: bool) -> float:
         whole = min(there * self._size, UNDER_WAY * self._bucket)
         parts = (self._total if is_later else there) * self._size - (0.0 if is_later else whole)
-        return parts * self._part + whole + (1 if is_later else 2) * min(self._bucket, whole) * self._part
+        return parts * self._part + whole + min(self._bucket, whole) * self._part

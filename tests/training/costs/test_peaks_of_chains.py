@@ -82,9 +82,10 @@ def measured(make, text: str, width: int, watched: int) -> int:
         (lambda: chain(128, 2), 128, "*: model | 1x1x2 mb=2", False),
         (lambda: chain(128, 3), 128, "0: data; 2: data@1; 4: data@2; 6: data@3 | 2x1x1 mb=4 interleaved", False),
         (lambda: chain(128, 4), 128, "[0-2]: data; [4-8]: data@1 | 2x1x1 mb=4 zero_bubble", True),
+        (lambda: chain(192, 3), 192, "*: data | 1x2x1 zero=2", True),
         (lambda: nn.Sequential(Block(128), Block(128)), 128, "0.*: data; 1.*: data@1 | 2x1x1 mb=4 1f1b", True),
     ],
-    ids=["gpipe", "1f1b", "one stage", "interleaved", "split backward", "blocks"],
+    ids=["gpipe", "1f1b", "one stage", "interleaved", "split backward", "zero=2", "blocks"],
 )
 def test_peaks_where_gradients_add_in_place(monkeypatch, make, width, text, has_second):
     """A second gradient of the largest weight would be more than the bound."""
