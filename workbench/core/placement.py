@@ -117,13 +117,13 @@ class Placement:
         return len(self.grid)
 
     def has_ranks_of(self, other: Placement) -> bool:
-        """Whether both are grids of one shape with the same ranks, in any order.
+        """Whether both are grids of the same ranks, in any order and shape.
 
-        >>> Placement.of("cpu", [0, 1]).has_ranks_of(Placement.of("cpu", [1, 0]))
+        >>> Placement.of("cpu", [0, 1, 2, 3]).has_ranks_of(Placement.of("cpu", [[0, 2], [1, 3]]))
         True
         """
-        alike = self.device_type == other.device_type and self.shape == other.shape
-        return alike and (self.grid == other.grid or set(self.grid) == set(other.grid))
+        is_same = self.grid == other.grid or set(self.grid) == set(other.grid)
+        return self.device_type == other.device_type and is_same
 
     @property
     def num_axes(self) -> int:

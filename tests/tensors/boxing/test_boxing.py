@@ -109,6 +109,62 @@ def test_two_placements_in_one_operation():
     run_ranks(program, 2)
 
 
+def of_numbers(a, b):
+    """What people write with parameters of all stages: parts of a loss, norms, a scale that another stage has."""
+    loss = (a * a).mean() + 0.5 * (b * b).sum()
+    norm = torch.stack([a.norm(), b.norm()]).norm()
+    total = 0
+    for x in (a, b):
+        total = total + x.abs().sum()
+    total += b.sum()
+    scaled = a * b[0].exp() + torch.where(b[1] > 0, a, -a)
+    return loss + norm + total + scaled.sum() + torch.maximum(b.max(), a.max())
+
+
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+@pytest.mark.parametrize(
+    ("here", "there"), [([0, 1], [2, 3]), ([2, 3], [0]), ([0, 1, 2, 3], [[0, 1], [2, 3]]), ([[0, 2], [1, 3]], [0, 3])]
+)
+def test_numbers_go_where_the_other_operands_are(here, there, sbp):
+    values = torch.linspace(-1, 2, 8, dtype=torch.float64), torch.tensor([0.3, -0.2, 0.1, 0.9], dtype=torch.float64)
+    leaves = [value.clone().requires_grad_() for value in values]
+    of_numbers(*leaves).backward()
+
+    def program():
+        placements = [wb.placement("cpu", ranks=ranks) for ranks in (here, there)]
+        a, b = (
+            wb.to_global(value, placement, [sbp] * placement.num_axes, broadcast_from=0).detach().requires_grad_()
+            if sbp == "B"
+            else wb.tensor(value, placement=placement, sbp=[sbp] * placement.num_axes).requires_grad_()
+            for value, placement in zip(values, placements, strict=True)
+        )
+        found = of_numbers(a, b)
+        found.backward()
+        if there == [0]:
+            with wb.debug.explicit_boxing(), pytest.raises(ExplicitBoxingError, match="number on other ranks"):
+                a.mean() + b.mean()
+        return found.item(), a.grad.full_tensor(), b.grad.full_tensor()
+
+    for value, *grads in run_ranks(program, 4):
+        assert value == pytest.approx(of_numbers(*values).item())
+        torch.testing.assert_close(grads, [leaf.grad for leaf in leaves])
+
+
+@pytest.mark.parametrize(("left", "right"), [("S(0)", "S(0)"), ("P", "P"), ("B", "S(1)"), ("S(1)", "P")])
+def test_grids_of_the_same_ranks_meet(left, right):
+    """Under ZeRO with groups of shards, and with model ranks, parameters lie on grids of different shapes."""
+    a, b = torch.arange(12.0).reshape(4, 3), torch.arange(12.0).reshape(4, 3).flip(0)
+
+    def program():
+        line, grid = wb.placement("cpu", ranks=[0, 1, 2, 3]), wb.placement("cpu", ranks=[[0, 2], [1, 3]])
+        x = wb.tensor(a, placement=line, sbp=left)
+        y = wb.tensor(b, placement=grid, sbp=[right, "B" if right == "S(1)" else right])
+        return (x * y).full_tensor(), torch.cat([y, x]).full_tensor()
+
+    for product, joined in run_ranks(program, 4):
+        assert torch.equal(product, a * b) and torch.equal(joined, torch.cat([b, a]))
+
+
 @pytest.mark.parametrize(("left", "right"), [("B", "P"), ("S(0)", "S(1)"), ("P", "S(0)"), ("P", "P")])
 def test_the_same_ranks_in_another_order_meet_in_the_order_of_the_first(left, right):
     """Parameters under ZeRO 3 whose rows do not divide begin at different ranks, and users sum their norms."""

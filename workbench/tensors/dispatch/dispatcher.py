@@ -204,9 +204,10 @@ def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
 def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments with all tensors global and on one placement; None where they are already.
 
-    Plain tensors count as broadcast on the placement of the global ones. The same ranks in another order (parameters
-    under ZeRO 3 begin at different ones) take that of the first operand. Between the stages of a parallelized module,
-    operands go to the latest stage among them; elsewhere two placements are an error.
+    Plain tensors count as broadcast on the placement of the global ones. The same ranks in another order or grid
+    (shards under ZeRO differ in both) take that of the first operand. Between the stages of a parallelized module,
+    operands go to the latest stage among them. Elsewhere single numbers, such as the parts of a loss or norms, go
+    where the other operands are, and two placements of larger tensors are an error.
     """
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -215,12 +216,16 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if len(known) == len(tensors) and len(placements) == 1:
         return None
     world = known[0]._spec.world
-    placement = known[0]._spec.layout.placement
+    placement, why = known[0]._spec.layout.placement, "an operation between stages"
     if not all(placement.has_ranks_of(other) for other in placements):
-        if not placements <= set(world.context.call.stage_order):
-            refuse_two_placements(func, args, kwargs, known)
-        placement = max(placements, key=world.context.call.stage_order.index)
-    name, why = fold_name(func), "an operation between stages"
+        if placements <= set(world.context.call.stage_order):
+            placement = max(placements, key=world.context.call.stage_order.index)
+        else:
+            larger = [tensor for tensor in known if tensor._spec.shape] or known[:1]
+            placement, why = larger[0]._spec.layout.placement, "an operation with a number on other ranks"
+            if not all(placement.has_ranks_of(tensor._spec.layout.placement) for tensor in larger):
+                refuse_two_placements(func, args, kwargs, larger)
+    name = fold_name(func)
     if name.in_place and isinstance(leaves[0], GlobalTensor):
         placement = leaves[0]._spec.layout.placement  # a target of a write keeps its placement
         why = f"{name.folded} in place"
@@ -243,7 +248,9 @@ def _to_placement(tensor: GlobalTensor, placement: Placement, why: str) -> Globa
     if (there := cached_boxing_on(tensor, placement)) is not None:
         return there  # a layer's input hook has boxed this residual already
     if layout.placement.has_ranks_of(placement):
-        return box_implicitly(tensor, Layout(placement, layout.sbp), "an operation on the same ranks in another order")
+        entries = layout.sbp if len(set(layout.sbp)) == 1 else layout.broadcast().sbp
+        sbp = layout.sbp if layout.placement.shape == placement.shape else entries[:1] * placement.num_axes
+        return box_implicitly(tensor, Layout(placement, sbp), "an operation on the same ranks in another order")
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
     target = Layout.of(placement, entries)
