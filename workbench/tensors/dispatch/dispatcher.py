@@ -248,8 +248,9 @@ def _to_placement(tensor: GlobalTensor, placement: Placement, why: str) -> Globa
     if (there := cached_boxing_on(tensor, placement)) is not None:
         return there  # a layer's input hook has boxed this residual already
     if layout.placement.has_ranks_of(placement):
-        entries = layout.sbp if len(set(layout.sbp)) == 1 else layout.broadcast().sbp
-        sbp = layout.sbp if layout.placement.shape == placement.shape else entries[:1] * placement.num_axes
+        is_alike = len(set(layout.sbp)) == 1
+        entry = layout.sbp[:1] if is_alike else layout.broadcast().sbp[:1]
+        sbp = layout.sbp if layout.placement.shape == placement.shape else entry * placement.num_axes
         return box_implicitly(tensor, Layout(placement, sbp), "an operation on the same ranks in another order")
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
