@@ -135,6 +135,11 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
+def _has_recurrence(block: nn.Module) -> bool:
+    """Whether torch's recurrent layers are in a block. They write to results of products, a GRU unseen by versions."""
+    return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in block.modules())
+
+
 class Recomputed:
     """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
@@ -143,7 +148,7 @@ class Recomputed:
     """
 
     def __init__(self, block: nn.Module, how: str = "full") -> None:
-        self.block, self.kept = block, KEPT.get(how)
+        self.block, self.kept = block, None if _has_recurrence(block) else KEPT.get(how)
         block._compiled_call_impl = self
 
     def remove(self) -> None:
