@@ -35,7 +35,8 @@ def run_ranks(
     is that of the ranks' random numbers. The first rank to fail ends the waits of the others, and its exception is
     raised here with a note that names the rank. A deadlock is an error at once, not a timeout. torch's default
     generator belongs to the process, so ranks that build a model at the same time get different weights: build it
-    before, and give each rank a ``copy.deepcopy``.
+    before, and give each rank a ``copy.deepcopy``. So are plain numbers that a forward draws (``torch.rand(len(x))``);
+    processes seeded alike draw the same, as do global tensors here (``torch.rand_like(x)``).
 
     >>> run_ranks(lambda rank: rank * 10, num_ranks=3)
     [0, 10, 20]
