@@ -85,6 +85,7 @@ torch.ops.aten._to_copy.default
 
 # Parts of torch's Python functions, and what is wrapped or refused
 torch._C._nn.cross_entropy_loss
+torch._C._nn.nll_loss_nd
 torch._functorch.eager_transforms._wrap_for_grad
 torch._functorch.vmap._add_batch_dim
 torch.distributed.fsdp._fully_shard._fully_shard._validate_module

@@ -8,7 +8,6 @@ the labels among its classes, and the ranks sum three numbers per row. The logit
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 _SUM = 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
+_local_nll_loss: Any = torch._C._nn.nll_loss_nd
 
 
 @rule("cross_entropy", "nll_loss")
@@ -62,13 +62,26 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
                   reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Any:  # fmt: skip
     """``F.cross_entropy``; the mean is over the logical batch."""
     if weight is None and type(target) is torch.Tensor and reduction == "mean" and size_average is reduce is None:
-        loss = _mean_of_split_batch(input, target, ignore_index, label_smoothing)
+        loss = _mean_of_split_batch(_local_cross_entropy, input, target, ignore_index, label_smoothing)
         if loss is not None:
             return loss
     return _loss(F.cross_entropy, input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
 
-def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Any:
+@composite("nll_loss")
+def nll_loss(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+             reduce: Any = None, reduction: str = "mean") -> Any:  # fmt: skip
+    """``F.nll_loss``; the mean is over the logical batch."""
+    if weight is None and type(target) is torch.Tensor and reduction == "mean" and size_average is reduce is None:
+        loss = _mean_of_split_batch(_local_nll_loss, input, target, ignore_index)
+        if loss is not None:
+            return loss
+    return _loss(F.nll_loss, input, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _mean_of_split_batch(
+    function: Any, input: Any, target: torch.Tensor, ignore_index: int, *label_smoothing: float
+) -> Any:
     """The common case in one lookup: data parallelism, with labels that every rank holds. None in all other cases.
 
     Every rank knows the number of targets, so the loss is the sum of each shard's losses over that number.
@@ -94,7 +107,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
         target = target.narrow(dim, start, size)
     target = copy_to_device(target, spec.world.device)  # this rank's labels only
     with local_torch():
-        return wrap(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
+        return wrap(function(input, target, None, _SUM, ignore_index, *label_smoothing) / count, out)
 
 
 def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
@@ -171,9 +184,6 @@ def _loss(
         return total / rows_count if rows_count else total * float("nan")
     weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
     return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
-
-
-composite("nll_loss")(partial(_loss, F.nll_loss))
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:

@@ -165,11 +165,18 @@ def instance_norm(
     count = input.numel() // max(1, input.shape[0] * input.shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
-    x = sum_terms(input)
-    mean, variance = moments(x, list(range(2, input.dim())))
+    x, space = sum_terms(input), list(range(2, input.dim()))
+    is_whole = not splits(x, space)  # then torch's own function normalizes the shards
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_whole):
+        mean, variance = moments(x, space)
     if running_mean is not None:
-        move_running(running_mean, mean.detach().mean(0).reshape(-1), momentum)
-        move_running(running_var, variance.detach().mean(0).reshape(-1) * (count / (count - 1)), momentum)
+        with torch.no_grad():
+            of_batch = torch.stack([mean.detach(), variance.detach() * (count / (count - 1))]).mean(1)
+            of_mean, of_variance = sum_terms(of_batch).reshape(2, -1).unbind(0)
+        move_running(running_mean, of_mean, momentum)
+        move_running(running_var, of_variance, momentum)
+    if is_whole:
+        return F.instance_norm(x, None, None, weight, bias, True, momentum, eps)
     return _normalize_channels(x, mean, variance, weight, bias, eps, "instance_norm")
 
 
