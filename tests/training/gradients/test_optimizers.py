@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 import workbench as wb
 from tests.training.models import batch_for, make
-from workbench.errors import LayoutError
+from workbench.errors import CaptureError, LayoutError
 from workbench.testing import run_ranks
 from workbench.training.gradients.optim import is_elementwise, state_layout
 
@@ -295,3 +296,22 @@ def test_an_own_optimizer_may_do_to_parameters_what_it_likes(kind, strategy):
 
     for found in run_ranks(body, 2):
         torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)
+
+
+def test_a_captured_step_says_how_an_own_optimizer_is_declared_elementwise():
+    class Declared(SignOfMomentum):
+        elementwise = True
+
+    models = [make("mlp").double() for _ in range(3)]
+
+    def body(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        with pytest.raises(CaptureError, match=r"SignOfMomentum\.step\(\).*elementwise = True in its class"):
+            train(model, wb.capture(partial(step, model, SignOfMomentum(model.parameters(), lr=0.1))))
+        train(model, wb.capture(partial(step, model, Declared(model.parameters(), lr=0.1))))
+
+    def train(model, run):
+        for _ in range(3):
+            run()
+
+    run_ranks(body, 2)

@@ -138,9 +138,10 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if is_global or (not is_elementwise(optimizer) and "_workbench_swap" in optimizer.__dict__):
         raise CaptureError(
-            f"capture: {name}.step() reads whole parameters (norms per layer, factored moments, several evaluations), "
-            "which exchanges values inside the optimizer. A replay calls the optimizer on this rank's parts. Call "
-            "step() outside of the captured function."
+            f"capture: {name}.step() may read whole parameters (norms per layer, factored moments, several "
+            "evaluations), which exchanges values inside the optimizer. A replay calls the optimizer on this rank's "
+            "parts. Call step() outside of the captured function; or, if it changes each element by that element's "
+            "gradient and state only, say so: elementwise = True in its class."
         )
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     if hooks:
