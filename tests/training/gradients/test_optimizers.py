@@ -223,9 +223,17 @@ class SignOfMomentum(torch.optim.SGD):
             parameter.sub_(momentum.lerp_(parameter.grad, 0.1).sign(), alpha=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=1", "*: data | zero=3"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, SignOfMomentum])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (torch.optim.SGD, "*: data"),
+        (torch.optim.AdamW, "*: model"),
+        (torch.optim.AdamW, "*: data | zero=1"),
+        (SignOfMomentum, "*: data"),
+        (SignOfMomentum, "*: data | zero=3"),
+    ],
+)
 def test_weights_that_are_not_contiguous_are_trained(kind, when, strategy):
     def train(model):
         images = torch.randn(3, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -275,9 +283,7 @@ class AssignsData(torch.optim.SGD):
             parameter.data = parameter.data - 0.1 * parameter.grad.data.sign()
 
 
-@pytest.mark.parametrize(
-    "strategy", ["*: data", "*: model", "*: data | zero=1", "*: data | zero=2", "*: data | zero=3"]
-)
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "*: data | zero=2"])
 @pytest.mark.parametrize("kind", [FreesGradients, DecaysAll, AssignsData])
 def test_an_own_optimizer_may_do_to_parameters_what_it_likes(kind, strategy):
     def train(model):
