@@ -164,3 +164,25 @@ def test_recurrent_layers_give_the_same_gradients(kind):
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("strategy", ["*: data | recompute", "*: model | recompute", "*: data | zero=3 recompute"])
+def test_a_block_runs_again_with_the_tensors_that_stood_in_for_its_parameters(strategy):
+    """The gradient through a step of gradient descent, as meta-learning takes it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), torch.linspace(-2, 2, 15).double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def gradients(model):
+        inputs, parameters = x.reshape(5, 3), dict(model.named_parameters())
+        inner = torch.autograd.grad(model(inputs).square().sum(), list(parameters.values()), create_graph=True)
+        stepped = {name: p - 0.1 * grad for (name, p), grad in zip(parameters.items(), inner, strict=True)}
+        torch.func.functional_call(model, stepped, (inputs,)).cos().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    def program(rank):
+        return [grad.full_tensor() for grad in gradients(wb.parallelize(models[rank], strategy))]
+
+    truth = gradients(model)
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, truth)

@@ -135,6 +135,28 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
+def _given_parameters(block: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """What ``torch.func.functional_call`` has put in the place of a block's parameters, for its first run."""
+    return [
+        (part, name, tensor)
+        for part in block.modules()
+        for name, tensor in part._parameters.items()
+        if tensor is not None and not isinstance(tensor, nn.Parameter)
+    ]
+
+
+@contextmanager
+def _in_their_places(given: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    kept = [(part, name, part._parameters[name]) for part, name, _ in given]
+    try:
+        for part, name, tensor in given:
+            part._parameters[name] = tensor
+        yield
+    finally:
+        for part, name, parameter in kept:
+            part._parameters[name] = parameter
+
+
 def _has_recurrence(block: nn.Module) -> bool:
     """Whether torch's recurrent layers are in a block. They write to results of products, a GRU unseen by versions."""
     return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in block.modules())
@@ -160,12 +182,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        buffers, has_run = _BuffersBefore(self.block), False
+        buffers, given, has_run = _BuffersBefore(self.block), _given_parameters(self.block), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with buffers.put_back(), _explaining_writes(self.block):
+                with buffers.put_back(), _in_their_places(given), _explaining_writes(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
