@@ -135,7 +135,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _given_parameters(block: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+def _given_parameters(block: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """What ``torch.func.functional_call`` has put in the place of a block's parameters, for its first run."""
     return [
         (part, name, tensor)
