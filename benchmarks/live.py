@@ -45,7 +45,6 @@ def train(rounds: int, steps: int) -> list[list[float]]:
     from torch import nn
 
     from workbench.core.strategy import Strategy
-    from workbench.session.on_engine import run_commands as engine_commands
     from workbench.session.on_engine import shell as engine_shell
     from workbench.training.batches import Batch
     from workbench.training.runs.job import Job
@@ -58,7 +57,7 @@ def train(rounds: int, steps: int) -> list[list[float]]:
         def _step(self, step: int, batch: Batch) -> None:
             is_watched = _is_watched(step // steps)
             self._listen = engine_shell.publish if is_watched else None
-            self._commands = engine_commands.commands if is_watched else None
+            self._commands = engine_shell.commands if is_watched else None
             self._is_heard = is_watched
             super()._step(step, batch)
 
@@ -72,7 +71,7 @@ def train(rounds: int, steps: int) -> list[list[float]]:
 
     stretches = range(_WARM_STRETCHES, _WARM_STRETCHES + 2 * rounds)
     job = Job(make, data, loss, None, batch_size=128, num_steps=stretches.stop * steps + 1)
-    WatchedInTurn(job, Strategy("*: data"), engine_shell.publish, engine_commands.commands).train()
+    WatchedInTurn(job, Strategy("*: data"), engine_shell.publish, engine_shell.commands).train()
     found: list[list[float]] = [[], []]
     for stretch in stretches:
         found[_is_watched(stretch)].append((moments[(stretch + 1) * steps] - moments[stretch * steps]) / steps)

@@ -12,7 +12,7 @@ from tests.checked_device.test_training import X, Y, mlp
 from tests.session.simulated_session import SimulatedSession
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 from workbench.testing import run_ranks
 from workbench.training.runs import exact_dtypes
 from workbench.training.runs.job import Job
@@ -47,7 +47,7 @@ def test_a_run_equals_the_run_on_one_device(make, strategy):
 @pytest.fixture
 def device_session(monkeypatch):
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
     return SimulatedSession(device=DEVICE)
 
 

@@ -16,14 +16,14 @@ from tests.session.simulated_session import SimulatedSession
 from workbench.core.metrics import RunEvent
 from workbench.errors import CaptureWarning
 from workbench.session.comparison.compare import CompareResult
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 from workbench.training.capture import compiled
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiled, "_shared", WeakValueDictionary())
 

@@ -15,13 +15,13 @@ from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import Subject
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 
 
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
 
 
 def make_model() -> nn.Module:

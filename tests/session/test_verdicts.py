@@ -18,7 +18,7 @@ from workbench.core.metrics import RunRecord
 from workbench.errors import RunError
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 
 STEPS = 12
 SLOW = pytest.mark.slow
@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
 
 
 def is_spread(value: Any) -> bool:

@@ -14,7 +14,7 @@ from tests.ui.reports import FakeTrainer
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 from workbench.ui.panel import Panel
 from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.table_rows import equal_text
@@ -23,7 +23,7 @@ from workbench.ui.runs.table_rows import equal_text
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
 
 
 def make_linear() -> nn.Module:

@@ -95,6 +95,11 @@ class Incumbents:
         return found
 
     @property
+    def kept(self) -> list[PricedStrategy]:
+        """The best strategies that fit, and the one that holds least."""
+        return [*self.by_degrees.values(), *([self.least_memory] if self.least_memory is not None else [])]
+
+    @property
     def best_value(self) -> float:
         """The value of the best strategy; infinite if there is none."""
         return inf if self.best is None else self.best.value[0]

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from math import comb, prod
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.options import PRECISIONS
+from workbench.core.recompute_kinds import KINDS
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.stages import recomputed_blocks
 from workbench.planning.best_first_search import search_best_first
 from workbench.planning.candidates import Candidate, candidates
-from workbench.planning.finer_recompute import finer_recompute
-from workbench.planning.incumbents import Incumbents
+from workbench.planning.incumbents import Incumbents, PricedStrategy
 from workbench.planning.infeasible import check_constraints, raise_does_not_fit
 from workbench.planning.layer_prices import data_ranks, least_step_s
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Choice, Constraints, Problem
-from workbench.planning.spread_experts import spread_experts
+
+_MAX_REFINED = 8
+"""Number of strategies that ``finer_recompute`` prices again."""
+_LEAST_PART = 0.75
+"""The part of a step that stays without recomputation: of a forward, a backward and another forward."""
 
 
 def search(
@@ -153,3 +159,48 @@ def stage_assignments(num_layers: int, num_stages: int) -> Iterator[tuple[int, .
     """
     for places in combinations(range(1, num_layers), num_stages - 1):
         yield tuple(sum(place <= index for place in places) for index in range(num_layers))
+
+
+def finer_recompute(problem: Problem, incumbents: Incumbents) -> None:
+    """Add the best strategies to the incumbents with as little recomputation as their memory allows.
+
+    The search prices none and all: what else is best depends little on which blocks run again, or what they keep. Each
+    kind saves some bytes for some seconds. Of those that fit, the one with the shortest step has spent the fewest
+    seconds on the bytes that lacked.
+    """
+    if problem.constraints.recompute is not None or problem.software.recompute != "full":
+        return
+    found = sorted(incumbents.kept, key=lambda each: each.value)[:_MAX_REFINED]
+    num_blocks = max(recomputed_blocks(problem.costs)) + 1
+    for each in found:
+        if each.strategy.options.recompute != "full" or each.value[0] * _LEAST_PART > incumbents.best_value:
+            continue
+        for kind in KINDS[1:]:
+            _again(problem, incumbents, each, kind)
+        fewest, most = 0, num_blocks  # the number of blocks that fits is between
+        while most - fewest > 1:
+            middle = (fewest + most) // 2
+            fits = _again(problem, incumbents, each, str(middle)).estimate.peak_bytes <= problem.memory_bytes
+            fewest, most = (fewest, middle) if fits else (middle, most)
+
+
+def _again(problem: Problem, incumbents: Incumbents, found: PricedStrategy, recompute: str) -> PricedStrategy:
+    strategy = replace(found.strategy, options=replace(found.strategy.options, recompute=recompute))
+    return incumbents.keep(strategy, problem.estimate(strategy))
+
+
+def spread_experts(problem: Problem, incumbents: Incumbents) -> None:
+    """Add the best strategies to the incumbents with the choice ``expert`` for all lists that no constraint pins.
+
+    Experts are spread over as many ranks as fit. A list is spread as a whole, and the search chooses layer by layer: it
+    prices ``data`` and ``model`` for the layers of lists. For fused experts it prices ``expert`` too.
+    """
+    free = {i for i, row in enumerate(problem.rows) if row.layer.expert is not None and problem.pins[i] is None}
+    for each in incumbents.kept if free else ():
+        strategy = each.strategy
+        choices = [(layer.parallel, layer.split) for layer in strategy.layers]
+        for index in free:
+            choices[index] = ("expert", None)
+        spread = problem.resolve(choices, [layer.stage for layer in strategy.layers], strategy.options)
+        if any(spread.layers[index].over_data > 1 for index in free):
+            incumbents.keep(spread, problem.estimate(spread))

@@ -79,7 +79,7 @@ class RemoteCall:
 
     def request_stop(self) -> None:
         """Ask the function to end early: `workbench.session.engine.stop_requested` becomes true on its ranks."""
-        self._control("stop")
+        self.send_command("stop")
 
     def send_command(self, kind: str, text: str = "") -> None:
         """Send a command that a training run executes between two steps on all ranks: ``"stop"``, ``"pause"``,

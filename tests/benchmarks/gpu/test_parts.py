@@ -19,7 +19,7 @@ from tests.processes import Ranks
 from tests.session.simulated_session import SimulatedSession
 from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import StrategyError
-from workbench.session.on_engine import run_commands, shell
+from workbench.session.on_engine import shell
 
 CPU = Place("cpu")
 FINDS_ONE_AND = """
@@ -86,7 +86,7 @@ def test_steps_in_a_world_of_one() -> None:
 def test_strategies_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """On simulated ranks: an engine of the workbench is tested elsewhere."""
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(run_commands, "commands", list)
+    monkeypatch.setattr(shell, "commands", list)
     monkeypatch.setattr(engines, "start", lambda place, num_engines: nullcontext(SimulatedSession(num_engines)))
     assert [found.seen.partition(",")[0] for found in engines.compared(CPU, 2)] == ["equal"] * 4
     monkeypatch.setattr(engines, "STRATEGIES", {"unfit": "no_such_layer: data"})

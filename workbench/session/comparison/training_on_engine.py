@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from workbench.core.verdict import TensorChange
-from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.first_difference import first_difference
@@ -106,7 +105,7 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
     job = _variant(key, which, num_steps)
     with _mode(job):
         result = run_one_device(
-            job, which.num_micro_batches, engine_shell.publish, engine_commands.commands, which.precision
+            job, which.num_micro_batches, engine_shell.publish, engine_shell.commands, which.precision
         )
     if result.draws:
         _jobs[key] = replace(_jobs[key], draws=True)
@@ -128,7 +127,7 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
             job,
             strategy,
             listen=engine_shell.publish,
-            commands=engine_commands.commands,
+            commands=engine_shell.commands,
             keeps_weights=True,
             compiles=compiles,
         )

@@ -5,7 +5,6 @@ Operations:
 * ``status``: a `RankStatus` with the main thread's stack.
 * ``activity``: a `RankActivity`, cheap enough to be asked every second.
 * ``abort``: end waits for other ranks.
-* ``stop``: make `stop_requested` true for one run.
 * ``command``: let a training run pause, resume, change its strategy or stop.
 * ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
 * ``debug``: let a debugger listen.
@@ -16,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +26,6 @@ from workbench.session.on_engine import connections as engine_connections
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
 from workbench.session.on_engine import interruptible_waits as engine_waits
-from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
 
@@ -112,9 +109,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
     "activity": lambda: engine_activity.activity(_world()),
     "abort": abort,
-    "stop": engine_shell.request_stop,
-    "command": engine_commands.add,
-    "ping": time.time,
+    "command": engine_shell.add_command,
     "complete": engine_assist.complete,
     "inspect": engine_assist.inspect,
     "names": engine_assist.names,

@@ -1,4 +1,4 @@
-"""An engine's shell: the request that runs now, and the objects that it sends to the notebook.
+"""An engine's shell: the request that runs now, the objects that it sends to the notebook, and its commands.
 
 A training loop on an engine uses two functions of this module: `publish` sends objects, `stop_requested` is polled.
 """
@@ -9,11 +9,13 @@ import itertools
 import sys
 from typing import Any
 
+from workbench.core.run_commands import RunCommand
 from workbench.errors import SessionError
 from workbench.session import protocol
 
 _sequence = itertools.count()
-_stopped_runs: set[int] = set()
+_commands: dict[int, list[RunCommand]] = {}
+"""By the run that they are for; the control thread adds to them."""
 
 
 def publish(obj: object) -> None:
@@ -32,13 +34,18 @@ def publish(obj: object) -> None:
 
 def stop_requested() -> bool:
     """Whether the notebook has asked the running call to stop early (`RemoteCall.request_stop`). Cheap to poll."""
-    tag = current_tag() if _stopped_runs else None
-    return tag is not None and tag.run in _stopped_runs
+    return any(command.kind == "stop" for command in commands())
 
 
-def request_stop(run: int) -> None:
-    """Make `stop_requested` true for one run. The engine's control thread calls this."""
-    _stopped_runs.add(run)
+def add_command(run: int, kind: str, text: str = "") -> None:
+    """Record a command for a run, also for one that has not begun. The engine's control thread calls this."""
+    _commands.setdefault(run, []).append(RunCommand(kind, text))
+
+
+def commands() -> list[RunCommand]:
+    """All commands to the running call so far, in order. Cheap to poll."""
+    tag = current_tag() if _commands else None
+    return list(_commands.get(tag.run, ())) if tag is not None else []
 
 
 def send(wire: object) -> None:

@@ -21,13 +21,13 @@ from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
+from workbench.training.capture.operators import RejectValueReads
 from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.recorded_transport import RecordedTransport
 from workbench.training.capture.recorder import Recorder
 from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.trace import Trace
-from workbench.training.capture.value_reads import RejectValueReads
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
 from workbench.training.strategies.state import STATE

@@ -26,10 +26,10 @@ from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.simulated import Simulated, world_of_one
 from workbench.tensors.world import World, current
-from workbench.training.costs.offload_time import time_offload
 from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import DTYPES, ExchangeTime, FunctionTime, ProductTime, RankTimes
 from workbench.training.costs.work_counter import WorkCounter
+from workbench.training.offload.host_memory import host_memory
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import forward_backward
 
@@ -334,3 +334,28 @@ def _device_name(world: World) -> str:
     import platform
 
     return f"{platform.machine()} CPU"
+
+
+_BYTES = 2**26
+
+
+def time_offload(watch: Stopwatch) -> float:
+    """Bytes per second. Of a CPU: those that a change of pages that were given back takes longer than of others."""
+    device = watch.world.device
+    memory = host_memory(device)
+    there = memory.allocate(_BYTES)
+    here = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    if device.type != "cpu":
+
+        def copy() -> None:
+            here.copy_(there, non_blocking=True)
+            there.copy_(here, non_blocking=True)
+
+        return 2 * _BYTES / watch.own_s(copy)
+
+    def change() -> None:
+        memory.will_read(there)
+        there.add_(1)
+        memory.release(there)
+
+    return 2 * _BYTES / max(watch.own_s(change) - watch.own_s(lambda: here.add_(1)), 1e-6)
