@@ -21,35 +21,6 @@ from workbench.session.ranks import parse_ranks
 ANSWER_TIMEOUT_S = 0.5
 _GLOBAL_CELL = re.compile(r"^(?:#\s*)?%%global\b(.*)\n")
 _WORKBENCH_LINE = re.compile(r"^\s*%workbench\s+(\S+\s+)?(?:.*\s)?")
-CELL_OPTIONS = (
-    "--ranks",
-    "--timeout",
-    "--quiet",
-    "--no-stream",
-    "--label",
-    "--time",
-    "--setup",
-    "--out",
-    "--group-outputs",
-    "-o",
-)
-LINE_OPTIONS = (
-    "--engines",
-    "--device",
-    "--keep",
-    "--new",
-    "--name",
-    "--profile",
-    "--hosts",
-    "--python",
-    "--slurm",
-    "--ranks",
-    "--lines",
-    "--steps",
-    "--warmup",
-    "--any-size",
-    "--to",
-)
 
 
 def install(ipython: Any) -> None:
@@ -100,12 +71,12 @@ def propose(context: Any) -> dict[str, Any]:
     none: dict[str, Any] = {"completions": []}
     text = context.full_text
     if (line := _WORKBENCH_LINE.match(context.text_until_cursor)) is not None:
-        return _fitting(context.token, LINE_OPTIONS if line.group(1) else magic_commands.COMMANDS)
+        return _fitting(context.token, _options_of("workbench", "line") if line.group(1) else magic_commands.COMMANDS)
     found = _GLOBAL_CELL.match(text if "\n" in text else text + "\n")
     if found is None or context.token.startswith("%"):
         return none
     if context.cursor_line == 0:
-        return _fitting(context.token, CELL_OPTIONS)
+        return _fitting(context.token, _options_of("global", "cell"))
     code = text[found.end() :]
     before = code.split("\n")[: context.cursor_line - 1]
     offset = sum(len(line) + 1 for line in before) + context.cursor_position
@@ -124,6 +95,14 @@ def propose(context: Any) -> dict[str, Any]:
 
 propose.matcher_api_version = 2  # type: ignore[attr-defined]
 propose.matcher_identifier = "workbench.engine_names"  # type: ignore[attr-defined]
+
+
+def _options_of(magic: str, kind: str) -> list[str]:
+    """The options of a magic."""
+    from IPython import get_ipython
+
+    found: Any = get_ipython().find_magic(magic, kind)
+    return [name for action in found.parser._actions for name in action.option_strings if action.dest != "help"]
 
 
 def _fitting(token: str, words: Iterable[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class SessionMagics(Magics):
         """Run one line on all engines: ``%global x = wb.rank()``."""
         if not line.strip():
             raise UsageError("%global needs a line of Python, e.g. %global x = wb.rank()")
-        _run(self.shell, line, _DEFAULTS)
+        _run(self.shell, line, _parse(self.cell_global, ""))
 
     @magic_arguments("workbench")
     @argument("action", choices=list(COMMANDS), help="what to do")
@@ -213,19 +213,6 @@ class OutputDisplay:
             self.collected.sort(key=lambda item: item[1].ranks)
         for stream, block in self.collected:
             self.show(stream, block)
-
-
-_DEFAULTS = Namespace(
-    ranks=None,
-    timeout=None,
-    quiet=False,
-    no_stream=False,
-    label="",
-    groupby="type",
-    save_name=None,
-    time=False,
-    setup=False,
-)
 
 
 def _run(shell: Any, code: str, options: Namespace) -> None:
