@@ -14,6 +14,7 @@ from torch import nn
 import workbench as wb
 from tests.models.training import whole
 from tests.training.test_random_programs import assert_like_one_device
+from workbench.core import gradient_accumulation
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
 from workbench.testing import run_ranks
 
@@ -85,7 +86,7 @@ def num_added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append("added")
         return total
 
-    monkeypatch.setattr(fusion, "SMALLEST_NUMEL", 1)
+    monkeypatch.setattr(gradient_accumulation, "SMALLEST_NUMEL", 1)
     monkeypatch.setattr(fusion, "_gradient_to_add_to", note)
     return found
 

@@ -61,11 +61,11 @@ def main() -> None:
             mean = value.item() / dist.get_world_size()
             print(f"step {step}  loss {mean:.8g}", flush=True)
     dist.barrier()  # no rank ends while others wait for it
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after the model, whose end would wait for a thread of gloo that waits for Python
     print(end="", flush=True)
     os._exit(0)  # a thread of gloo that holds a tensor would abort Python's end
 """
