@@ -245,6 +245,7 @@ def test_looking_at_the_panel(lab_page: Any) -> None:
     the_dark_theme_reaches_everything(lab_page)
     tips_come_on_hover_and_go_with_escape(lab_page)
     the_bar_stays_in_sight_while_the_page_scrolls(lab_page)
+    assert panel(lab_page).count() == 1, "all of it was done in one panel"
 
 
 TOPS = """() => {

@@ -60,9 +60,7 @@ def with_a_state_saved_and_loaded(model):
     step(model, optimizer, times=2)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("train", [with_a_schedule, with_a_group_added_later, with_a_state_saved_and_loaded])
-def test_weights_are_those_of_one_device(train, strategy):
+def assert_trained_as_on_one_device(train, strategy):
     models = [make("mlp").double() for _ in range(3)]
     train(models[2])
 
@@ -73,6 +71,12 @@ def test_weights_are_those_of_one_device(train, strategy):
 
     for found in run_ranks(body, 2):
         torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("train", [with_a_schedule, with_a_group_added_later, with_a_state_saved_and_loaded])
+def test_weights_are_those_of_one_device(train, strategy):
+    assert_trained_as_on_one_device(train, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -292,16 +296,7 @@ def test_an_own_optimizer_may_do_to_parameters_what_it_likes(kind, strategy):
             parameters[0].requires_grad_(False)
         step(model, kind(parameters, lr=0.1), times=2)
 
-    models = [make("mlp").double() for _ in range(3)]
-    train(models[2])
-
-    def body(rank):
-        model = wb.parallelize(models[rank], strategy)
-        train(model)
-        return weights_of(model)
-
-    for found in run_ranks(body, 2):
-        torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)
+    assert_trained_as_on_one_device(train, strategy)
 
 
 def test_a_captured_step_says_how_an_own_optimizer_is_declared_elementwise():
