@@ -14,6 +14,8 @@ from benchmarks.gpu.place import Finding, Found, Place, run_command
 from workbench.units import format_bytes
 
 COMPILED = {"TRITON_INTERPRET": "0"}
+OTHERS = "tests", "--ignore=tests/kernels", r"--files-that-say=mark\.gpu"
+"""Files without such a test stay out: some register a device of their own, which torch takes for the accelerator."""
 SANITIZED = "tests/kernels/test_blocks.py"
 """A part of the tests of kernels: the sanitizer takes a hundred times as long."""
 
@@ -43,7 +45,7 @@ def kernel_tests(place: Place) -> Iterator[Found]:
 
 def other_tests(place: Place) -> Iterator[Found]:
     """Exchanges between processes, training under every strategy, CUDA graphs."""
-    yield from _tests("tests", "--ignore=tests/kernels", r"--files-that-say=mark\.gpu")
+    yield from _tests(*OTHERS)
 
 
 def _tests(path: str, *options: str) -> Iterator[Found]:

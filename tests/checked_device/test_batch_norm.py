@@ -7,6 +7,7 @@ from torch import nn
 
 import workbench as wb
 from tests.checked_device import DEVICE
+from tests.checked_device.nccl_launches import count_nccl_calls
 from tests.checked_device.test_training import X, Y, own_step, train
 from tests.tensors.dispatch.test_batch_norm import (
     GRID,
@@ -134,7 +135,8 @@ LAUNCHES = {
 """What a step of data parallelism launches beyond plain torch."""
 
 
-def test_a_layer_is_five_kernels_and_two_exchanges(nccl_launches):
+def test_a_layer_is_five_kernels_and_two_exchanges(monkeypatch):
+    count_nccl_calls(monkeypatch)
     [(truth, plain)] = run_ranks(lambda: train(net().to(DEVICE), on_device, make=fused), 1, device=DEVICE)
     assert plain.launches["native_batch_norm"] == plain.launches["native_batch_norm_backward"] == 1
     found = run_over_nccl(lambda rank: train(wb.parallelize(net(), "*: data"), own_step), device=DEVICE)

@@ -13,6 +13,7 @@ from torch import nn
 import workbench as wb
 from tests.checked_device import DEVICE, Counts, counted
 from tests.checked_device.counts import counts_of_thread
+from tests.checked_device.nccl_launches import count_nccl_calls
 from tests.transport.nccl_ranks import CPU, run_over_nccl
 from tests.transport.played_nccl import Call, PlayedNccl
 from tests.transport.shared_ranks import assert_all_returned
@@ -313,7 +314,8 @@ BOXINGS = {
 
 
 @pytest.mark.parametrize("name", BOXINGS)
-def test_launches_of_a_boxing(name, nccl_launches):
+def test_launches_of_a_boxing(name, monkeypatch):
+    count_nccl_calls(monkeypatch)
     source, target, dtype, launches = BOXINGS[name]
 
     def program(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -37,6 +38,24 @@ FAILURES = {
 def test_all_parts_end_within_20_minutes() -> None:
     assert sum(part.limit_s for part in PARTS) <= 20 * 60
     assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+COLLECTS = """
+import pytest, torch
+from benchmarks.gpu.tests_on_gpu import OTHERS
+assert pytest.main(["--collect-only", "-q", "-m", "gpu", *OTHERS]) == 0
+print("the accelerator's name:", torch._C._get_privateuse1_backend_name())
+"""
+
+
+@pytest.mark.procs
+def test_the_tests_on_a_gpu_register_no_device_of_their_own() -> None:
+    """With one, torch finds no streams of CUDA in a backward."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTS], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
+    )
+    assert "test_on_gpu.py" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("the accelerator's name: privateuseone\n")
 
 
 @pytest.mark.procs

@@ -1,5 +1,6 @@
 """A captured step with compiled parts trains as the step that is replayed operator by operator."""
 
+import warnings
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -160,8 +161,22 @@ def test_a_library_that_a_killed_compiler_left_is_made_again(monkeypatch, tmp_pa
     assert not library.exists()
 
 
+def test_a_warning_of_the_compiler_does_not_stop_it_where_warnings_are_errors(monkeypatch):
+    def compile_and_warn(graph, values, dynamic_shapes):
+        warnings.warn("tensor cores are not enabled", UserWarning, stacklevel=1)
+        return graph
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile_and_warn)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("error")
+        _, _, are_compiled = run_ranks(partial(train, "mlp", "*: data", *start("mlp", 4), "inductor"), 1)[0]
+        with pytest.raises(UserWarning):
+            warnings.warn("another one", UserWarning, stacklevel=1)
+    assert are_compiled and all(are_compiled)
+    assert {str(each.message) for each in said} == {"tensor cores are not enabled"}
+
+
 @pytest.mark.timeout(600)  # on a busy machine
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor uses deprecated functions of torch
 def test_inductor_trains_alike():
     torch.manual_seed(0)
     weights = nn.Linear(6, 4).state_dict()

@@ -1,4 +1,8 @@
-"""Fixtures of tests on the checked device."""
+"""Calls of a played NCCL among the launches that the checked device counts.
+
+No ``conftest.py`` may stand in this package: pytest reads such files in every run that looks through ``tests``, also on
+a GPU, where torch would take the checked device for the machine's accelerator.
+"""
 
 import pytest
 
@@ -11,8 +15,7 @@ _CALLS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def nccl_launches(monkeypatch):
+def count_nccl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of NCCL counts as one launch, of that name, and not as what plays it."""
 
     def played(function, name=None):
