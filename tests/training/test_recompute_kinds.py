@@ -186,3 +186,70 @@ def test_a_block_runs_again_with_the_tensors_that_stood_in_for_its_parameters(st
     truth = gradients(model)
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, truth)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh(self.first(x)) * self.scale))
+
+
+@pytest.mark.parametrize("options", ["recompute", "recompute=cheap", "zero=3 recompute"])
+def test_a_block_runs_again_with_the_buffers_and_parameters_of_another_model(options):
+    """Buffers too may have a gradient there."""
+    torch.manual_seed(0)
+    one, x = nn.Sequential(Scaled(), Scaled()).double(), torch.linspace(-2, 2, 15).double().reshape(5, 3)
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def gradients(model, buffers_learn):
+        others = {} if "zero" in options else {n: nn.Parameter(p.detach() * -2) for n, p in one.named_parameters()}
+        scale = torch.full((3,), 3.0, dtype=torch.float64, requires_grad=buffers_learn)
+        given = {**others, "0.scale": scale, "1.scale": scale * 0.5}
+        torch.func.functional_call(model, given, (x,)).square().sum().backward()
+        grads = [p.grad for p in (others.values() or model.parameters())]
+        return [*grads, scale.grad] if buffers_learn else grads
+
+    def program(rank, buffers_learn):
+        found = gradients(wb.parallelize(models[rank], f"*: data | {options}"), buffers_learn)
+        return [grad.full_tensor() if isinstance(grad, wb.GlobalTensor) else grad for grad in found]
+
+    for buffers_learn in (False, True):
+        one.zero_grad()
+        truth = gradients(one, buffers_learn)
+        models = [copy.deepcopy(one) for _ in range(2)]
+        for found in run_ranks(lambda rank: program(rank, buffers_learn), 2):  # noqa: B023 - called here
+            torch.testing.assert_close(found, truth)
+
+
+class Codes(nn.Module):
+    """Moves its codes in forward through ``.data``, as quantizers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("codes", torch.linspace(-1, 1, 9).reshape(3, 3))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.codes.data.mul_(0.5).add_(hidden.detach().mean(0), alpha=0.5)
+        return torch.tanh(self.last(torch.tanh(hidden @ self.codes)))
+
+
+@pytest.mark.parametrize("strategy", ["*: data | recompute", "*: model | recompute"])
+def test_a_block_runs_again_from_buffers_that_it_has_written_through_data(strategy):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Codes(), Codes()).double(), torch.linspace(-2, 2, 15).double().reshape(5, 3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        model(x).square().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()] + [b.full_tensor() for b in model.buffers()]
+
+    model(x).square().sum().backward()
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, [*(p.grad for p in model.parameters()), *model.buffers()])

@@ -21,11 +21,12 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, SbpLike
 from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, gradient_state
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.late_imports import later
 from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
 from workbench.tensors.spec import Spec as Spec
 from workbench.tensors.spec import spec_of as spec_of
-from workbench.tensors.tensor_state import TensorState, forget_memory, forget_sum_of
+from workbench.tensors.tensor_state import TensorState, Writes, forget_memory, version_of
 
 if TYPE_CHECKING:
     from workbench.tensors.boxing.handle import Handle
@@ -179,14 +180,15 @@ class GlobalTensor(TensorState):
     @property
     def data(self) -> torch.Tensor:
         """The same values and layout without history; autograd does not record writes to it."""
-        if self._is_grad:
-            forget_sum_of(self)  # writes through it change no version
-        with local_torch():
-            found = _data_slot.__get__(self)
         if not _torch_function_enabled():
-            return found
-        alias = wrap(found, self._spec)
-        self._has_data_alias = alias._has_data_alias = True
+            return _data_slot.__get__(self)
+        with local_torch(), hidden_from_modes():
+            if self._writes is None:
+                self._writes = Writes(self)
+            alias = wrap(self._writes.counted(_data_slot.__get__(self)), self._spec)
+        alias._writes = self._writes
+        if self._is_grad:
+            alias._is_grad = True
         return alias
 
     @data.setter
@@ -197,15 +199,21 @@ class GlobalTensor(TensorState):
         """
         if not _torch_function_enabled():
             _data_slot.__set__(self, value)
+            self._writes = None
             return
         with torch.no_grad():
             is_global = isinstance(value, GlobalTensor)
             if not is_global:
                 value = later.from_local(value, self._spec.world, self._spec.layout)
-            if self._is_grad or not is_global or (self._is_param and value.shape == self.shape):
+            is_param = self._is_param or self._replaces_param
+            if self._is_grad or not is_global or (is_param and value.shape == self.shape):
                 value = later.box(value, self._spec.layout.normalized(value._spec.shape))
+        with local_torch():
+            before = version_of(self)
         self._take_data(value)
-        self._has_data_alias = value._has_data_alias = True
+        with local_torch(), hidden_from_modes():
+            self._writes = value._writes = value._writes or Writes(value)
+            self._writes.add(self, above=before)
 
     def _take_data(self, value: GlobalTensor) -> None:
         """Take the memory and the layout of another tensor, and keep the gradient."""

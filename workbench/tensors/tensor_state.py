@@ -13,8 +13,42 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.tensors.annotations import Annotated
-from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, forget_sum
+from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState
 from workbench.tensors.spec import Spec
+
+
+class Writes:
+    """The number of writes to one memory through all tensors that ``.data`` has made of it: torch counts those of each
+    apart. Reads of ``.data`` change no number, since a program may look at it on one rank only.
+    """
+
+    __slots__ = ("_counting", "_past")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counting: dict[Any, torch.Tensor] = {}  # by the id of a tensor, or by the place of data in the memory
+        self._past = 0
+        self.add(tensor)
+
+    def add(self, tensor: torch.Tensor, above: int = -1) -> None:
+        """Count those to a tensor that has this memory now. ``above``: the number for its memory before."""
+        known = self._counting.pop(id(tensor), None)  # its own, or that of one that is no more
+        self._past += 0 if known is None else _writes_to(known)
+        self._counting[id(tensor)] = tensor.detach()
+        self._past += max(0, above + 1 - self.total())
+
+    def counted(self, data: torch.Tensor) -> torch.Tensor:
+        """``data``, which torch has just made, as a tensor whose writes count."""
+        place = data.shape, data.stride(), data.storage_offset()
+        return self._counting.setdefault(place, data).detach()
+
+    def total(self) -> int:
+        """The number; it never falls."""
+        return self._past + sum(map(_writes_to, self._counting.values()))
+
+
+def _writes_to(tensor: torch.Tensor) -> int:
+    """Those that torch counts; it counts none to tensors of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorState(Annotated):
@@ -24,18 +58,20 @@ class TensorState(Annotated):
     """Layout, logical shape and world."""
     _is_param: bool = False
     """Whether it is an ``nn.Parameter``: operations follow its layout."""
+    _replaces_param: bool = False
+    """Whether an optimizer has it in the place of a parameter: it keeps its layout when its data is set."""
 
     _gradient: GradientState = NO_GRADIENT_STATE
     """What it keeps of its gradient beside ``.grad``."""
     _is_grad: bool = False
-    """Whether it is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
+    """Whether it is the ``.grad`` of a tensor, which has its dual layout whatever it is set to; or the data of one."""
     _owner: weakref.ref[Any] | None = None
     """Of a gradient: the tensor that it is the gradient of."""
     _reducer: Any = None
     """Of a parameter: the ``GradientReducer`` that sums its gradient over ranks."""
 
-    _has_data_alias: bool = False
-    """Whether somebody has taken its ``.data``, or it is that: writes to one of the two do not count for the other."""
+    _writes: Writes | None = None
+    """Of a tensor whose ``.data`` somebody has read or set, and of what came of it: all writes to their memory."""
     _boxings: dict[tuple[Layout, Any], Any] | None = None
     """Results of implicit boxings, by target layout and by the state of the tensor that they are valid for."""
 
@@ -68,12 +104,13 @@ DECLARED = frozenset(TensorState.__annotations__)
 
 
 def version_of(tensor: TensorState) -> int:
-    """The number of writes to the memory of a tensor: torch's ``_version``, also where there is no memory.
+    """The number of writes to the memory of a tensor: torch's ``_version``, also where there is no memory, with those
+    through ``.data``.
 
     The caller has switched off ``__torch_function__``.
     """
-    owner = tensor._memory_owner
-    return tensor._version if owner is None else owner._version
+    owner = tensor if tensor._memory_owner is None else tensor._memory_owner
+    return _writes_to(owner) if owner._writes is None else owner._writes.total()
 
 
 def count_write(tensor: TensorState) -> None:
@@ -91,13 +128,6 @@ def share_memory(made: TensorState, tensor: TensorState) -> None:
     made._view_call = tensor._view_call
 
 
-def forget_sum_of(grad: TensorState) -> None:
-    """The sum that was made of a gradient is no longer the one to use."""
-    owner = None if grad._owner is None else grad._owner()
-    if owner is not None:
-        forget_sum(owner)
-
-
 def forget_derived(tensor: TensorState) -> None:
     """Drop what was made from a tensor's values: boxings, the optimizer's part, sums of the gradient."""
     tensor._boxings = tensor._optimizer_part = None
@@ -111,3 +141,4 @@ def forget_memory(tensor: TensorState) -> None:
     if tensor._origin is not None or tensor._ambiguity:
         tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
     tensor._origin = tensor._root = tensor._view_call = tensor._history_base = tensor._memory_owner = None
+    tensor._writes = None

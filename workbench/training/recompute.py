@@ -24,7 +24,9 @@ from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table
 from workbench.pipeline.schedules import make_table
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.tensor_state import version_of
 from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.state import ParallelState, layers_of
 
@@ -135,26 +137,25 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _given_parameters(block: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """What ``torch.func.functional_call`` has put in the place of a block's parameters, for its first run."""
-    return [
-        (part, name, tensor)
-        for part in block.modules()
-        for name, tensor in part._parameters.items()
-        if tensor is not None and not isinstance(tensor, nn.Parameter)
-    ]
-
-
 @contextmanager
-def _in_their_places(given: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    kept = [(part, name, part._parameters[name]) for part, name, _ in given]
+def _in_their_places(parameters: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Context in which a block has the parameters of its first run: ``torch.func.functional_call`` had put others there
+    for its call.
+    """
+    now = [(held, name, held.get(name)) for held, name, _ in parameters]
     try:
-        for part, name, tensor in given:
-            part._parameters[name] = tensor
+        for held, name, parameter in parameters:
+            held[name] = parameter
         yield
     finally:
-        for part, name, parameter in kept:
-            part._parameters[name] = parameter
+        for held, name, parameter in now:
+            held[name] = parameter
+
+
+def _held(block: nn.Module, kind: str) -> list[tuple[dict[str, Any], str, Any]]:
+    """The ``_parameters`` or ``_buffers`` of a block and its parts, each with the dict that holds it and its name."""
+    holders = [vars(part)[kind] for part in block.modules()]
+    return [(held, name, tensor) for held in holders for name, tensor in held.items()]
 
 
 def _has_recurrence(block: nn.Module) -> bool:
@@ -182,12 +183,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        buffers, given, has_run = _BuffersBefore(self.block), _given_parameters(self.block), False
+        buffers, parameters, has_run = _BuffersBefore(self.block), _held(self.block, "_parameters"), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with buffers.put_back(), _in_their_places(given), _explaining_writes(self.block):
+                with buffers.put_back(), _in_their_places(parameters), _explaining_writes(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
@@ -256,7 +257,7 @@ def _is_cache(value: Any, of_transformers: Any) -> bool:
 
 
 class _BuffersBefore:
-    """The values of a block's buffers before its first forward, for buffers that this forward changes.
+    """The buffers of a block as they were before its first forward: copies of those that this forward changes.
 
     The second forward starts from these values. Otherwise a spectral norm, for example, would iterate once more and
     give other weights. The second forward writes to copies, so the buffers keep the values of the first.
@@ -265,40 +266,38 @@ class _BuffersBefore:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         with torch.no_grad():
-            self.before = [(*held, None if held[2] is None else held[2].clone()) for held in self._held()]
+            held = _held(block, "_buffers")
+            self.before = [(*found, None if found[2] is None else found[2].clone()) for found in held]
         self.versions = [_version(buffer) for *_, buffer, _ in self.before]
-
-    def _held(self) -> list[tuple[dict[str, Any], str, Any]]:
-        return [
-            (part._buffers, name, buffer) for part in self.block.modules() for name, buffer in part._buffers.items()
-        ]
 
     def forget_unchanged(self) -> None:
         """After the first forward: drop the copies of buffers that did not change."""
         self.before = [
-            (holder, name, buffer, copy)
-            for (holder, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
-            if holder.get(name) is not buffer or _version(buffer) != version
+            (held, name, buffer, buffer if held.get(name) is buffer and _version(buffer) == version else copy)
+            for (held, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
         ]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Context in which the buffers are copies with their values before the first forward."""
-        now = self._held()
+        now = _held(self.block, "_buffers")
+        before = {(id(held), name): copy for held, name, _, copy in self.before}
         with torch.no_grad(), hidden_from_modes():
-            for holder, name, buffer in now:
-                holder[name] = None if buffer is None else buffer.clone()
-            for holder, name, _, copy in self.before:
-                holder[name] = None if copy is None else copy.clone()
+            for held, name, buffer in now:
+                found = before.get((id(held), name), buffer)
+                held[name] = found if found is None or found.requires_grad else found.clone()
         try:
             yield
         finally:
-            for holder, name, buffer in now:
-                holder[name] = buffer
+            for held, name, buffer in now:
+                held[name] = buffer
 
 
 def _version(buffer: torch.Tensor | None) -> int:
     """Number of writes to a buffer; 0 for tensors of inference mode, which do not count writes and cannot be written
     here.
     """
-    return 0 if buffer is None or buffer.is_inference() else buffer._version
+    with local_torch():
+        if isinstance(buffer, GlobalTensor):
+            return version_of(buffer)
+        return 0 if buffer is None or buffer.is_inference() else buffer._version

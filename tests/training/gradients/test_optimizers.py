@@ -299,6 +299,45 @@ def test_an_own_optimizer_may_do_to_parameters_what_it_likes(kind, strategy):
     assert_trained_as_on_one_device(train, strategy)
 
 
+class AssignsProducts(torch.optim.SGD):
+    """What it assigns is a sum of terms where parameters are split."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
+                parameter.data = 0.9 * (parameter.grad.t() @ parameter.grad)
+            else:
+                parameter.data = parameter.data - 0.1 * parameter.grad * parameter.grad.sum()
+
+
+@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=1", "*: data | zero=3"])
+def test_a_parameter_keeps_its_layout_when_an_own_optimizer_assigns_its_data(strategy):
+    def train(model):
+        step(model, AssignsProducts(model.parameters(), lr=0.1), times=3)
+
+    assert_trained_as_on_one_device(train, strategy)
+
+
+class AssignsElements(AssignsData):
+    elementwise = True
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1"])
+def test_what_changes_between_the_steps_of_an_optimizer_that_assigns_data_counts(strategy, captures):
+    def train(model):
+        run = partial(step, model, AssignsElements(model.parameters(), lr=0.1))
+        run = wb.capture(run) if captures and isinstance(next(model.parameters()), wb.GlobalTensor) else run
+        for _ in range(4):
+            run()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+    assert_trained_as_on_one_device(train, strategy)
+
+
 def test_a_captured_step_says_how_an_own_optimizer_is_declared_elementwise():
     class Declared(SignOfMomentum):
         elementwise = True

@@ -141,9 +141,7 @@ def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     """The state of a tensor that a cached boxing is valid for; None for tensors whose boxings are not cached."""
-    # Autograd writes to a gradient on its own rank only, and other ranks do not know. A write through ``.data`` has no
-    # version.
-    if tensor._is_grad or tensor._has_data_alias:
+    if tensor._is_grad:  # autograd writes to it on its own rank only, and other ranks do not know
         return None
     with local_torch():
         # A leaf and its cached boxing would keep each other alive through autograd.

@@ -23,7 +23,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested, step_without_hooks
-from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise
+from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
 
 
@@ -72,6 +72,7 @@ class OptimizerStep:
             start += size
         optimizer.state = state
         fused = fuse(optimizer)
+        places = [] if is_of_torch(optimizer) else [part.detach() for part in parts]
         try:
             on_host = None if self._swap is None else self._swap.on_host
             if on_host is None:
@@ -83,6 +84,9 @@ class OptimizerStep:
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             optimizer.state = owned
+            for part, place in zip(parts, places, strict=False):
+                if part.data_ptr() != place.data_ptr():  # part.data = ..., and the program works on the place
+                    part.data = place.copy_(part)
             for part, owner in zip(parts, self.owners, strict=True):
                 if part in state:
                     owned[owner] = state[part]

@@ -75,7 +75,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     ``elementwise``.
     """
     said = getattr(optimizer, "elementwise", True if block_size_of(optimizer) else None)
-    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE if said is None else bool(said)
+    return is_of_torch(optimizer) if said is None else bool(said)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step is an elementwise one of torch's: it changes in place what has a gradient, and keeps that."""
+    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
 class _Swap:
@@ -89,7 +94,7 @@ class _Swap:
         self.elementwise = is_elementwise(optimizer)
         self.step = inspect.unwrap(type(optimizer).step)
         self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
-        self.on_host = state_on_host(optimizer, self.parameters, self.step in _ELEMENTWISE)
+        self.on_host = state_on_host(optimizer, self.parameters, is_of_torch(optimizer))
         self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
@@ -249,6 +254,7 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
         with local_torch():
             local = local.detach()
     alias = wrap(local, spec)
+    alias._replaces_param = True
     set_reduced_grad(alias, grad)
     return alias
 
@@ -327,7 +333,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
     """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
-    is_torchs = swap.step in _ELEMENTWISE  # changes what has a gradient, and keeps the gradient
+    is_torchs = swap.step in _ELEMENTWISE
     stepped = []
     with torch.no_grad(), local_torch():
         for owner, part in swap.pairs:
@@ -341,6 +347,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
             place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
             if place.numel() and place.data_ptr() != part.data_ptr():
                 place.copy_(plain(part))
+                owner._optimizer_part = None  # the step has given the part other memory
         if sends and swap.is_sharded:
             start_write_back(stepped)()
 

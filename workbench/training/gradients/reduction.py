@@ -22,6 +22,7 @@ from workbench.tensors.boxing.exchange import Exchange, direct_exchange
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.gradient_state import forget_sum, gradient_state
 from workbench.tensors.leaf_gradients import read_grad
+from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
 
@@ -111,7 +112,10 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
 
 def _stamp(parameter: GlobalTensor, grad: torch.Tensor, finish: Finish) -> _Stamped:
     """After the world was rebuilt a sum counts no more: other ranks may not have made it."""
-    return _Stamped(grad, grad.data_ptr(), grad._version, parameter._spec.world.num_rebuilds, finish)
+    with local_torch():
+        held = read_grad(parameter)  # which knows of writes through its ``.data``
+        writes = version_of(held) if isinstance(held, GlobalTensor) else grad._version
+    return _Stamped(grad, grad.data_ptr(), writes, parameter._spec.world.num_rebuilds, finish)
 
 
 def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) -> bool:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.tensor_state import version_of
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
@@ -45,17 +45,7 @@ class ShardedParameter(NamedTuple):
 
 def _memory_of(wholes: list[GlobalTensor]) -> list[tuple[int, int]]:
     with local_torch():
-        return [(version, whole.data_ptr()) for version, whole in zip(versions_of(wholes), wholes, strict=True)]
-
-
-def _differs(whole: GlobalTensor, parameter: GlobalTensor) -> bool:
-    """Whether a whole parameter was written through its ``.data``, which no version counts."""
-    shard: Shard | None = parameter._optimizer_shard
-    if not whole._has_data_alias or shard is None or shard.spec.is_placeholder:
-        return False
-    with local_torch():
-        own = slice_region(plain(whole), shard.region)
-        return not torch.allclose(own, plain(parameter), rtol=0, atol=0, equal_nan=True)
+        return [(writes, whole.data_ptr()) for writes, whole in zip(writes_to(wholes), wholes, strict=True)]
 
 
 @dataclass(eq=False)
@@ -66,7 +56,7 @@ class GatheredCall:
         tag: of the messages for backward.
         parameters, shards: the gathered parameters that this rank holds a part of.
         kept: the sharded parameters of the modules, for ``put_back``.
-        put: the whole parameters in their places, their versions and the addresses of their memory at that time.
+        put: the whole parameters in their places, the writes to them and the addresses of their memory at that time.
         dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
         versions: of the parameters, when they were gathered.
         places: during the call, by address: the number of a gathered parameter, or of its 16-bit copy.
@@ -119,8 +109,8 @@ class GatheredCall:
         found = zip(self.kept, wholes, memory, _memory_of(wholes), strict=False)  # empty after put_back
         return [
             f"{name} of {type(owner).__name__}"
-            for (owner, name, parameter), whole, before, now in found
-            if now != before or id(owner._parameters.get(name)) != id(whole) or _differs(whole, parameter)
+            for (owner, name, _), whole, before, now in found
+            if now != before or id(owner._parameters.get(name)) != id(whole)
         ]
 
     def put_back(self) -> None:
@@ -242,9 +232,17 @@ def _saving(call: GatheredCall) -> Any:
 
 
 def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
-    """The number of writes to each; 0 for tensors of inference mode, which have no count."""
+    """The number of writes to each that autograd refuses between forward and backward; 0 for tensors of inference mode,
+    which have no count.
+    """
     with local_torch():
         return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+
+
+def writes_to(parameters: Iterable[GlobalTensor]) -> list[int]:
+    """The same with those through ``.data``."""
+    with local_torch():
+        return list(map(version_of, parameters))
 
 
 def autocast_dtype(world: World) -> torch.dtype | None:

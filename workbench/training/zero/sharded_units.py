@@ -26,7 +26,7 @@ from workbench.tensors.torch_patches.checkpoint import is_in_checkpoint
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gather_scatter import gather, start_gather
-from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, versions_of
+from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, writes_to
 
 
 class ExecutionOrder:
@@ -114,9 +114,8 @@ class ExecutionOrder:
         if self._depth:
             self._now.append(unit)
         if self._pending is not None:
-            of, known, versions, work = self._pending
-            is_same = of is unit and list(map(id, known)) == list(map(id, parameters))
-            if is_same and versions == versions_of(known) and not _may_change_unseen(known):
+            of, known, writes, work = self._pending
+            if of is unit and list(map(id, known)) == list(map(id, parameters)) and writes == writes_to(known):
                 self._pending = None
                 return work
             self._cancel_prefetch()
@@ -130,19 +129,14 @@ class ExecutionOrder:
         tag = world.context.next_tag()
         unit = self._order[position]
         parameters, shards = unit.parameters_to_gather()
-        work = None if _may_change_unseen(parameters) else _start_gather(parameters, shards, tag)
+        work = _start_gather(parameters, shards, tag)
         if work is not None:
-            self._pending = unit, parameters, versions_of(parameters), work
+            self._pending = unit, parameters, writes_to(parameters), work
 
     def _cancel_prefetch(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending[-1].finish()
-
-
-def _may_change_unseen(parameters: list[GlobalTensor]) -> bool:
-    """Whether writes through ``.data``, which no version counts, may come between a gathering and its use."""
-    return any(parameter._has_data_alias for parameter in parameters)
 
 
 def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> BoxingWork | None:
