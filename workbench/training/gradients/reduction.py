@@ -111,10 +111,8 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
 
 
 def _stamp(parameter: GlobalTensor, grad: torch.Tensor, finish: Finish) -> _Stamped:
-    """After the world was rebuilt a sum counts no more: other ranks may not have made it."""
-    with local_torch():
-        held = read_grad(parameter)  # which knows of writes through its ``.data``
-        writes = version_of(held) if isinstance(held, GlobalTensor) else grad._version
+    """After the world was rebuilt a sum counts no more: other ranks may not have made it. Under ``local_torch``."""
+    writes = version_of(grad) if isinstance(grad, GlobalTensor) else grad._version
     return _Stamped(grad, grad.data_ptr(), writes, parameter._spec.world.num_rebuilds, finish)
 
 
@@ -124,8 +122,10 @@ def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) 
 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
     """Keep the sums of the present gradients until the gradients change or a step uses them."""
-    for owner, local, *_ in terms:
-        gradient_state(owner).sum = _stamp(owner, local, finish)
+    with local_torch():
+        for owner, local, *_ in terms:
+            grad = read_grad(owner)  # which knows of writes through its ``.data``
+            gradient_state(owner).sum = _stamp(owner, local if grad is None else grad, finish)
 
 
 def change_gradients(
