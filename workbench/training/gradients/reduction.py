@@ -124,8 +124,9 @@ def keep(terms: Iterable[Term], finish: Finish) -> None:
     """Keep the sums of the present gradients until the gradients change or a step uses them."""
     with local_torch():
         for owner, local, *_ in terms:
-            grad = read_grad(owner)  # which knows of writes through its ``.data``
-            gradient_state(owner).sum = _stamp(owner, local if grad is None else grad, finish)
+            held = read_grad(owner)  # which knows of writes through its ``.data``
+            is_present = held is not None and held.data_ptr() == local.data_ptr()
+            gradient_state(owner).sum = _stamp(owner, held if is_present else local, finish)
 
 
 def change_gradients(
