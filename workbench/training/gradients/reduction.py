@@ -125,8 +125,9 @@ def keep(terms: Iterable[Term], finish: Finish) -> None:
     with local_torch():
         for owner, local, *_ in terms:
             held = read_grad(owner)  # which knows of writes through its ``.data``
-            is_present = held is not None and held.data_ptr() == local.data_ptr()
-            gradient_state(owner).sum = _stamp(owner, held if is_present else local, finish)
+            if held is None or held.data_ptr() != local.data_ptr():
+                held = local
+            gradient_state(owner).sum = _stamp(owner, held, finish)
 
 
 def change_gradients(
