@@ -47,7 +47,6 @@ class Writes:
 
 
 def _writes_to(tensor: torch.Tensor) -> int:
-    """Those that torch counts; it counts none to tensors of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -103,12 +102,14 @@ class TensorState(Annotated):
 DECLARED = frozenset(TensorState.__annotations__)
 
 
-def version_of(tensor: TensorState) -> int:
-    """The number of writes to the memory of a tensor: torch's ``_version``, also where there is no memory, with those
-    through ``.data``.
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of writes to the memory of a tensor: torch's ``_version``, for global tensors also where there is no
+    memory, and with writes through ``.data``. 0 for tensors of inference mode, to which torch counts none.
 
     The caller has switched off ``__torch_function__``.
     """
+    if not isinstance(tensor, TensorState):
+        return _writes_to(tensor)
     owner = tensor if tensor._memory_owner is None else tensor._memory_owner
     return _writes_to(owner) if owner._writes is None else owner._writes.total()
 

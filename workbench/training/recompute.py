@@ -24,7 +24,7 @@ from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table
 from workbench.pipeline.schedules import make_table
-from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.tensor_state import version_of
 from workbench.training.diagnostics.memory import ActivationMeter
@@ -294,10 +294,5 @@ class _BuffersBefore:
 
 
 def _version(buffer: torch.Tensor | None) -> int:
-    """Number of writes to a buffer; 0 for tensors of inference mode, which do not count writes and cannot be written
-    here.
-    """
     with local_torch():
-        if isinstance(buffer, GlobalTensor):
-            return version_of(buffer)
-        return 0 if buffer is None or buffer.is_inference() else buffer._version
+        return 0 if buffer is None else version_of(buffer)

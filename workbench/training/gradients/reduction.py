@@ -112,8 +112,7 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
 
 def _stamp(parameter: GlobalTensor, grad: torch.Tensor, finish: Finish) -> _Stamped:
     """After the world was rebuilt a sum counts no more: other ranks may not have made it. Under ``local_torch``."""
-    writes = version_of(grad) if isinstance(grad, GlobalTensor) else grad._version
-    return _Stamped(grad, grad.data_ptr(), writes, parameter._spec.world.num_rebuilds, finish)
+    return _Stamped(grad, grad.data_ptr(), version_of(grad), parameter._spec.world.num_rebuilds, finish)
 
 
 def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) -> bool:

@@ -291,7 +291,7 @@ class ForwardCache(ABC):
                 found += attributes
                 found += [_contents(value) for _, value in attributes if isinstance(value, _HOLDERS)]
                 held = (*part._parameters.values(), *part._buffers.values())
-                found += [(id(tensor), tensor._version) for tensor in held if tensor is not None]
+                found += [(id(tensor), version_of(tensor)) for tensor in held if tensor is not None]
         return found
 
 
