@@ -9,7 +9,7 @@ import workbench as wb
 from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.divergence import LOCAL_S, REMOTE_S, Divergence
-from workbench.session.run import Outcome
+from workbench.session.outcome import Outcome
 from workbench.transport.messaging.control_page import NUM_SLOTS
 
 

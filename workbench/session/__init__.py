@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench.session.cluster import current as current
     from workbench.session.cluster import find_current as find_current
     from workbench.session.remote_call import RemoteCall as RemoteCall
-    from workbench.session.run import CellResult as CellResult
+    from workbench.session.outcome import CellResult as CellResult
 
 _HOMES = {
     "workbench.session.cluster": ["Session", "current", "find_current"],

@@ -13,7 +13,6 @@ Private parts used, and why:
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,38 +44,54 @@ class Event:
 class Request:
     """One request to some ranks, with the queue of their events.
 
-    Attributes:
-        interrupt: what holds interrupts of the main thread back until a run follows the request.
+    Args:
+        run: the number in its tag.
     """
 
-    interrupt: HeldInterrupt | None = None
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks: Sequence[int], run: int = 0) -> None:
+        self.ranks, self.run = tuple(ranks), run
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._have_come = threading.Event()
+        self._held: HeldInterrupt | None = None
 
     @classmethod
     @contextmanager
-    def sending(cls, ranks: Sequence[int]) -> Iterator[Request]:
-        """A new request; interrupts wait from here until a run follows it, or until it could not be sent."""
-        request = cls(ranks)
-        request.interrupt = HeldInterrupt()
+    def sending(cls, ranks: Sequence[int], run: int = 0) -> Iterator[Request]:
+        """A new request; interrupts wait from here until `release`, or until it could not be sent."""
+        request = cls(ranks, run)
+        request.hold_interrupts()
         try:
             yield request
         except BaseException:
-            request.interrupt.end()
+            request.release()
             raise
 
-    def put(self, kind: str, rank: int, content: Any) -> None:
-        """Append an event; from any thread."""
-        self.events.put(Event(kind, rank, content, time.monotonic()))
-        self._have_come.set()
+    def hold_interrupts(self) -> None:
+        """Let interrupts of the main thread wait, and wake who waits for events."""
+        self._held = HeldInterrupt(lambda: self.put("wake", -1, None))
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait until there are events that came after the last wait."""
-        self._have_come.wait(timeout_s)
-        self._have_come.clear()
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an interrupt waits."""
+        return self._held is not None and self._held.has_come
+
+    def take_interrupt(self) -> bool:
+        """Whether an interrupt waits. It then counts as handled."""
+        return self._held is not None and self._held.take()
+
+    def release(self) -> bool:
+        """Hold no interrupt any more; returns whether one waits that nobody has handled."""
+        return self._held is not None and self._held.end()
+
+    def put(self, kind: str, rank: int, content: Any) -> None:
+        """Append an event; from any thread, and from a signal's handler."""
+        self.events.put(Event(kind, rank, content, time.monotonic()))
+
+    def take(self, timeout_s: float) -> Event | None:
+        """The next event, if one comes in this time."""
+        try:
+            return self.events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def attach(self, ranks: Sequence[int], result: ipp.AsyncResult) -> None:
         """Listen to the ranks of a result; runs on the client's I/O thread, before or after messages came."""
@@ -162,14 +177,14 @@ class Engines:
 
     def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Run code in the engines' namespace."""
-        with Request.sending(ranks) as request:
+        with Request.sending(ranks, tag.run) as request:
             result = self._view(request.ranks).execute(code, silent=False, block=False, label=str(tag))
             self.client._io_loop.add_callback(request.attach, request.ranks, result)
         return request
 
     def apply(self, ranks: Sequence[int], function: Callable, arguments: tuple, tag: protocol.CellTag) -> Request:
         """Call an importable function on the engines' main thread."""
-        with Request.sending(ranks) as request:
+        with Request.sending(ranks, tag.run) as request:
             self._send_call(request, ranks, function, arguments, tag)
         return request
 
@@ -177,13 +192,16 @@ class Engines:
         self, ranks: Sequence[int], function: Callable, arguments: Sequence[tuple], tag: protocol.CellTag
     ) -> Request:
         """Call an importable function with each rank's own arguments."""
-        with Request.sending(ranks) as request:
+        with Request.sending(ranks, tag.run) as request:
             for rank, own in zip(ranks, arguments, strict=True):
                 self._send_call(request, [rank], function, own, tag)
         return request
 
-    def signal(self, ranks: Sequence[int], name: str) -> dict[int, ControlCall]:
-        """Have the nannies send a signal to those of the ranks that are alive. Their answers say that it was sent."""
+    def signal(self, ranks: Sequence[int], name: str | int) -> dict[int, ControlCall]:
+        """Have the nannies send a signal to those of the ranks that are alive. Their answers say that it was sent.
+
+        The signal 0 has no effect: only the nannies answer.
+        """
         return self._send(ranks, "signal_request", {"sig": name})
 
     def control(self, ranks: Sequence[int], operation: str, **arguments: Any) -> dict[int, ControlCall]:

@@ -15,7 +15,9 @@ from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.engine_pool import EnginePool, raise_unless_ok
+from workbench.session.held_interrupt import HeldInterrupt
 from workbench.session.offer_magics import offer_magics
+from workbench.session.outcome import CellResult, Outcome
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
 from workbench.session.output.tracebacks import check_syntax
@@ -28,7 +30,6 @@ from workbench.session.ranks import check_ranks
 from workbench.session.recovery import Recovered, Resized, SetupCells
 from workbench.session.remote_call import RemoteCall
 from workbench.session.request_queue import RequestQueue
-from workbench.session.run import CellResult, Listener, Outcome
 from workbench.units import counted
 
 _open: list[Session] = []
@@ -200,7 +201,6 @@ class Session:
         payload = protocol.dump((fn, args, kwargs))
         listener = OutputListener(targets, self.num_engines)
         tag = self._pool.tag(targets, label=label or getattr(fn, "__name__", "call"))
-        ticket = self._requests.enqueue()
 
         def perform(call: RemoteCall) -> Outcome:
             with self._requests.exclusive(ticket):
@@ -210,7 +210,9 @@ class Session:
         def control(operation: str, **arguments: str) -> None:
             self._live().control(targets, operation, run=tag.run, **arguments)
 
-        return RemoteCall(tag.label, listener, perform, control)
+        with HeldInterrupt():  # else a ticket could stay that nobody gives back
+            ticket = self._requests.enqueue()
+            return RemoteCall(tag.label, listener, perform, control)
 
     def push(self, ranks: Iterable[int] | None = None, /, **variables: Any) -> None:
         """Set variables on the engines: ``session.push(x=1, model=model)``."""
@@ -273,7 +275,7 @@ class Session:
         targets = self._check(ranks)
         for run in list(self._pool.active):
             run.stop("restart", replaced=targets)
-        with self._requests.exclusive(self._requests.enqueue()):
+        with self._requests.exclusive():
             self._pool.replace(targets)
 
     def recover(self) -> Recovered:
@@ -286,7 +288,7 @@ class Session:
             SessionError: a set-up cell failed, or there is none. Nothing is lost by that: mend it and recover again.
         """
         call = partial(self._call, self._check(None), what="recover")
-        with self._requests.exclusive(self._requests.enqueue()):
+        with self._requests.exclusive():
             self._pool.prepare(self._pool.ranks)
         return self._setup.recover(self._pool.losses, call, self.run_cell)
 
@@ -302,7 +304,7 @@ class Session:
         """
         before = len(self._check(None))
         check_num_engines(engines, f"resize({engines!r})")
-        with self._requests.exclusive(self._requests.enqueue()):
+        with self._requests.exclusive():
             rows = self._pool.resize(engines) if engines != before else []
         self._notify_subscribers(-1, RunEvent("resized", 0))
         has_lost = bool(self._pool.losses.ranks or self._pool.losses.has_parts)
@@ -352,21 +354,19 @@ class Session:
         atexit.unregister(self._end)
         return True
 
-    # Used by the methods above.
-
     def _perform(
         self,
         send: Callable[[Engines], Request],
         targets: Sequence[int],
-        listener: Listener,
+        listener: OutputListener,
         timeout_s: float | None = None,
         label: str = "",
     ) -> Outcome:
-        ticket = self._requests.enqueue()
-        if not self._requests.is_first(ticket):
+        def report_wait() -> None:
             busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
-        with self._requests.exclusive(ticket):
+
+        with self._requests.exclusive(on_wait=report_wait):
             return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
 
     def _call(self, targets: Sequence[int], fn: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:

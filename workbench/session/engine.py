@@ -132,7 +132,6 @@ def call(payload: bytes) -> bytes:
 
     function, arguments, keywords = protocol.load_strictly(payload)
     with restored_after_interrupt():
-        engine_imports.raise_deferred()
         result = protocol.dump(function(*arguments, **keywords))
         engine_messages.deliver()
         return result

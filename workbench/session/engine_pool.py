@@ -13,6 +13,7 @@ import ipyparallel as ipp
 from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
+from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
 from workbench.session.output.start_progress import StartProgress, print_progress
 from workbench.session.output.tracebacks import Interrupted, cell_error
@@ -27,7 +28,7 @@ from workbench.session.processes.rendezvous_address import (
 )
 from workbench.session.ranks import describe_ranks
 from workbench.session.recovery import COMMAND, Losses, explain_lost_names, refuse_lost_names
-from workbench.session.run import Listener, Outcome, Run
+from workbench.session.run import Listener, Run
 from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
@@ -129,6 +130,9 @@ class EnginePool:
         """Wait for the end of a request, and record whether the world is still intact.
 
         ``is_users``: the request runs code of the user, so ranks may wait for others that are done.
+
+        Raises:
+            KeyboardInterrupt: an interrupt has come after the last reply.
         """
         live = self.live
         num_ranks = self.num_engines if is_users else 0
@@ -139,12 +143,15 @@ class EnginePool:
         finally:
             self.active.discard(run)
             live.forget()
-            if request.interrupt is not None:
-                request.interrupt.end()
+            came_late = request.release()
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         if self.losses.ranks:
             outcome.failures = explain_lost_names(outcome.failures, self.losses.ranks)
+        if outcome.killed:  # also if they have replied: the next request must not go to them
+            live.wait_until_gone(outcome.killed, _END_TIMEOUT_S)
+        if came_late and outcome.ok:
+            raise KeyboardInterrupt
         return outcome
 
     def prepare(self, targets: Sequence[int]) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
 class HeldInterrupt:
     """Holds SIGINT back from its making to ``release``, which raises the KeyboardInterrupt; a context does both.
 
-    Between the sending of a request and the loop that follows it, an exception would leave ranks with a request that
-    nobody waits for. In other threads than the main one, which gets no signals, it does nothing.
+    From the sending of a request to its end, an exception at any line would leave ranks with a request that nobody
+    follows. In other threads than the main one, which gets no signals, it does nothing.
+
+    Args:
+        wake: called in the signal's handler when an interrupt comes, to end the holder's wait.
     """
 
-    def __init__(self) -> None:
-        self._came = False
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+        self._came, self._wake = False, wake
         found = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
         self._before = found if callable(found) else None
         if self._before is not None:
@@ -23,14 +27,24 @@ class HeldInterrupt:
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._came = True
+        self._wake()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether an interrupt waits."""
+        return self._came
+
+    def take(self) -> bool:
+        """Whether an interrupt waits. It then counts as handled."""
+        came, self._came = self._came, False
+        return came
 
     def end(self) -> bool:
         """Stop holding; returns whether an interrupt came."""
         before, self._before = self._before, None
         if before is not None:
             signal.signal(signal.SIGINT, before)
-        came, self._came = self._came, False
-        return came
+        return self.take()
 
     def release(self) -> None:
         """Stop holding, and raise what came meanwhile.

@@ -12,10 +12,11 @@ from workbench.session import protocol
 from workbench.session.adapter import Request
 from workbench.session.cluster import Session
 from workbench.session.engine_pool import EnginePool
+from workbench.session.outcome import Outcome
 from workbench.session.processes import discovery
 from workbench.session.processes.folder import EngineFacts, SessionFolder
 from workbench.session.processes.launch import LocalProcesses
-from workbench.session.run import NullListener, Outcome, Run
+from workbench.session.run import NullListener, Run
 
 _POLL_S = 0.05
 
@@ -76,11 +77,15 @@ class ObservedSession(Session):
         self._processes.find_engines(self._folder.engines() or self._facts)  # some may have been replaced
         found = [each for each in self.status() if each.busy or not each.alive]
         before = {each.rank: each for each in found if each.rank in self._processes.engines}
-        request = Request(sorted(before))
+        request = Request(sorted(before), max((each.run for each in found), default=0))  # no later one is stopped
         run = Run(self._live(), request, NullListener(), self._processes)
         run.stop()
         threading.Thread(target=self._report_finished_ranks, args=(request, before), daemon=True).start()
-        return run.wait()
+        request.hold_interrupts()
+        try:
+            return run.wait()
+        finally:
+            request.release()
 
     def close(self) -> None:
         """Stop observing; the engines go on."""

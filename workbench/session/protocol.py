@@ -163,6 +163,8 @@ class RankStatus:
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
+    run: int = 0  #: the number of the last request of a session that it has begun
+    is_handling: bool = False  #: whether a request has begun whose reply it has not sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.session import protocol
+from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
 from workbench.session.output.tracebacks import cell_error
-from workbench.session.run import Outcome, Run
+from workbench.session.run import Run
 
 
 class RemoteCall:

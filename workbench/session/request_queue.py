@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 
 class RequestQueue:
@@ -22,20 +22,27 @@ class RequestQueue:
             self._queue.append(ticket)
         return ticket
 
-    def is_first(self, ticket: object) -> bool:
-        """Whether no request runs or waits before this one."""
-        with self._condition:
-            return self._queue[0] is ticket
-
     @contextmanager
-    def exclusive(self, ticket: object) -> Iterator[None]:
-        """Wait until the ticket is first, and remove it on exit; a KeyboardInterrupt while waiting removes it too."""
+    def exclusive(self, ticket: object = None, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Wait until the ticket is first, and remove it on exit; a KeyboardInterrupt while waiting removes it too.
+
+        Args:
+            ticket: default: a new one.
+            on_wait: called if another request runs or waits before this one.
+        """
+        own = object() if ticket is None else ticket
         try:
             with self._condition:
-                while self._queue[0] is not ticket:
+                if own not in self._queue:
+                    self._queue.append(own)
+                is_first = self._queue[0] is own
+            if not is_first:
+                on_wait()
+            with self._condition:
+                while self._queue[0] is not own:
                     self._condition.wait(timeout=1.0)
             yield
         finally:
-            with self._condition:
-                self._queue.remove(ticket)
+            with self._condition, suppress(ValueError):
+                self._queue.remove(own)
                 self._condition.notify_all()

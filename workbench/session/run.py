@@ -1,7 +1,7 @@
 """Follows one request to the engines, from sending to its last reply. It never waits for a rank that cannot reply.
 
-When a rank fails, is interrupted or runs out of time, the `StopEscalation` stops the ranks that still run. So control
-returns within about two seconds, whatever the engines are doing. Only an import may take longer.
+When a rank fails, is interrupted or runs out of time, a `Stop` stops the ranks that still run. So control returns within
+about two seconds, whatever the engines are doing. Only an import, and messages on a busy machine, may take longer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ipyparallel.error import EngineError
@@ -17,66 +16,15 @@ from ipyparallel.error import EngineError
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_PROBE_S, Divergence
-from workbench.session.held_interrupt import HeldInterrupt
+from workbench.session.outcome import Outcome
 from workbench.session.processes.core_waits import CoreWaits
-from workbench.session.ranks import describe_ranks
-from workbench.session.stop_escalation import StopEscalation
+from workbench.session.stopping import Processes, Stop
 
 #: After a rank's failure, how long the others may take to fail by themselves.
 FAILURE_GRACE_S = 0.2
-#: How long ranks that should stop may continue their import. That of torch takes 3 s of processor time.
-IMPORT_LIMIT_S = 60.0
-#: How long a run that has ended waits for its interrupts that are on their way.
-INTERRUPT_GRACE_S = 2.0
 #: How long after the last reply output may still arrive: on another socket, and on a busy machine seconds later.
 OUTPUT_GRACE_S = 10.0
 _POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CellResult:
-    """The result of a cell: its output as text, the last expression's value by rank, and its time.
-
-    ``values`` has one entry per rank that ran the cell, in rank order. An entry is None if the cell ends in a
-    statement. If all ranks ran the cell, the entry of a global tensor is its logical tensor. ``rank_elapsed_s`` has, in
-    the same order, the seconds after which each rank was done.
-    """
-
-    text: str
-    values: list[Any]
-    elapsed_s: float
-    rank_elapsed_s: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How every rank of a run ended."""
-
-    ranks: tuple[int, ...]
-    replies: dict[int, Any] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, protocol.Failure] = field(default_factory=dict)
-    dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
-    places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
-    calls: dict[int, str] = field(default_factory=dict)  #: rank -> what it waited for when the ranks had diverged
-    stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
-    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
-    replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
-    killed: tuple[int, ...] = ()
-    killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
-    elapsed_s: float = 0.0
-    replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures and not self.dead and not self.stop_reason
-
-    @property
-    def left_exchanges_open(self) -> bool:
-        """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, or only
-        some ranks failed."""
-        only_some = 0 < len(self.failures) < len(self.ranks)
-        return only_some or any(failure.was_stopped or failure.broke_off_step for failure in self.failures.values())
 
 
 class Listener(Protocol):
@@ -87,25 +35,6 @@ class Listener(Protocol):
     def on_idle(self, now: float) -> None: ...
 
     def wakeup(self) -> float | None: ...
-
-
-class Processes(Protocol):
-    """The functions of the engines' processes that a run needs, by rank."""
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End engines at once."""
-
-    def pids(self) -> list[int]:
-        """The engines' processes on this host."""
-
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks whose process has surely ended."""
-
-    def how_ended(self, rank: int) -> str:
-        """How a dead engine ended, in words."""
-
-    def is_stopped(self, rank: int) -> bool:
-        """Whether the process is stopped (SIGSTOP), so that no signal but SIGKILL reaches it."""
 
 
 class Run:
@@ -134,21 +63,18 @@ class Run:
         self._output_complete: set[int] = set()  # ranks whose output is complete
         self._last_reply_s = self._started_s
         self._first_failure_s: float | None = None
-        self._escalation: StopEscalation | None = None
-        self._core_waits = CoreWaits([])  # of the engines, since they were to stop
-        self._stopping_s = 0.0  # when the first escalation began
-        self._places: dict[int, ControlCall] = {}
-        self._interrupts: list[tuple[int, ControlCall]] = []  # that were sent
-        self._importing: set[int] = set()  # ranks that imported something when they were last asked
-        self._has_reported_import, self._waits_for_imports = False, True
+        self._failure_waits = CoreWaits([])  # of the engines, since the first failure
+        self._stopping: Stop | None = None
         self._stop_wanted, self.ended = threading.Event(), threading.Event()
         self._stop_reason = ""
         self.outcome = Outcome(request.ranks)
 
     def wait(self) -> Outcome:
-        """Follow the run to its end. A KeyboardInterrupt stops the engines, with the reason "interrupt".
+        """Follow the run to its end. An interrupt stops the engines, with the reason "interrupt".
 
-        Other exceptions (output that cannot be shown, a test's time limit) also stop the engines before they pass.
+        It is held back meanwhile: raised at some line, it would leave ranks behind that nobody follows. One that comes
+        after the last reply is left to whoever ends the holding. Exceptions (output that cannot be shown, a test's time
+        limit) also stop the engines before they pass.
         """
         try:
             return self._follow()
@@ -157,30 +83,25 @@ class Run:
 
     def _follow(self) -> Outcome:
         error: BaseException | None = None
-        while not self._finished():
+        while True:
             try:
-                if self._request.interrupt is not None:
-                    self._request.interrupt.release()
+                if self._finished():
+                    break
+                if self._pending and self._request.take_interrupt():
+                    if self._stopping is not None:
+                        self._stopping.hurry()
+                    self.stop()
                 self._step()
-            except KeyboardInterrupt:
-                self._waits_for_imports = not self._has_reported_import
-                self.stop()
             except BaseException as raised:  # noqa: BLE001 - raised again below
                 error = error or raised
                 self._listener = NullListener()
                 self.stop()
-        self._await_interrupts()
+        if self._stopping is not None:
+            self._stopping.await_signals()
         if error is not None:
             raise error
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
-
-    def _await_interrupts(self) -> None:
-        """Let no interrupt of this run reach a later one: engines are interrupted by other processes, in their time."""
-        deadline_s = time.monotonic() + INTERRUPT_GRACE_S
-        for rank, interrupt in self._interrupts:
-            if rank not in self.outcome.dead:
-                interrupt.has_arrived(max(0.0, deadline_s - time.monotonic()))
 
     def stop(self, reason: str = "interrupt", replaced: Iterable[int] = ()) -> None:
         """Stop the ranks that still run; a restart then replaces some. Call it from any thread."""
@@ -197,23 +118,25 @@ class Run:
         if self._pending:
             return False
         loud = set(self._request.ranks) - self._output_complete
-        return not loud or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
+        return not loud or self._request.is_interrupted or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
 
     def _step(self) -> None:
         """Handle the messages that have arrived, or wait until one arrives or a step is due."""
-        self._request.wait(self._time_to_wait())
-        while not self._request.events.empty():
-            with HeldInterrupt():  # a reply that is taken is handled
-                self._handle(self._request.events.get_nowait())
+        event = self._request.take(self._time_to_wait())
+        num_others = self._request.events.qsize()  # no flood holds up a decision
+        while event is not None:
+            self._handle(event)
+            event = self._request.take(0.0) if num_others else None
+            num_others -= 1
         now = time.monotonic()
         self._listener.on_idle(now)
         self._decide(now)
 
     def _time_to_wait(self) -> float:
-        times = [self._deadline_s, self._listener.wakeup(), self._escalation.wakeup() if self._escalation else None]
-        if self._first_failure_s is not None and self._escalation is None:
-            times.append(self._first_failure_s + FAILURE_GRACE_S)
-        if self._num_ranks and self._escalation is None:
+        times = [self._deadline_s, self._listener.wakeup(), self._stopping.wakeup() if self._stopping else None]
+        if self._first_failure_s is not None and self._stopping is None:
+            times.append(self._end_of_grace_s())
+        if self._num_ranks and self._stopping is None:
             times.append(self._next_probe_s)
         now = time.monotonic()
         return min([max(0.001, moment - now) for moment in times if moment is not None], default=_POLL_S)
@@ -241,6 +164,7 @@ class Run:
         failed = isinstance(event.content, Exception)
         if failed and self._first_failure_s is None:
             self._first_failure_s = event.time_s
+            self._failure_waits = CoreWaits(self._processes.pids() if self._pending else ())
         if failed and (isinstance(event.content, EngineError) or getattr(event.content, "ename", "") == "EngineError"):
             self._output_complete.add(event.rank)
             self.outcome.dead[event.rank] = self._processes.how_ended(event.rank)
@@ -248,19 +172,22 @@ class Run:
     def _decide(self, now: float) -> None:
         if not self._pending:
             return
-        if self._escalation is None:
-            reason = self._reason_to_stop(now)
-            if reason:
-                self._begin_stopping(reason, now)
-        if self._escalation is not None:
-            step = self._escalation.due(now, self._core_waits.longest_s())
-            if step:
-                self._run_step(step, now)
+        if self._stopping is None and (reason := self._reason_to_stop(now)):
+            self.outcome.stop_reason = reason
+            ranks, number = self._pending, self._request.run
+            self._stopping = Stop(self._engines, self._processes, number, ranks, self.outcome, now, self._report)
+        if self._stopping is not None:
+            self._stopping.step(now, self._pending)
+
+    def _end_of_grace_s(self) -> float:
+        """Until when others may fail by themselves; time in which they waited for a core does not count."""
+        assert self._first_failure_s is not None
+        return self._first_failure_s + FAILURE_GRACE_S + self._failure_waits.longest_s()
 
     def _reason_to_stop(self, now: float) -> str:
         if self._stop_wanted.is_set():
             return self._stop_reason
-        if self._first_failure_s is not None and now >= self._first_failure_s + FAILURE_GRACE_S:
+        if self._first_failure_s is not None and now >= self._end_of_grace_s():
             return "failure"
         if self._deadline_s is not None and now >= self._deadline_s:
             return "timeout"
@@ -282,58 +209,6 @@ class Run:
         self._probes = self._engines.control(range(self._num_ranks), "activity")
         self._next_probe_s = now + self._divergence.period_s
         return is_certain
-
-    def _begin_stopping(self, reason: str, now: float) -> None:
-        self.outcome.stop_reason = reason
-        self.outcome.stopped = tuple(sorted(self._pending))
-        self._escalation, self._stopping_s = StopEscalation(now), now
-        self._core_waits = CoreWaits(self._processes.pids())
-        self._places = self._engines.control(self.outcome.stopped, "status")
-        self._poll_places(timeout_s=0.1)
-
-    def _poll_places(self, timeout_s: float = 0.0) -> None:
-        """Take the answers of the ranks that were asked last. Waits at most ``timeout_s`` for each."""
-        found = {rank: call.answer(timeout_s) for rank, call in self._places.items()}
-        answered = {rank: status for rank, status in found.items() if status is not None}
-        self._importing -= set(answered)
-        self._importing |= {rank for rank, status in answered.items() if status.importing}
-        for rank, status in answered.items():
-            self.outcome.places.setdefault(rank, status.doing)
-
-    def _run_step(self, step: str, now: float) -> None:
-        ranks = sorted(self._pending)
-        if step == "interrupt":
-            self._poll_places()
-            self._places = self._engines.control(ranks, "status")
-            self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
-            self._interrupts += self._engines.signal(ranks, "SIGINT").items()
-        elif step == "abort":
-            reason = f"stopped by the notebook ({self.outcome.stop_reason})"
-            self._engines.control(ranks, "abort", reason=reason, pids=self._processes.pids())
-        else:
-            self._kill_unless_importing(ranks, now)
-
-    def _kill_unless_importing(self, ranks: Sequence[int], now: float) -> None:
-        """Kill ranks, but give an importing rank some time: it reacts when its import ends (`deferred_interrupts`)."""
-        self._poll_places()
-        importing = sorted(self._importing & set(ranks))
-        if importing and self._waits_for_imports and now < self._stopping_s + IMPORT_LIMIT_S:
-            self._report_import(importing)
-            self._escalation = StopEscalation(now, self._core_waits.longest_s())
-            ranks = [rank for rank in ranks if rank not in importing]
-        else:
-            self.outcome.killed_in_import = tuple(importing)
-        self._kill(ranks)
-
-    def _report_import(self, ranks: Sequence[int]) -> None:
-        if not self._has_reported_import:
-            what = f"workbench: {describe_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
-            self._report(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.")
-        self._has_reported_import = True
-
-    def _kill(self, ranks: Sequence[int]) -> None:
-        self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks} - set(self._processes.dead(ranks))))
-        self._processes.kill(ranks)
 
 
 class NullListener:

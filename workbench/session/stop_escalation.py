@@ -1,23 +1,25 @@
-"""The steps by which a session stops ranks: interrupt, then abort their waits, then kill. A pure schedule."""
+"""The steps by which a session stops ranks: interrupt, abort their waits, ask what they do, kill. A pure schedule."""
 
 from __future__ import annotations
 
 #: Seconds after the step before (the first: after the decision to stop), and the step for ranks that still run.
-STEPS = ((0.0, "interrupt"), (0.25, "abort"), (0.35, "interrupt"), (0.4, "interrupt"), (0.5, "kill"))
+STEPS = (
+    (0.0, "interrupt"), (0.25, "abort"), (0.35, "interrupt"), (0.4, "interrupt"), (0.4, "ask"), (0.1, "kill"),
+)  # fmt: skip
 
 
 class StopEscalation:
     """The steps from a given moment on.
 
-    ``interrupt`` sends SIGINT, which reaches Python code. ``abort`` sends a message to the control thread, which ends
-    waits for other ranks. ``kill`` sends SIGKILL, for code that is stuck in C.
+    ``interrupt`` raises a KeyboardInterrupt in Python code. ``abort`` ends waits for other ranks. ``ask`` finds ranks that
+    a ``kill`` must not hit; the others get SIGKILL, for code that is stuck in C.
 
-    A rank can only react while it has a core. So time that processes waited for one does not count, and a notebook that
-    comes late takes one step and leaves the ranks their time until the next.
+    A rank can only react while it has a core. So time in which it could not does not count, and a notebook that comes
+    late takes one step and leaves the ranks their time until the next.
 
     Args:
         started_s: the decision to stop.
-        waited_s: how long processes had waited for a core by then.
+        waited_s: time up to then that does not count.
 
     >>> escalation = StopEscalation(10.0)
     >>> escalation.due(10.0), escalation.due(10.1), escalation.due(10.3)

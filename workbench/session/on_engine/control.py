@@ -4,7 +4,8 @@ Operations:
 
 * ``status``: a `RankStatus` with the main thread's stack.
 * ``activity``: a `RankActivity`, cheap enough to be asked every second.
-* ``abort``: end waits for other ranks.
+* ``interrupt``: the same, and interrupt a run.
+* ``abort``: end a run's waits for other ranks.
 * ``command``: let a training run pause, resume, change its strategy or stop.
 * ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
 * ``debug``: let a debugger listen.
@@ -23,6 +24,7 @@ from workbench.session import protocol
 from workbench.session.on_engine import activity as engine_activity
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine import connections as engine_connections
+from workbench.session.on_engine import current_request
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
 from workbench.session.on_engine import interruptible_waits as engine_waits
@@ -64,6 +66,7 @@ def status() -> protocol.RankStatus:
 
     stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
     importing = engine_imports.importing()
+    run, is_handling = current_request.state()
     world = _world()
     return protocol.RankStatus(
         rank=int(os.environ.get("RANK", "-1")),
@@ -78,16 +81,31 @@ def status() -> protocol.RankStatus:
         doing=protocol.describe_place(stack, importing),
         stack=stack,
         importing=importing,
+        run=run,
+        is_handling=is_handling,
     )
 
 
-def abort(reason: str, pids: Sequence[int] = ()) -> None:
-    """End the main thread's wait for other ranks. ``pids``: the processes of the engines on this host."""
-    engine_waits.abort(reason)
-    world = _world()
-    if world is not None:
-        world.abort(reason)
-    engine_connections.break_to(pids)
+def interrupt(run: int) -> protocol.RankStatus:
+    """Interrupt a run; returns the state of before. Does nothing to a later run; see `current_request.stop`."""
+    found = status()
+    current_request.stop(run)
+    return found
+
+
+def abort(run: int, reason: str, pids: Sequence[int] = ()) -> None:
+    """End the main thread's wait for other ranks, unless a later run has begun: that has another world.
+
+    ``pids``: the processes of the engines on this host.
+    """
+    with current_request.unless_later(run) as is_in_time:
+        if not is_in_time:
+            return
+        engine_waits.abort(reason)
+        world = _world()
+        if world is not None:
+            world.abort(reason)
+        engine_connections.break_to(pids)
 
 
 def _main_thread_id() -> int:
@@ -108,6 +126,7 @@ def _world() -> Any:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
     "activity": lambda: engine_activity.activity(_world()),
+    "interrupt": interrupt,
     "abort": abort,
     "command": engine_shell.add_command,
     "complete": engine_assist.complete,

@@ -31,6 +31,9 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+from workbench.session.on_engine import current_request
+from workbench.session.on_engine.shell import current_tag
+
 #: torch checks the shapes of results with it, so the first product loads it.
 PRELOADED = "sympy"
 #: An engine without a request for so long loads it by itself.
@@ -51,26 +54,37 @@ def install(kernel: Any) -> None:
 
     # They replace hooks that set SIGINT's plain handler for a moment.
     def before() -> None:
+        global _is_interrupted
         idle_since_s[0] = math.inf
-        _forget_interrupt()
-        signal.signal(signal.SIGINT, interrupt)
+        tag = current_tag()
+        with current_request.beginning(tag.run if tag is not None else 0) as is_to_stop:
+            signal.signal(signal.SIGINT, interrupt)
+            _is_interrupted = is_to_stop  # forgets what came for an earlier request
 
     def after() -> None:
+        current_request.end()
         idle_since_s[0] = time.monotonic()
 
     kernel.pre_handler_hook, kernel.post_handler_hook = before, after
     _load_when_idle(lambda: idle_since_s[0])
-    run_cell, events = kernel.shell.run_cell_async, kernel.shell.events
+    shell, run_cell, apply = kernel.shell, kernel.shell.run_cell_async, kernel.do_apply
 
     async def run_cell_async(*args: Any, **kwargs: Any) -> Any:
-        raise_deferred()
+        try:
+            raise_deferred()
+        except KeyboardInterrupt as error:  # in a cell that awaits, it would end the loop of the engine
+            return _interrupted_result(shell, error)
         return await run_cell(*args, **kwargs)
 
-    _interruptible.add(run_cell_async.__code__)
-    kernel.shell.run_cell_async = functools.wraps(run_cell)(run_cell_async)
-    kernel.do_apply = _catching(kernel.do_apply, lambda: _interrupted_reply(kernel))
-    events.trigger = _catching(events.trigger, lambda: None)
-    signal.signal(signal.SIGINT, interrupt)  # already of this request
+    def do_apply(*args: Any, **kwargs: Any) -> Any:
+        raise_deferred()
+        return apply(*args, **kwargs)
+
+    _interruptible.update((run_cell_async.__code__, apply.__code__))  # the latter runs now
+    shell.run_cell_async = functools.wraps(run_cell)(run_cell_async)
+    kernel.do_apply = _catching(do_apply, lambda: _interrupted_reply(kernel))
+    shell.events.trigger = _catching(shell.events.trigger, lambda: None)
+    before()  # already of this request
 
 
 def _catching(function: Callable[..., Any], result_if_interrupted: Callable[[], Any]) -> Callable[..., Any]:
@@ -87,8 +101,20 @@ def _catching(function: Callable[..., Any], result_if_interrupted: Callable[[], 
     return catching
 
 
+def _interrupted_result(shell: Any, error: BaseException) -> Any:
+    """What ``run_cell_async`` returns for a cell that was interrupted before it began."""
+    from IPython.core.interactiveshell import ExecutionResult
+
+    shell.showtraceback()
+    result = ExecutionResult(None)
+    result.error_in_exec = error
+    return result
+
+
 def _interrupted_reply(kernel: Any) -> tuple[dict[str, Any], list[bytes]]:
     """What ``do_apply`` returns for a function that was interrupted."""
+    with contextlib.suppress(KeyboardInterrupt):
+        kernel.shell.showtraceback()
     told = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": []}
     return {**told, "engine_info": kernel.get_engine_info(method="apply")}, []
 

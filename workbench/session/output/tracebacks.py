@@ -11,9 +11,9 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from workbench.errors import CellError
 from workbench.session import protocol
+from workbench.session.outcome import Outcome
 from workbench.session.ranks import describe_ranks, rank_label
 from workbench.session.recovery import COMMAND
-from workbench.session.run import Outcome
 from workbench.units import format_seconds
 
 _MAX_SHOWN = 4

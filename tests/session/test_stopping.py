@@ -1,0 +1,119 @@
+"""Which ranks a stop kills, with messages that come in any order: a played clock, played engines."""
+
+import pytest
+
+from tests.session.played_engines import PlayedEngines
+from workbench.session import stopping
+from workbench.session.outcome import Outcome
+from workbench.session.protocol import RankStatus
+from workbench.session.stop_escalation import STEPS
+from workbench.session.stopping import GRACE_LIMIT_S, SILENCE_LIMIT_S, Stop
+
+RUN = 7
+RUNS = RankStatus(0, True, doing="at cell line 3", run=RUN, is_handling=True)
+IMPORTS = RankStatus(0, True, run=RUN, is_handling=True, importing="slow")
+IS_AHEAD = RankStatus(0, True, run=RUN - 1)
+"""It has yet to get the request."""
+HAS_REPLIED = RankStatus(0, True, run=RUN)
+STEPS_S = sum(after_s for after_s, _ in STEPS)
+
+
+class NoCoreWaits:
+    """On a machine that is not busy."""
+
+    def __init__(self, pids):
+        self.waited_s = 0.0
+
+    def longest_s(self):
+        return self.waited_s
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch):
+    monkeypatch.setattr(stopping, "CoreWaits", NoCoreWaits)
+
+
+class Played:
+    """A stop of ranks 0 to n - 1, followed by a clock that ticks every 50 ms."""
+
+    def __init__(self, statuses, nannies=()):
+        self.engines, self.outcome, self.said = PlayedEngines(statuses, nannies), Outcome((0, 1)), []
+        self.pending, self.now = [0, 1], 100.0
+        self.stop = Stop(self.engines, self.engines, RUN, self.pending, self.outcome, self.now, self.said.append)
+
+    def run(self, for_s):
+        for _ in range(round(for_s / 0.05)):
+            self.stop.step(self.now, self.pending)
+            self.now += 0.05
+        return self.engines.killed
+
+    def sent(self, operation):
+        return [ranks for kind, ranks in self.engines.sent if kind == operation]
+
+
+def test_ranks_that_run_on_are_killed_after_all_steps():
+    played = Played({0: RUNS, 1: RUNS}, nannies={0, 1})
+    assert played.run(STEPS_S - 0.1) == []
+    assert played.run(0.3) == [0, 1]
+    assert played.sent("interrupt") == [(0, 1)] * 3 and played.sent("SIGINT") == []
+    assert played.outcome.places == dict.fromkeys((0, 1), "at cell line 3")
+
+
+@pytest.mark.parametrize("on_way", [IS_AHEAD, HAS_REPLIED])
+def test_a_rank_with_a_message_on_its_way_is_not_killed_and_one_that_is_stuck_is(on_way):
+    played = Played({0: on_way, 1: RUNS}, nannies={0, 1})
+    assert played.run(10.0) == [1]
+    assert played.said == [
+        "workbench: the message to or from rank 0 is on its way (at most 60 s). Another interrupt kills it now."
+    ]
+    played.pending = [0]
+    played.run(GRACE_LIMIT_S)
+    assert 0 in played.engines.killed
+
+
+def test_a_message_that_takes_seconds_to_the_hosts_costs_the_ranks_none_of_their_time():
+    played = Played({})
+    assert played.run(8.0) == [] and played.sent("interrupt") == [(0, 1)]
+    played.engines.statuses = {0: RUNS, 1: RUNS}
+    assert played.run(STEPS_S - 0.2) == []
+    assert played.run(0.5) == [0, 1]
+
+
+def test_one_host_that_is_not_heard_holds_up_the_steps():
+    played = Played({0: RUNS, 1: RUNS})
+    played.run(0.3)
+    played.engines.statuses = {0: RUNS}
+    played.run(0.4)
+    assert played.run(5.0) == []
+
+
+def test_c_code_that_holds_the_interpreter_gets_a_signal_of_its_nanny_and_is_killed_in_time():
+    played = Played({0: RUNS}, nannies={0, 1})
+    assert set(played.run(STEPS_S + 0.2)) == {0, 1}
+    assert played.sent("SIGINT") == [(1,), (1,)]
+    assert played.sent("interrupt") == [(0, 1), (0,), (0,)], "questions do not pile up"
+
+
+def test_where_nobody_answers_the_ranks_are_killed_at_last():
+    played = Played({})
+    assert played.run(SILENCE_LIMIT_S) == []
+    assert set(played.run(2 * SILENCE_LIMIT_S + 2 * STEPS_S)) == set()
+    assert set(played.run(2 * SILENCE_LIMIT_S + STEPS_S)) == {0, 1}
+
+
+def test_time_in_which_ranks_wait_for_a_core_does_not_count_and_no_time_counts_twice():
+    played = Played({0: RUNS, 1: RUNS}, nannies={0, 1})
+    for _ in range(40):
+        played.stop._core_waits.waited_s += 0.1  # more than has passed: several threads take turns
+        assert played.run(0.05) == []
+    assert set(played.run(STEPS_S + 0.2)) == {0, 1}
+
+
+def test_another_interrupt_takes_the_time_of_a_rank_that_is_known_to_be_waited_for():
+    played = Played({0: IMPORTS, 1: RUNS}, nannies={0, 1})
+    played.stop.hurry()  # nobody has been told yet
+    assert played.run(STEPS_S + 0.2) == [1] and "rank 0 must end an import first" in played.said[0]
+    played.pending = [0]
+    played.stop.hurry()
+    assert played.run(STEPS_S + 0.2) == [1, 0]
+    assert played.outcome.killed_in_import == (0,)

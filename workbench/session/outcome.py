@@ -1,0 +1,54 @@
+"""How a request ended, rank by rank, and what a cell returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.session import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """The result of a cell: its output as text, the last expression's value by rank, and its time.
+
+    ``values`` has one entry per rank that ran the cell, in rank order. An entry is None if the cell ends in a
+    statement. If all ranks ran the cell, the entry of a global tensor is its logical tensor. ``rank_elapsed_s`` has, in
+    the same order, the seconds after which each rank was done.
+    """
+
+    text: str
+    values: list[Any]
+    elapsed_s: float
+    rank_elapsed_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How every rank of a run ended."""
+
+    ranks: tuple[int, ...]
+    replies: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, protocol.Failure] = field(default_factory=dict)
+    dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
+    places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
+    calls: dict[int, str] = field(default_factory=dict)  #: rank -> what it waited for when the ranks had diverged
+    stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
+    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
+    replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
+    killed: tuple[int, ...] = ()
+    killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
+    elapsed_s: float = 0.0
+    replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures and not self.dead and not self.stop_reason
+
+    @property
+    def left_exchanges_open(self) -> bool:
+        """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, or only
+        some ranks failed."""
+        only_some = 0 < len(self.failures) < len(self.ranks)
+        return only_some or any(failure.was_stopped or failure.broke_off_step for failure in self.failures.values())

@@ -1,0 +1,171 @@
+"""Stops the ranks of a run that still run: the questions and signals of each step, and who is killed at the end.
+
+A kill takes a rank's variables, so it needs evidence. On a busy machine every process may be without a core for
+seconds: the client's thread that sends, the controller, a nanny, the engine's control thread. So each step asks, and
+time counts only while the host of every rank has answered. A rank that says that it does not run the request has yet
+to get it, or has replied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from workbench.session import protocol
+from workbench.session.adapter import ControlCall, Engines
+from workbench.session.outcome import Outcome
+from workbench.session.processes.core_waits import CoreWaits
+from workbench.session.ranks import describe_ranks
+from workbench.session.stop_escalation import StopEscalation
+
+#: How long ranks may finish what no interrupt ends: an import (that of torch takes 3 s of processor time), or the way
+#: of the request to them and of their reply.
+GRACE_LIMIT_S = 60.0
+#: How long a host without an answer holds up the steps, or the end of a run whose signal it has yet to send.
+SILENCE_LIMIT_S = 10.0
+
+
+class Processes(Protocol):
+    """The functions of the engines' processes that a run needs, by rank."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End engines at once."""
+
+    def pids(self) -> list[int]:
+        """The engines' processes on this host."""
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose process has surely ended."""
+
+    def how_ended(self, rank: int) -> str:
+        """How a dead engine ended, in words."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process is stopped (SIGSTOP), so that no signal but SIGKILL reaches it."""
+
+
+class Stop:
+    """One stop of a run.
+
+    Args:
+        run: the number of the request.
+        ranks: that still run.
+        outcome: gets their places, and who is killed.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        processes: Processes,
+        run: int,
+        ranks: Collection[int],
+        outcome: Outcome,
+        now: float,
+        report: Callable[[str], None],
+    ) -> None:
+        self._engines, self._processes, self._run, self._outcome = engines, processes, run, outcome
+        self._report = report
+        self._escalation, self._started_s, self._looked_s, self._asked_s = StopEscalation(now), now, now, now
+        self._core_waits, self._core_s = CoreWaits(processes.pids()), 0.0
+        self._waited_s = 0.0  # time that does not count
+        self._calls: dict[int, ControlCall] = {}  # the last question to each rank's control thread
+        self._pings: dict[int, ControlCall] = {}  # and to its nanny
+        self._signals: list[tuple[int, ControlCall]] = []
+        self._is_patient, self._has_reported = True, False
+        outcome.stopped = tuple(sorted(ranks))
+
+    def step(self, now: float, pending: Collection[int]) -> None:
+        """Take the step that is due, for the ranks that have not replied."""
+        self._take_places()
+        self._measure_waits(now, pending)
+        step = self._escalation.due(now, self._waited_s)
+        ranks = sorted(pending)
+        if step == "interrupt":
+            self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
+            silent = [rank for rank in ranks if self._is_silent(rank)]
+            self._ask(ranks, now, "interrupt", run=self._run)
+            self._signals += self._engines.signal(silent, "SIGINT").items()
+        elif step == "abort":
+            reason = f"stopped by the notebook ({self._outcome.stop_reason})"
+            self._engines.control(ranks, "abort", run=self._run, reason=reason, pids=self._processes.pids())
+        elif step == "ask":
+            self._ask(ranks, now, "status")
+        elif step == "kill":
+            self._kill_unless_spared(ranks, now)
+
+    def wakeup(self) -> float | None:
+        """When to look again at the latest; None after the last step."""
+        return self._escalation.wakeup()
+
+    def hurry(self) -> None:
+        """Another interrupt: ranks of which the user knows that they are waited for get no more time."""
+        self._is_patient = not self._has_reported
+
+    def await_signals(self) -> None:
+        """Let no signal of this run reach a later one: nannies send them, in their time."""
+        deadline_s = time.monotonic() + SILENCE_LIMIT_S
+        for rank, call in self._signals:
+            if rank not in self._outcome.dead and rank not in self._outcome.killed:
+                call.has_arrived(max(0.0, deadline_s - time.monotonic()))
+
+    def _measure_waits(self, now: float, pending: Collection[int]) -> None:
+        """Add the time since the last look in which ranks could not react."""
+        passed_s, core_s = now - self._looked_s, self._core_waits.longest_s()
+        is_unheard = now < self._asked_s + SILENCE_LIMIT_S and not all(map(self._is_heard, pending))
+        self._waited_s += passed_s if is_unheard else min(passed_s, core_s - self._core_s)
+        self._looked_s, self._core_s = now, core_s
+
+    def _ask(self, ranks: Sequence[int], now: float, operation: str, **arguments: int) -> None:
+        """Ask the ranks that have answered before, and the nannies of all of them: these answer a signal of no effect."""
+        asked = [rank for rank in ranks if not self._is_silent(rank)]
+        self._calls |= self._engines.control(asked, operation, **arguments)
+        self._pings, self._asked_s = self._engines.signal(ranks, 0), now
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether a rank has not answered the last question: C code that holds the interpreter, or a busy machine."""
+        return rank in self._calls and not self._calls[rank].has_arrived(0.0)
+
+    def _is_heard(self, rank: int) -> bool:
+        """Whether the last question has come as far as the rank's host. One that is not registered gets none."""
+        return not self._is_silent(rank) or rank not in self._pings or self._pings[rank].has_arrived(0.0)
+
+    def _take_places(self) -> None:
+        """Where ranks were before they were interrupted, as far as they have answered."""
+        for rank in self._calls.keys() - self._outcome.places.keys():
+            if (status := self._status(rank)) is not None and status.doing:
+                self._outcome.places[rank] = status.doing
+
+    def _status(self, rank: int) -> protocol.RankStatus | None:
+        """A rank's answer to the last question."""
+        found = self._calls[rank].answer(0.0) if rank in self._calls else None
+        return found if isinstance(found, protocol.RankStatus) else None
+
+    def _kill_unless_spared(self, ranks: Sequence[int], now: float) -> None:
+        """Kill ranks, but give those time that cannot react to an interrupt now; the steps then begin anew."""
+        found = {rank: status for rank in ranks if (status := self._status(rank)) is not None}
+        on_way = [rank for rank, status in found.items() if not status.is_handling]
+        importing = [rank for rank, status in found.items() if status.is_handling and status.importing]
+        spared = {*on_way, *importing}
+        if spared and self._is_patient and now < self._started_s + GRACE_LIMIT_S:
+            self._report_spared(importing, on_way)
+            self._escalation = StopEscalation(now, self._waited_s)
+            ranks = [rank for rank in ranks if rank not in spared]
+        else:
+            self._outcome.killed_in_import = tuple(importing)
+        self._kill(ranks)
+
+    def _report_spared(self, importing: Sequence[int], on_way: Sequence[int]) -> None:
+        if self._has_reported:
+            return
+        self._has_reported = True
+        limit = f"(at most {GRACE_LIMIT_S:.0f} s)"
+        what = [f"{describe_ranks(importing)} must end an import first {limit}"] if importing else []
+        what += [f"the message to or from {describe_ranks(on_way)} is on its way {limit}"] if on_way else []
+        them = "it" if len({*importing, *on_way}) == 1 else "them"
+        self._report(f"workbench: {'; '.join(what)}. Another interrupt kills {them} now.")
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        killed = {*self._outcome.killed, *ranks} - set(self._processes.dead(ranks))
+        self._outcome.killed = tuple(sorted(killed))
+        self._processes.kill(ranks)
