@@ -7,9 +7,9 @@ import pickle
 import pytest
 
 from workbench.errors import CellError
+from workbench.session.outcome import Outcome
 from workbench.session.output.tracebacks import Interrupted, cell_error, check_syntax, consequences, group
 from workbench.session.protocol import Failure, Frame
-from workbench.session.outcome import Outcome
 
 
 def failure(kind="ValueError", message="bad", line=3, time_s=1.0, was_stopped=False):

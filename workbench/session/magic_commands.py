@@ -11,9 +11,9 @@ from IPython.core.error import UsageError
 from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, Profile
 from workbench.session import cluster, profiles, text_reports
 from workbench.session.observed_session import ObservedSession, observe
+from workbench.session.outcome import CellResult
 from workbench.session.processes import discovery, make_profile
 from workbench.session.ranks import parse_ranks
-from workbench.session.outcome import CellResult
 from workbench.units import counted, format_seconds
 
 _DEBUGGER_START_S = 15.0

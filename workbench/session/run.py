@@ -1,15 +1,15 @@
 """Follows one request to the engines, from sending to its last reply. It never waits for a rank that cannot reply.
 
-When a rank fails, is interrupted or runs out of time, a `Stop` stops the ranks that still run. So control returns within
-about two seconds, whatever the engines are doing. Only an import, and messages on a busy machine, may take longer.
+When a rank fails, is interrupted or runs out of time, a `Stop` stops the ranks that still run. So control returns
+within about two seconds, whatever the engines are doing. Only an import, and messages on a busy machine, take longer.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from ipyparallel.error import EngineError
 

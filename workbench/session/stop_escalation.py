@@ -11,8 +11,8 @@ STEPS = (
 class StopEscalation:
     """The steps from a given moment on.
 
-    ``interrupt`` raises a KeyboardInterrupt in Python code. ``abort`` ends waits for other ranks. ``ask`` finds ranks that
-    a ``kill`` must not hit; the others get SIGKILL, for code that is stuck in C.
+    ``interrupt`` raises a KeyboardInterrupt in Python code. ``abort`` ends waits for other ranks. ``ask`` finds ranks
+    that ``kill`` must not hit; the others get SIGKILL, for code that is stuck in C.
 
     A rank can only react while it has a core. So time in which it could not does not count, and a notebook that comes
     late takes one step and leaves the ranks their time until the next.

@@ -22,7 +22,7 @@ from workbench.session.stop_escalation import StopEscalation
 #: How long ranks may finish what no interrupt ends: an import (that of torch takes 3 s of processor time), or the way
 #: of the request to them and of their reply.
 GRACE_LIMIT_S = 60.0
-#: How long a host without an answer holds up the steps, or the end of a run whose signal it has yet to send.
+#: How long hosts without an answer hold up the steps, or the end of a run whose signal they have yet to send.
 SILENCE_LIMIT_S = 10.0
 
 
@@ -66,9 +66,9 @@ class Stop:
     ) -> None:
         self._engines, self._processes, self._run, self._outcome = engines, processes, run, outcome
         self._report = report
-        self._escalation, self._started_s, self._looked_s, self._asked_s = StopEscalation(now), now, now, now
+        self._escalation, self._started_s, self._looked_s = StopEscalation(now), now, now
         self._core_waits, self._core_s = CoreWaits(processes.pids()), 0.0
-        self._waited_s = 0.0  # time that does not count
+        self._unheard_s = self._waited_s = 0.0  # time that does not count: of the first kind, of both
         self._calls: dict[int, ControlCall] = {}  # the last question to each rank's control thread
         self._pings: dict[int, ControlCall] = {}  # and to its nanny
         self._signals: list[tuple[int, ControlCall]] = []
@@ -84,13 +84,13 @@ class Stop:
         if step == "interrupt":
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             silent = [rank for rank in ranks if self._is_silent(rank)]
-            self._ask(ranks, now, "interrupt", run=self._run)
+            self._ask(ranks, "interrupt", run=self._run)
             self._signals += self._engines.signal(silent, "SIGINT").items()
         elif step == "abort":
             reason = f"stopped by the notebook ({self._outcome.stop_reason})"
             self._engines.control(ranks, "abort", run=self._run, reason=reason, pids=self._processes.pids())
         elif step == "ask":
-            self._ask(ranks, now, "status")
+            self._ask(ranks, "status")
         elif step == "kill":
             self._kill_unless_spared(ranks, now)
 
@@ -112,15 +112,16 @@ class Stop:
     def _measure_waits(self, now: float, pending: Collection[int]) -> None:
         """Add the time since the last look in which ranks could not react."""
         passed_s, core_s = now - self._looked_s, self._core_waits.longest_s()
-        is_unheard = now < self._asked_s + SILENCE_LIMIT_S and not all(map(self._is_heard, pending))
+        is_unheard = self._unheard_s < SILENCE_LIMIT_S and not all(map(self._is_heard, pending))
+        self._unheard_s += is_unheard * passed_s
         self._waited_s += passed_s if is_unheard else min(passed_s, core_s - self._core_s)
         self._looked_s, self._core_s = now, core_s
 
-    def _ask(self, ranks: Sequence[int], now: float, operation: str, **arguments: int) -> None:
-        """Ask the ranks that have answered before, and the nannies of all of them: these answer a signal of no effect."""
+    def _ask(self, ranks: Sequence[int], operation: str, **arguments: int) -> None:
+        """Ask the ranks that have answered before, and all nannies: these answer a signal of no effect."""
         asked = [rank for rank in ranks if not self._is_silent(rank)]
         self._calls |= self._engines.control(asked, operation, **arguments)
-        self._pings, self._asked_s = self._engines.signal(ranks, 0), now
+        self._pings = self._engines.signal(ranks, 0)
 
     def _is_silent(self, rank: int) -> bool:
         """Whether a rank has not answered the last question: C code that holds the interpreter, or a busy machine."""

@@ -1,7 +1,7 @@
 """Which request the main thread handles. What the control thread does to stop a run reaches no later one.
 
 A message that stops a run travels on a channel of its own. On a busy machine it may arrive before the run's request,
-or after the next one. So it carries the run's number, and is compared under a lock that each request takes as it begins.
+or after the next one. So it names its run, and is compared under a lock that each request takes as it begins.
 """
 
 from __future__ import annotations
