@@ -87,7 +87,7 @@ def test_escalation_takes_every_step_once_in_order():
     assert escalation.due(10.0) == "interrupt"
     assert escalation.due(10.0) == ""
     assert escalation.wakeup() == pytest.approx(10.25)
-    assert [escalation.due(now) for now in (10.3, 10.7, 11.2, 11.8)] == [step for _, step in STEPS[1:]]
+    assert [escalation.due(now) for now in (10.3, 10.7, 11.2, 11.7, 11.9)] == [step for _, step in STEPS[1:]]
     assert escalation.wakeup() is None and escalation.due(20.0) == ""
 
 
@@ -109,11 +109,12 @@ def test_escalation_ends_within_two_seconds_with_a_kill():
     assert sum(after_s for after_s, _ in STEPS) <= 1.6
 
 
-def test_waits_for_a_core_are_those_of_the_process_that_waited_longest(tmp_path):
+def test_waits_for_a_core_are_those_of_the_thread_that_waited_longest(tmp_path):
     def tell(*waited_s):
         for pid, wait_s in zip((os.getpid(), 5, 6), waited_s, strict=True):
-            (tmp_path / str(pid)).mkdir(exist_ok=True)
-            (tmp_path / str(pid) / "schedstat").write_text(f"1000 {wait_s * 10**9} 3\n")
+            thread = tmp_path / str(pid) / ("" if pid == os.getpid() else "task/9")
+            thread.mkdir(exist_ok=True, parents=True)
+            (thread / "schedstat").write_text(f"1000 {wait_s * 10**9} 3\n")
 
     tell(2, 1, 10)
     waits = CoreWaits([5, 6, 7], tmp_path)  # 7 has ended
@@ -122,6 +123,9 @@ def test_waits_for_a_core_are_those_of_the_process_that_waited_longest(tmp_path)
     assert waits.longest_s() == 3
     tell(7, 4, 11)
     assert waits.longest_s() == 5
+    (tmp_path / "5" / "task" / "10").mkdir()
+    (tmp_path / "5" / "task" / "10" / "schedstat").write_text(f"1000 {6 * 10**9} 3\n")  # a thread that is new
+    assert waits.longest_s() == 6
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this system does not tell")

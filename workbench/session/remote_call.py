@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,8 @@ class RemoteCall:
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._finished = threading.Event()
-        threading.Thread(target=self._follow, name=f"workbench-call-{name}", daemon=True).start()
+        follow = contextvars.copy_context().run  # what it shows belongs to the cell that made the call
+        threading.Thread(target=follow, args=(self._follow,), name=f"workbench-call-{name}", daemon=True).start()
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self.exception() else "finished"

@@ -114,7 +114,7 @@ class Stop:
         passed_s, core_s = now - self._looked_s, self._core_waits.longest_s()
         is_unheard = self._unheard_s < SILENCE_LIMIT_S and not all(map(self._is_heard, pending))
         self._unheard_s += is_unheard * passed_s
-        self._waited_s += passed_s if is_unheard else min(passed_s, core_s - self._core_s)
+        self._waited_s += passed_s if is_unheard else min(passed_s, max(0.0, core_s - self._core_s))
         self._looked_s, self._core_s = now, core_s
 
     def _ask(self, ranks: Sequence[int], operation: str, **arguments: int) -> None:
@@ -167,6 +167,6 @@ class Stop:
         self._report(f"workbench: {'; '.join(what)}. Another interrupt kills {them} now.")
 
     def _kill(self, ranks: Sequence[int]) -> None:
-        killed = {*self._outcome.killed, *ranks} - set(self._processes.dead(ranks))
-        self._outcome.killed = tuple(sorted(killed))
+        alive = set(ranks) - set(self._processes.dead(ranks))
+        self._outcome.killed = tuple(sorted({*self._outcome.killed, *alive}))
         self._processes.kill(ranks)

@@ -13,6 +13,7 @@ from workbench.core.offload_kinds import CHOICES
 from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
+from workbench.ui import page_restore
 from workbench.ui.assets import element
 from workbench.ui.failures import guarded
 from workbench.ui.strategy.choices import Degrees
@@ -79,6 +80,7 @@ def display_widget(widget: widgets.Widget) -> None:
 
     Without a kernel only the copy has text: that of the widget would be from the time when it was first shown.
     """
+    page_restore.install()
     display(widget._repr_mimebundle_() | {"text/plain": ""}, raw=True)  # without any, nbconvert warns
 
 

@@ -28,6 +28,7 @@ class PageLink(Downloads):
         on_theme: gets the palette when a page shows the view, and whenever its theme changes.
         on_width: gets the panel's width in pixels, whenever that changes.
         on_visible: gets whether the view can be seen, whenever that changes, and when a page shows it anew.
+        on_view: gets the name of each view in a page, at least once.
     """
 
     _esm = asset("controls.js") + asset("download.js") + asset("page_link.js")
@@ -38,10 +39,11 @@ class PageLink(Downloads):
         on_theme: Callable[[Palette], None] = lambda colours: None,
         on_width: Callable[[float], None] = lambda pixels: None,
         on_visible: Callable[[bool], None] = lambda seen: None,
+        on_view: Callable[[str], None] = lambda view: None,
         **traits: Any,
     ) -> None:
         super().__init__(**traits)
-        self._on_theme, self._on_width, self._on_visible = on_theme, on_width, on_visible
+        self._on_theme, self._on_width, self._on_visible, self._on_view = on_theme, on_width, on_visible, on_view
         self._asked = self._answered = 0
         self._asked_s = 0.0
         self._has_page = False
@@ -68,5 +70,7 @@ class PageLink(Downloads):
         elif content.get("event") == "width":
             self._on_width(float(content["value"]))
         elif content.get("event") == "visible":
-            (self._seen_in.add if content["value"] else self._seen_in.discard)(str(content.get("view", "")))
+            view = str(content.get("view", ""))
+            (self._seen_in.add if content["value"] else self._seen_in.discard)(view)
+            self._on_view(view)
             self._on_visible(bool(self._seen_in))

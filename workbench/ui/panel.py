@@ -25,6 +25,7 @@ from workbench.ui import panel_texts
 from workbench.ui.controls import bar, button, display_widget, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.page_restore import MissedChanges, as_request
 from workbench.ui.planning import offline_trainer
 from workbench.ui.planning.predictor import Predictor
 from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection
@@ -173,7 +174,7 @@ class Panel(widgets.VBox):
         self._endings: list[Callable[[], None]] = []
         if self._editor.bytes is not None:
             self._endings.append(self._editor.bytes.end)
-        self.tabs = Tabs(guard(self._runs_section.live.see_status))
+        self.tabs = Tabs(guard(self._runs_section.live.see_status), guard(lambda view: missed.send_to(view)))
         self._was = (False, False)
         runs = self._runs_section
         parts = {
@@ -183,7 +184,8 @@ class Panel(widgets.VBox):
         }
         super().__init__([self._bar(), *(tab_contents(tab, widgets) for tab, widgets in parts.items())])
         self.add_class(PANEL_CLASS)
-        count = guard(self._count)
+        missed = MissedChanges(self)
+        count = as_request(guard(self._count))
         self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
         if session is not None and costs is None:
             self._counting.start()

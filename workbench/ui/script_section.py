@@ -12,6 +12,7 @@ from workbench.errors import WorkbenchError
 from workbench.ui.assets import asset
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.page_link import Downloads
+from workbench.ui.page_restore import as_request
 
 FILE = "script.py"
 _LIBRARIES = (("the workbench", "workbench"), ("torch alone", "torch"))
@@ -68,7 +69,7 @@ class ScriptSection:
         self._number += 1
         self.save.disabled, self.note.value = True, _WRITING
         args = self._number, self.library.value
-        threading.Thread(target=self._work, args=args, name="workbench-write-script", daemon=True).start()
+        threading.Thread(target=as_request(self._work), args=args, name="workbench-write-script", daemon=True).start()
 
     def _work(self, number: int, library: str) -> None:
         text, is_script = "", False

@@ -24,6 +24,7 @@ from workbench.ui.controls import PLANNING, Controls, button, html
 from workbench.ui.failures import guarded
 from workbench.ui.grid.view import Facts, boxings_of, grid_view
 from workbench.ui.grid.widget import LayerGrid
+from workbench.ui.page_restore import as_request
 from workbench.ui.planning.byte_counter import ByteCounter, Counter
 from workbench.ui.planning.machine_bar import MachineBar
 from workbench.ui.planning.planner_section import PlannerSection, Search, search_for
@@ -147,7 +148,8 @@ class StrategyEditor:
         if self._calibrate is not None and not self._is_measuring and not self.busy():
             self._is_measuring = True
             self.refresh()
-            threading.Thread(target=self._in_thread, args=(self._calibrate,), name="workbench-calibrate").start()
+            work = as_request(self._in_thread)
+            threading.Thread(target=work, args=(self._calibrate,), name="workbench-calibrate").start()
 
     def _measure(self, calibrate: Callable[[], Hardware]) -> None:
         try:

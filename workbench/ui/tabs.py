@@ -70,6 +70,7 @@ class Tabs(anywidget.AnyWidget):
 
     Args:
         on_visible: gets whether a page shows the bar.
+        on_view: gets the name of each view of it in a page, at least once.
 
     Attributes:
         chosen: the tab that is shown, also in a page that opens later.
@@ -84,9 +85,14 @@ class Tabs(anywidget.AnyWidget):
     num_answers = traitlets.Int(0).tag(sync=True)
     legend = traitlets.Unicode(legend_html()).tag(sync=True)
 
-    def __init__(self, on_visible: Callable[[bool], None] = lambda seen: None, **traits: Any) -> None:
+    def __init__(
+        self,
+        on_visible: Callable[[bool], None] = lambda seen: None,
+        on_view: Callable[[str], None] = lambda view: None,
+        **traits: Any,
+    ) -> None:
         super().__init__(**traits)
-        self._on_visible = on_visible
+        self._on_visible, self._on_view = on_visible, on_view
         self._seen_in: set[str] = set()
         self.on_msg(self._receive)
 
@@ -96,7 +102,9 @@ class Tabs(anywidget.AnyWidget):
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         if content.get("event") == "visible":
-            (self._seen_in.add if content["value"] else self._seen_in.discard)(str(content.get("view", "")))
+            view = str(content.get("view", ""))
+            (self._seen_in.add if content["value"] else self._seen_in.discard)(view)
+            self._on_view(view)
             self._on_visible(bool(self._seen_in))
 
 

@@ -17,6 +17,7 @@ from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import run_view
 from workbench.ui.page_link import PageLink
+from workbench.ui.page_restore import MissedChanges
 from workbench.writers.choose import Log, writers
 from workbench.writers.run_log import RunLog
 
@@ -53,7 +54,8 @@ class LiveView(widgets.VBox):
         self.failures = Failures()
         with self.failures.collecting():
             self.live = run_view.RunView(session.num_engines, answer_timeout_s=0.5)
-            page = PageLink(on_width=self.live.fit)  # now: the kernel handles no message of a page while a cell runs
+            # now: the kernel handles no message of a page while a cell runs
+            page = PageLink(on_width=self.live.fit, on_view=lambda view: missed.send_to(view))
         self._number = 0
         self._is_going = self._has_ended = False
         self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended
@@ -62,6 +64,7 @@ class LiveView(widgets.VBox):
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
         super().__init__([style, page, self.failures.box, self._hint, self.live.box])
         self.add_class(PANEL_CLASS)
+        missed = MissedChanges(self)
         self._end_subscription = session.subscribe(self.failures.guard(self.on_message))
 
     def on_message(self, rank: int, message: object) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from workbench.core.metrics import RunRecord
 from workbench.core.strategy import Strategy
+from workbench.ui.page_restore import as_request
 
 
 class Run(Protocol):
@@ -71,7 +72,7 @@ class Poller:
         self._on_end = on_end
         self._on_trained = on_trained
         self._interval_s = max(interval_s, 0.1)
-        self._thread = threading.Thread(target=self._loop, name="workbench-poller", daemon=True)
+        self._thread = threading.Thread(target=as_request(self._loop), name="workbench-poller", daemon=True)
         self._ended = threading.Event()
 
     def start(self) -> None:

@@ -26,6 +26,7 @@ from workbench.ui.live.timeline_bars import timeline_bars
 from workbench.ui.live.value_curves import value_curves
 from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import PageLink
+from workbench.ui.page_restore import as_request
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -57,7 +58,7 @@ class RunView:
         answer_timeout_s: float = 5.0,
         has_status: bool = True,
     ) -> None:
-        self._num_ranks, self._buttons, self._answer_timeout_s = num_ranks, tuple(buttons), answer_timeout_s
+        self._num_ranks, self._answer_timeout_s = num_ranks, answer_timeout_s
         self._has_status = has_status
         self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
@@ -83,6 +84,16 @@ class RunView:
         self.devices, self.values = html("", "wb-quiet"), html()
         self.log_scale = widgets.Checkbox(description="loss on a log scale", indent=False)
         on_value(self.log_scale, lambda change: self._draw_loss_scale())
+        # All but the figure is made here: a page that is loading does not know yet what something newer contains.
+        switches = bar(self.log_scale, *buttons, css=("wb-field",))
+        self._above = (
+            self.link,
+            bar(self.title, html("", "wb-space"), switches, css=("wb-bar", "wb-run-title")),
+            *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if has_status else []),
+            self.failure,
+            self.devices,
+        )
+        self._below = (self.values, self.log_section.bar, self.log_section.lines)
         self.box = widgets.VBox()
         self.box.add_class(VIEW_CLASS)
 
@@ -90,7 +101,7 @@ class RunView:
 
     def prepare(self) -> None:
         """Make the figure before a run needs it, because the page loads a script of 5 MB for it."""
-        threading.Thread(target=self._in_thread, name="workbench-prepare-live-view", daemon=True).start()
+        threading.Thread(target=as_request(self._in_thread), name="workbench-prepare-live-view", daemon=True).start()
 
     def _make_figure(self) -> LiveFigureWidget:
         with self._making:
@@ -139,20 +150,8 @@ class RunView:
         with shown.drawing():
             shown.figure = self._fresh_figure() if has_old else shown.figure
             self._draw_marks()
-        if self.box.children:
-            return
-        switches = bar(self.log_scale, *self._buttons, css=("wb-field",))
-        self.box.children = (
-            self.link,
-            bar(self.title, html("", "wb-space"), switches, css=("wb-bar", "wb-run-title")),
-            *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
-            self.failure,
-            self.devices,
-            shown,
-            self.values,
-            self.log_section.bar,
-            self.log_section.lines,
-        )
+        if not self.box.children:
+            self.box.children = (*self._above, shown, *self._below)
 
     def finish(self, record: RunRecord) -> None:
         """Show the whole run after its end, also in pages that open later."""

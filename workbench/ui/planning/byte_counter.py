@@ -9,6 +9,7 @@ from functools import partial
 
 from workbench.cost.estimate import SentBytes
 from workbench.session.planning import CountEnded
+from workbench.ui.page_restore import as_request
 
 MOST_RANKS = 64
 """For more ranks the estimate stands: a count takes a second and more for each stage."""
@@ -46,7 +47,9 @@ class ByteCounter:
         with self._lock:
             self._wanted = key if key not in self._known and num_ranks <= MOST_RANKS else None
             if self._wanted is not None and self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="workbench-count-bytes", daemon=True)
+                self._thread = threading.Thread(
+                    target=as_request(self._work), name="workbench-count-bytes", daemon=True
+                )
                 self._thread.start()
 
     def end(self) -> None:

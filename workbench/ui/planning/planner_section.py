@@ -10,6 +10,7 @@ from workbench.errors import WorkbenchError
 from workbench.planning.plan import Plan
 from workbench.ui.controls import html
 from workbench.ui.failures import guarded
+from workbench.ui.page_restore import as_request
 from workbench.ui.planning.plan_html import PricedPlan, note_html, priced_plan_html, problem_html
 from workbench.ui.planning.predictor import Predictor
 
@@ -70,7 +71,7 @@ class PlannerSection:
         self.is_searching, self.problem = True, ""
         self._on_change()
         asked = (self._predictor, num_ranks, precision)
-        threading.Thread(target=self._in_thread, args=asked, name="workbench-plan", daemon=True).start()
+        threading.Thread(target=as_request(self._in_thread), args=asked, name="workbench-plan", daemon=True).start()
 
     def _find(self, predictor: Predictor, num_ranks: int, precision: str) -> None:
         try:

@@ -26,6 +26,7 @@ from workbench.ui.failures import guarded
 from workbench.ui.live.history import Message
 from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
+from workbench.ui.page_restore import as_request
 from workbench.ui.runs.profile_section import ProfileSection
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
@@ -305,9 +306,8 @@ class RunsSection:
             self.table.show_answer(_BUSY)
             return
         self.table.show_answer(f"{text}: takes one step, and the same step on one device \u2026")
-        threading.Thread(
-            target=self._answer, args=(text, run.settings.get("seed")), name="workbench-first-difference", daemon=True
-        ).start()
+        work, asked = as_request(self._answer), (text, run.settings.get("seed"))
+        threading.Thread(target=work, args=asked, name="workbench-first-difference", daemon=True).start()
 
     def _answer(self, text: str, seed: int | None) -> None:
         try:
