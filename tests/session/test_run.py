@@ -1,11 +1,41 @@
 """How a run follows the messages of its ranks, without engines."""
 
+import signal
 from threading import Timer
 from typing import Any
 
+import pytest
+
+from tests.session.played_engines import PlayedEngines
 from workbench.session.adapter import Request
-from workbench.session.protocol import Failure
+from workbench.session.engine_pool import EnginePool
+from workbench.session.protocol import Failure, RankStatus
 from workbench.session.run import NullListener, Run
+
+RUNS = RankStatus(0, True, run=7, is_handling=True)
+
+
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """A request that a test leaves behind holds no interrupt back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def played(*ranks: int) -> tuple[PlayedEngines, Request]:
+    """Ranks that reply when they are interrupted, and a request to them."""
+    engines = PlayedEngines(dict.fromkeys(ranks, RUNS))
+    with Request.sending(ranks, 7) as request:
+        pass
+
+    def reply(asked: Any) -> None:
+        for rank in asked:
+            request.put("reply", rank, KeyboardInterrupt())
+            request.put("idle", rank, None)
+
+    engines.on_interrupt = reply
+    return engines, request
 
 
 def test_an_error_that_comes_late_on_a_busy_machine_is_not_lost():
@@ -19,3 +49,70 @@ def test_an_error_that_comes_late_on_a_busy_machine_is_not_lost():
     outcome = Run(nobody, request, NullListener(), nobody).wait()
     assert outcome.failures == {0: failure}
     assert outcome.elapsed_s < 5, "the end of the output ends the run"
+
+
+@pytest.mark.parametrize("where", ["_finished", "_step", "_time_to_wait", "_decide", "stop"])
+def test_an_interrupt_at_any_line_stops_the_ranks(monkeypatch, where):
+    """Two of them: at the end of a loop's turn, or while the first was handled, it left ranks that nobody followed."""
+    engines, request = played(0, 1)
+    plain, calls = getattr(Run, where), []
+
+    def interrupted(self: Run, *args: Any) -> Any:
+        calls.append(where)
+        if len(calls) < 3:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, *args)
+
+    monkeypatch.setattr(Run, where, interrupted)
+    signal.raise_signal(signal.SIGINT)
+    outcome = Run(engines, request, NullListener(), engines).wait()
+    request.release()
+    assert outcome.stop_reason == "interrupt" and set(outcome.replies) == {0, 1} and engines.killed == []
+
+
+def test_a_wait_for_messages_ends_with_an_interrupt():
+    engines, request = played(0)
+    Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    outcome = Run(engines, request, NullListener(), engines).wait()
+    request.release()
+    assert outcome.stop_reason == "interrupt" and outcome.elapsed_s < 0.9
+
+
+def test_an_interrupt_after_the_last_reply_is_not_lost():
+    """The output may take seconds more; the interrupt was forgotten, and the next cell ran."""
+    engines, request = played(0)
+    pool = EnginePool(engines, "cpu", Any)
+    pool._engines = engines
+    request.put("reply", 0, "value")
+    signal.raise_signal(signal.SIGINT)
+    Timer(0.05, request.put, ("wake", 0, None)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.follow(request, NullListener())
+    assert engines.sent == [] and not pool.active
+    with pytest.raises(KeyboardInterrupt):  # the handler is the one of before
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_beside_a_failure_does_not_hide_it():
+    engines, request = played(0)
+    pool = EnginePool(engines, "cpu", Any)
+    pool._engines = engines
+    failure = Failure("ValueError", "planned", (), 0.0)
+    request.put("data", 0, failure)
+    request.put("reply", 0, ValueError("planned"))
+    Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    assert pool.follow(request, NullListener()).failures == {0: failure}
+
+
+def test_a_flood_of_output_does_not_hold_up_a_stop():
+    engines, request = played(0)
+
+    class Flood(NullListener):
+        def on_event(self, event: Any) -> None:
+            request.put("stream", 0, ("stdout", "more"))
+
+    request.put("stream", 0, ("stdout", "first"))
+    run = Run(engines, request, Flood(), engines)
+    run.stop()
+    assert run.wait().stop_reason == "interrupt"
+    request.release()

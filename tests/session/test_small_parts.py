@@ -138,6 +138,20 @@ def test_processes_on_one_core_wait_for_it():
     assert (first.wait(), second.wait()) == (0, 0)
 
 
+def test_an_interrupt_before_its_turn_leaves_no_ticket():
+    requests = RequestQueue()
+    first = requests.enqueue()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), requests.exclusive(on_wait=interrupt):
+        pass
+    for ticket in (first, None):
+        with requests.exclusive(ticket):
+            pass
+
+
 def test_requests_are_first_come_first_served():
     requests, order = RequestQueue(), []
     tickets = [requests.enqueue() for _ in range(3)]

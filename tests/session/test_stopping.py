@@ -116,3 +116,13 @@ def test_another_interrupt_takes_the_time_of_a_rank_that_is_known_to_be_waited_f
     played.stop.hurry()
     assert played.run(STEPS_S + 0.2) == [1, 0]
     assert played.outcome.killed_in_import == (0,)
+
+
+def test_a_run_ends_when_its_signals_have_been_sent():
+    played, waited = Played({0: RUNS}, nannies={0, 1}), []
+    played.run(STEPS_S)
+    for _, call in played.stop._signals:
+        call.has_arrived = waited.append
+    played.outcome.dead[0] = "killed"
+    played.stop.await_signals()
+    assert len(waited) == len(played.sent("SIGINT")) == 2 and all(0 < limit_s <= SILENCE_LIMIT_S for limit_s in waited)
