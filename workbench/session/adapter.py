@@ -62,7 +62,8 @@ class Request:
         try:
             yield request
         except BaseException:
-            request.release()
+            if request.release():
+                raise KeyboardInterrupt from None
             raise
 
     def hold_interrupts(self) -> None:

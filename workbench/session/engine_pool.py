@@ -143,7 +143,7 @@ class EnginePool:
         finally:
             self.active.discard(run)
             live.forget()
-            came_late = request.release()
+            came_late = request.release() or run.was_interrupted_late
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         if self.losses.ranks:

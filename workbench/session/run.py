@@ -65,6 +65,7 @@ class Run:
         self._first_failure_s: float | None = None
         self._failure_waits = CoreWaits([])  # of the engines, since the first failure
         self._stopping: Stop | None = None
+        self._has_taken_interrupt = False
         self._stop_wanted, self.ended = threading.Event(), threading.Event()
         self._stop_reason = ""
         self.outcome = Outcome(request.ranks)
@@ -88,9 +89,7 @@ class Run:
                 if self._finished():
                     break
                 if self._pending and self._request.take_interrupt():
-                    if self._stopping is not None:
-                        self._stopping.hurry()
-                    self.stop()
+                    self._take_interrupt()
                 self._step()
             except BaseException as raised:  # noqa: BLE001 - raised again below
                 error = error or raised
@@ -102,6 +101,17 @@ class Run:
             raise error
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
+
+    def _take_interrupt(self) -> None:
+        self._has_taken_interrupt = True
+        if self._stopping is not None:
+            self._stopping.hurry()
+        self.stop()
+
+    @property
+    def was_interrupted_late(self) -> bool:
+        """Whether an interrupt has come, and nothing was left to stop."""
+        return self._stopping is None and (self._has_taken_interrupt or self._request.is_interrupted)
 
     def stop(self, reason: str = "interrupt", replaced: Iterable[int] = ()) -> None:
         """Stop the ranks that still run; a restart then replaces some. Call it from any thread."""
@@ -118,7 +128,7 @@ class Run:
         if self._pending:
             return False
         loud = set(self._request.ranks) - self._output_complete
-        return not loud or self._request.is_interrupted or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
+        return not loud or self.was_interrupted_late or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
 
     def _step(self) -> None:
         """Handle the messages that have arrived, or wait until one arrives or a step is due."""
