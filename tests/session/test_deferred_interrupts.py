@@ -43,13 +43,13 @@ for after_s in (0.3, 0.5)[: 1 + {holds}]:
 began = time.monotonic()
 try:
     {body}
-    time.sleep(5)
+    time.sleep(600)
 except KeyboardInterrupt as error:
     took = time.monotonic() - began
 else:
     raise SystemExit("nobody interrupted")
 time.sleep(0.3)  # nothing comes after it
-print(f"{{0.9 < took < 4}} {{deferred_interrupts.importing()!r}}")
+print(f"{{0.9 < took < 300}} {{deferred_interrupts.importing()!r}}")
 import slow
 print(slow.core.number, slow.value, importlib.import_module("slow.parts.more").half)
 try:
@@ -161,7 +161,7 @@ class TestEngines:
             f"    return plain(*args, **kwargs)\nget_ipython().{slow} = slowly"
         )
         call = session.submit(_run_on)
-        time.sleep(0.2)
+        wait_until(lambda: all(each.is_handling for each in session.status()), "a call that has begun")
         call.cancel()
         with pytest.raises(CellError, match=r"(?s)^(?!.*killed)"):
             call.result(WAIT_TIMEOUT_S)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 import workbench as wb
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.divergence import LOCAL_S, REMOTE_S, Divergence
@@ -174,8 +175,8 @@ def test_messages_leave_a_rank_that_has_finished_its_cell(session):
     """They found the ring full, as their reader was late; the reader waited until this rank exchanged something."""
     session.run(ONE_WAY)
     late = f"if wb.rank() == 1: time.sleep(0.5)\n{SEND_MORE_THAN_A_RING_HOLDS}"
-    assert session.run(f"{late}\nwb.rank()", timeout=10).values == [0, 1]
-    assert session.submit(_sends_one_way).result(timeout=10) == [0, 1]
+    assert session.run(f"{late}\nwb.rank()", timeout=WAIT_TIMEOUT_S).values == [0, 1]
+    assert session.submit(_sends_one_way).result(timeout=WAIT_TIMEOUT_S) == [0, 1]
     assert session.run("y.full_tensor().sum().item()").values == [4.0, 4.0]
 
 
@@ -183,7 +184,7 @@ def test_messages_leave_a_rank_that_has_finished_its_cell(session):
 def test_a_rank_whose_messages_nobody_reads_is_stopped(session):
     session.run(ONE_WAY)
     with pytest.raises(CellError, match="rank 0 waits for other ranks, but rank 1 has finished it"):
-        session.run(f"if wb.rank() == 0:\n    {SEND_MORE_THAN_A_RING_HOLDS}", timeout=10)
+        session.run(f"if wb.rank() == 0:\n    {SEND_MORE_THAN_A_RING_HOLDS}", timeout=WAIT_TIMEOUT_S)
     assert session.run("x.full_tensor().sum().item()").values == [4.0, 4.0]
 
 

@@ -161,7 +161,7 @@ class TestCalls:
 
     def test_stop_is_asked_for(self, session):
         call = session.submit(loop_until_stopped)
-        time.sleep(0.3)
+        wait_until(lambda: all("sleep" in str(each.stack) for each in session.status()), session.status)
         assert not call.done()
         with pytest.raises(TimeoutError, match="still running"):
             call.result(timeout=0.05)
@@ -272,8 +272,14 @@ refs = []
 
     def test_ten_interrupts_in_a_row(self, session):
         session.run("import time; kept = 5")
-        for _ in range(10):
-            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for after_s in 5 * (0.0, 0.15):
+
+            def interrupt(after_s=after_s):
+                wait_until(lambda: session.is_busy, "a cell")
+                time.sleep(after_s)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
                 session.run("time.sleep(30)")
         assert session.run("kept").values == [5, 5]
@@ -313,6 +319,7 @@ refs = []
 
 class TestStatus:
     def test_idle_and_busy(self, session):
+        wait_until(lambda: all(status.alive and not status.busy for status in session.status()), session.status)
         idle = session.status()
         assert [status.rank for status in idle] == [0, 1]
         assert all(status.alive and not status.busy and status.device == "cpu" for status in idle)

@@ -13,6 +13,8 @@ import pytest
 import zmq
 from jupyter_client.session import Session as MessageSession
 
+from tests.timeouts import WAIT_TIMEOUT_S
+
 pytestmark = pytest.mark.engines
 NOBODY = 65534
 
@@ -46,8 +48,10 @@ def test_the_folder_and_its_keys_are_the_users_alone(session):
     assert all(connection(session)[name] for name in ("key", "curve_serverkey"))
 
 
-def intrude(session, **socket_options):
-    """A well-formed request to run code, sent to every port of the controller without the signing key; the answers."""
+def intrude(session, until=lambda answers: False, for_s=2.5, **socket_options):
+    """A well-formed request to run code, sent to every port of the controller without the signing key; the answers
+    until there are such, or for so long.
+    """
     message = MessageSession(key=b"a guess")
     request = message.serialize(message.msg("execute_request", {"code": "intruded = True", "silent": False}))
     context, answers = zmq.Context(), []
@@ -67,15 +71,18 @@ def intrude(session, **socket_options):
                     with contextlib.suppress(zmq.Again):  # who speaks another protocol (gloo, a debugger) hangs up
                         for rank in range(session.num_engines):
                             socket.send_multipart([str(rank).encode(), *request], zmq.NOBLOCK)
-        time.sleep(1.0)  # until all are connected
-        session.run("print('something to overhear')\nsecret = 42")
-        deadline_s = time.monotonic() + 1.5
-        while time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + for_s
+        while time.monotonic() < deadline_s and not until(answers):
+            session.run("print('something to overhear')\nsecret = 42")
+            time.sleep(0.2)  # they connect meanwhile
             answers += [socket.recv_multipart() for socket in sockets if socket.poll(0)]
-            time.sleep(0.05)
     finally:
         context.destroy(linger=0)
     return answers
+
+
+def is_overheard(answers):
+    return any(b"overhear" in part for answer in answers for part in answer)
 
 
 def test_without_a_key_no_code_runs_and_nothing_is_overheard(session):
@@ -87,8 +94,8 @@ def test_the_attempt_itself_works(session):
     """With the encryption key of the connection file one overhears, but still runs nothing: requests are signed."""
     public, secret = zmq.curve_keypair()
     known = connection(session)["curve_serverkey"].encode()
-    answers = intrude(session, curve_serverkey=known, curve_publickey=public, curve_secretkey=secret)
-    assert any(b"overhear" in part for answer in answers for part in answer)
+    options = {"curve_serverkey": known, "curve_publickey": public, "curve_secretkey": secret}
+    assert is_overheard(intrude(session, is_overheard, WAIT_TIMEOUT_S, **options))
     assert session.run("'intruded' in globals()").values == [False] * session.num_engines
 
 

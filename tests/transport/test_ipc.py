@@ -12,6 +12,7 @@ import torch
 import workbench.tensors.install  # noqa: F401 - installs the patches of torch
 from tests.processes import run_processes
 from tests.tensors.boxing.casts import GRIDS_OF_4, check_casts, run_casts, sampled
+from tests.timeouts import WAIT_TIMEOUT_S
 from tests.training.programs import training_equals_one_device
 from tests.transport import late_device
 from tests.transport.late_ranks import connect_on_threads, run_late, run_late_worlds
@@ -110,7 +111,7 @@ def test_a_reduction_starts_without_waiting_and_frees_its_memory():
 
     def program(transport, rank):
         if rank == 1:
-            assert first_has_started.wait(5)  # rank 0 has got here although rank 1 has done nothing yet
+            assert first_has_started.wait(WAIT_TIMEOUT_S)  # rank 0 has got here although rank 1 has done nothing yet
         big = torch.arange(300_000.0).view(3, -1).t()
         terms = [torch.full((3,), rank + 1.0), big * (rank + 1)]
         finish = transport.start_all_reduce(terms, [0, 1], "sum", 4, "sum")
@@ -184,7 +185,7 @@ def test_memory_of_a_broken_world_is_kept_while_a_rank_has_it_open():
             seen.append(pool.free_deferred())  # rank 1 has its memory open
             left.set()
         else:
-            assert left.wait(5)
+            assert left.wait(WAIT_TIMEOUT_S)
         return True
 
     assert_all_returned(run_late(program))

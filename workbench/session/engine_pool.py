@@ -336,7 +336,9 @@ class EnginePool:
         how = "; ".join(dict.fromkeys(map(self._processes.how_ended, ranks)))
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
         left = next((rank for rank in self.live.registered() if rank not in ranks), None)
-        names = self.ask(left, "names") if left is not None else None
+        names = self.ask(left, "names") if left is not None else []
+        if names is None:  # a busy machine, or a rank that is stuck
+            return f"{what}; their variables are lost. To bring them back: {COMMAND}"
         if not names:
             return f"{what} without variables"
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
