@@ -81,3 +81,23 @@ def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
     opened.wait_for_state("done")
     expect(opened.rows).to_have_count(2)
     assert opened.strategy == strategy
+
+
+CHANGES_LATE = """
+import ipywidgets
+plain = ipywidgets.Widget._handle_control_comm_msg
+
+def late(message):
+    ipywidgets.Widget._handle_control_comm_msg = plain
+    plain(message)
+    panel._editor.controls.copy.description = "Came late"
+
+ipywidgets.Widget._handle_control_comm_msg = late
+"""
+
+
+def test_what_changes_while_the_page_is_loading_is_shown(opened: LabPage) -> None:
+    """After the kernel's answer, before the page has made its widgets: the page cannot hear it."""
+    opened.ask_kernel(CHANGES_LATE)
+    opened.reload()
+    opened.page.locator(".wb-panel button", has_text="Came late").wait_for()

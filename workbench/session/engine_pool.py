@@ -350,7 +350,10 @@ class EnginePool:
             return
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
         listener = OutputListener(self.ranks, self.num_engines)
-        Run(self._engines, request, listener, _IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
+        try:
+            Run(self._engines, request, listener, _IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
+        finally:
+            request.release()
 
 
 class _IgnoredProcesses:

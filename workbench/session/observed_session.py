@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -77,7 +78,8 @@ class ObservedSession(Session):
         self._processes.find_engines(self._folder.engines() or self._facts)  # some may have been replaced
         found = [each for each in self.status() if each.busy or not each.alive]
         before = {each.rank: each for each in found if each.rank in self._processes.engines}
-        request = Request(sorted(before), max((each.run for each in found), default=0))  # no later one is stopped
+        runs = [each.run for each in found if each.alive]
+        request = Request(sorted(before), max(runs, default=sys.maxsize))  # what runs now, and nothing later
         run = Run(self._live(), request, NullListener(), self._processes)
         run.stop()
         threading.Thread(target=self._report_finished_ranks, args=(request, before), daemon=True).start()
