@@ -71,13 +71,14 @@ class Stop:
         self._unheard_s = self._waited_s = 0.0  # time that does not count: of the first kind, of both
         self._calls: dict[int, ControlCall] = {}  # the last question to each rank's control thread
         self._pings: dict[int, ControlCall] = {}  # and to its nanny
+        self._known: dict[int, protocol.RankStatus] = {}  # what ranks have answered last
         self._signals: list[tuple[int, ControlCall]] = []
         self._is_patient, self._has_reported = True, False
         outcome.stopped = tuple(sorted(ranks))
 
     def step(self, now: float, pending: Collection[int]) -> None:
         """Take the step that is due, for the ranks that have not replied."""
-        self._take_places()
+        self._take_answers()
         self._measure_waits(now, pending)
         step = self._escalation.due(now, self._waited_s)
         ranks = sorted(pending)
@@ -131,21 +132,19 @@ class Stop:
         """Whether the last question has come as far as the rank's host. One that is not registered gets none."""
         return not self._is_silent(rank) or rank not in self._pings or self._pings[rank].has_arrived(0.0)
 
-    def _take_places(self) -> None:
-        """Where ranks were before they were interrupted, as far as they have answered."""
-        for rank in self._calls.keys() - self._outcome.places.keys():
-            if (status := self._status(rank)) is not None and status.doing:
-                self._outcome.places[rank] = status.doing
-
-    def _status(self, rank: int) -> protocol.RankStatus | None:
-        """A rank's answer to the last question."""
-        found = self._calls[rank].answer(0.0) if rank in self._calls else None
-        return found if isinstance(found, protocol.RankStatus) else None
+    def _take_answers(self) -> None:
+        for rank, call in self._calls.items():
+            status = call.answer(0.0)
+            if isinstance(status, protocol.RankStatus):
+                self._known[rank] = status
+                if status.doing:  # the first one: of before the interrupt
+                    self._outcome.places.setdefault(rank, status.doing)
 
     def _kill_unless_spared(self, ranks: Sequence[int], now: float) -> None:
         """Kill ranks, but give those time that cannot react to an interrupt now; the steps then begin anew."""
-        found = {rank: status for rank in ranks if (status := self._status(rank)) is not None}
-        on_way = [rank for rank, status in found.items() if not status.is_handling]
+        found = {rank: self._known[rank] for rank in ranks if rank in self._known}
+        on_way = [rank for rank, status in found.items() if not status.is_handling and not self._is_silent(rank)]
+        # also while it is silent: the loading of a library holds the interpreter
         importing = [rank for rank, status in found.items() if status.is_handling and status.importing]
         spared = {*on_way, *importing}
         if spared and self._is_patient and now < self._started_s + GRACE_LIMIT_S:
