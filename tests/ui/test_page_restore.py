@@ -96,7 +96,7 @@ def sent_by(panel: Panel, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str
     """The last state that each widget has sent since now."""
     sent: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
-        widgets.Widget, "_send", lambda self, message, buffers=None: sent.update({self.model_id: message["state"]})
+        widgets.Widget, "_send", lambda self, message, buffers=None: sent.update({self.model_id: message.get("state", {})})
     )
     return sent
 
