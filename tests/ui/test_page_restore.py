@@ -95,9 +95,11 @@ def test_what_a_thread_sends_belongs_to_the_request_that_started_it() -> None:
 def sent_by(panel: Panel, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """The last state that each widget has sent since now."""
     sent: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(
-        widgets.Widget, "_send", lambda self, message, buffers=None: sent.update({self.model_id: message.get("state", {})})
-    )
+
+    def send(self: widgets.Widget, message: dict[str, Any], buffers: Any = None) -> None:
+        sent[self.model_id] = message.get("state", {})
+
+    monkeypatch.setattr(widgets.Widget, "_send", send)
     return sent
 
 
