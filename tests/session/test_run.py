@@ -1,5 +1,6 @@
 """How a run follows the messages of its ranks, without engines."""
 
+import os
 import signal
 from threading import Timer
 from typing import Any
@@ -72,7 +73,7 @@ def test_an_interrupt_at_any_line_stops_the_ranks(monkeypatch, where):
 
 def test_a_wait_for_messages_ends_with_an_interrupt():
     engines, request = played(0)
-    Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     outcome = Run(engines, request, NullListener(), engines).wait()
     request.release()
     assert outcome.stop_reason == "interrupt" and outcome.elapsed_s < 0.9
@@ -100,7 +101,7 @@ def test_an_interrupt_beside_a_failure_does_not_hide_it():
     failure = Failure("ValueError", "planned", (), 0.0)
     request.put("data", 0, failure)
     request.put("reply", 0, ValueError("planned"))
-    Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert pool.follow(request, NullListener()).failures == {0: failure}
 
 
