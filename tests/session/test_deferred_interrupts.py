@@ -170,7 +170,7 @@ class TestEngines:
 
     @pytest.mark.slow
     def test_an_import_that_hangs_ends_with_its_engine_after_a_while(self, session, hanging, monkeypatch):
-        monkeypatch.setattr(stopping, "GRACE_LIMIT_S", 2.0)
+        monkeypatch.setattr(stopping, "IMPORT_LIMIT_S", 2.0)
         with pytest.raises(CellError, match=hanging):
             session.run("if wb.rank() == 0: import slow", timeout=0.5)
         assert session.run("globals().get('kept')").values == [None, 7]

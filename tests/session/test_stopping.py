@@ -7,7 +7,7 @@ from workbench.session import stopping
 from workbench.session.outcome import Outcome
 from workbench.session.protocol import RankStatus
 from workbench.session.stop_escalation import STEPS
-from workbench.session.stopping import GRACE_LIMIT_S, SILENCE_LIMIT_S, Stop
+from workbench.session.stopping import SILENCE_LIMIT_S, Stop
 
 RUN = 7
 RUNS = RankStatus(0, True, doing="at cell line 3", run=RUN, is_handling=True)
@@ -63,12 +63,12 @@ def test_ranks_that_run_on_are_killed_after_all_steps():
 @pytest.mark.parametrize("on_way", [IS_AHEAD, HAS_REPLIED])
 def test_a_rank_with_a_message_on_its_way_is_not_killed_and_one_that_is_stuck_is(on_way):
     played = Played({0: on_way, 1: RUNS}, nannies={0, 1})
-    assert played.run(10.0) == [1]
+    assert played.run(5.0) == [1]
     assert played.said == [
-        "workbench: the message to or from rank 0 is on its way (at most 60 s). Another interrupt kills it now."
+        "workbench: the message to or from rank 0 is on its way (at most 10 s). Another interrupt kills it now."
     ]
     played.pending = [0]
-    assert played.run(GRACE_LIMIT_S) == [0, 1]
+    assert played.run(SILENCE_LIMIT_S) == [0, 1]
 
 
 def test_a_message_that_takes_seconds_to_the_hosts_costs_the_ranks_none_of_their_time():

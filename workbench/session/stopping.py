@@ -19,10 +19,9 @@ from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
 
-#: How long ranks may finish what no interrupt ends: an import (that of torch takes 3 s of processor time), or the way
-#: of the request to them and of their reply.
-GRACE_LIMIT_S = 60.0
-#: How long hosts without an answer hold up the steps, or the end of a run whose signal they have yet to send.
+#: How long ranks may finish an import, which no interrupt ends. That of torch takes 3 s of processor time.
+IMPORT_LIMIT_S = 60.0
+#: How long messages may be on their way: questions, signals, a request, its reply.
 SILENCE_LIMIT_S = 10.0
 
 
@@ -146,22 +145,25 @@ class Stop:
         on_way = [rank for rank, status in found.items() if not status.is_handling and not self._is_silent(rank)]
         # also while it is silent: the loading of a library holds the interpreter
         importing = [rank for rank, status in found.items() if status.is_handling and status.importing]
-        spared = {*on_way, *importing}
-        if spared and self._is_patient and now < self._started_s + GRACE_LIMIT_S:
+        stopped_s = now - self._started_s
+        on_way = on_way if self._is_patient and stopped_s < SILENCE_LIMIT_S else []
+        if not self._is_patient or stopped_s >= IMPORT_LIMIT_S:
+            self._outcome.killed_in_import, importing = tuple(importing), []
+        if on_way or importing:
             self._report_spared(importing, on_way)
             self._escalation = StopEscalation(now, self._waited_s)
-            ranks = [rank for rank in ranks if rank not in spared]
-        else:
-            self._outcome.killed_in_import = tuple(importing)
-        self._kill(ranks)
+        self._kill([rank for rank in ranks if rank not in on_way and rank not in importing])
 
     def _report_spared(self, importing: Sequence[int], on_way: Sequence[int]) -> None:
         if self._has_reported:
             return
         self._has_reported = True
-        limit = f"(at most {GRACE_LIMIT_S:.0f} s)"
-        what = [f"{describe_ranks(importing)} must end an import first {limit}"] if importing else []
-        what += [f"the message to or from {describe_ranks(on_way)} is on its way {limit}"] if on_way else []
+        what = []
+        if importing:
+            what = [f"{describe_ranks(importing)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"]
+        if on_way:
+            way = f"the message to or from {describe_ranks(on_way)} is on its way"
+            what.append(f"{way} (at most {SILENCE_LIMIT_S:.0f} s)")
         them = "it" if len({*importing, *on_way}) == 1 else "them"
         self._report(f"workbench: {'; '.join(what)}. Another interrupt kills {them} now.")
 

@@ -70,10 +70,7 @@ def install(kernel: Any) -> None:
     shell, run_cell, apply = kernel.shell, kernel.shell.run_cell_async, kernel.do_apply
 
     async def run_cell_async(*args: Any, **kwargs: Any) -> Any:
-        try:
-            raise_deferred()
-        except KeyboardInterrupt as error:  # in a cell that awaits, it would end the loop of the engine
-            return _interrupted_result(shell, error)
+        raise_deferred()
         return await run_cell(*args, **kwargs)
 
     def do_apply(*args: Any, **kwargs: Any) -> Any:
@@ -99,16 +96,6 @@ def _catching(function: Callable[..., Any], result_if_interrupted: Callable[[], 
             return result_if_interrupted()
 
     return catching
-
-
-def _interrupted_result(shell: Any, error: BaseException) -> Any:
-    """What ``run_cell_async`` returns for a cell that was interrupted before it began."""
-    from IPython.core.interactiveshell import ExecutionResult
-
-    shell.showtraceback()
-    result = ExecutionResult(None)
-    result.error_in_exec = error
-    return result
 
 
 def _interrupted_reply(kernel: Any) -> tuple[dict[str, Any], list[bytes]]:
