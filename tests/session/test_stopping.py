@@ -118,11 +118,19 @@ def test_another_interrupt_takes_the_time_of_a_rank_that_is_known_to_be_waited_f
     assert played.outcome.killed_in_import == (0,)
 
 
+def test_a_reply_that_comes_before_the_answer_loses_no_place():
+    played = Played({}, nannies={0, 1})
+    played.run(0.02)
+    played.engines.statuses = {0: RUNS, 1: RUNS}
+    played.stop.finish()
+    assert played.outcome.places == dict.fromkeys((0, 1), "at cell line 3")
+
+
 def test_a_run_ends_when_its_signals_have_been_sent():
     played, waited = Played({0: RUNS}, nannies={0, 1}), []
     played.run(STEPS_S)
     for _, call in played.stop._signals:
         call.has_arrived = waited.append
     played.outcome.dead[0] = "killed"
-    played.stop.await_signals()
+    played.stop.finish()
     assert len(waited) == len(played.sent("SIGINT")) == 2 and all(0 < limit_s <= SILENCE_LIMIT_S for limit_s in waited)

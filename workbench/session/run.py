@@ -96,7 +96,7 @@ class Run:
                 self._listener = NullListener()
                 self.stop()
         if self._stopping is not None:
-            self._stopping.await_signals()
+            self._stopping.finish()
         if error is not None:
             raise error
         self.outcome.elapsed_s = time.monotonic() - self._started_s

@@ -23,6 +23,8 @@ from workbench.session.stop_escalation import StopEscalation
 IMPORT_LIMIT_S = 60.0
 #: How long messages may be on their way: questions, signals, a request, its reply.
 SILENCE_LIMIT_S = 10.0
+#: How long the places of ranks that have replied may be on their way.
+_PLACES_LIMIT_S = 1.0
 
 
 class Processes(Protocol):
@@ -102,12 +104,15 @@ class Stop:
         """Another interrupt: ranks of which the user knows that they are waited for get no more time."""
         self._is_patient = not self._has_reported
 
-    def await_signals(self) -> None:
-        """Let no signal of this run reach a later one: nannies send them, in their time."""
-        deadline_s = time.monotonic() + SILENCE_LIMIT_S
-        for rank, call in self._signals:
-            if rank not in self._outcome.dead and rank not in self._outcome.killed:
-                call.has_arrived(max(0.0, deadline_s - time.monotonic()))
+    def finish(self) -> None:
+        """Let no signal of this run reach a later one, as nannies send them in their time; and take the last answers."""
+        places = [each for each in self._calls.items() if each[0] not in self._outcome.places]
+        for calls, limit_s in ((self._signals, SILENCE_LIMIT_S), (places, _PLACES_LIMIT_S)):
+            deadline_s = time.monotonic() + limit_s
+            for rank, call in calls:
+                if rank not in self._outcome.dead and rank not in self._outcome.killed:
+                    call.has_arrived(max(0.0, deadline_s - time.monotonic()))
+        self._take_answers()
 
     def _measure_waits(self, now: float, pending: Collection[int]) -> None:
         """Add the time since the last look in which ranks could not react."""
