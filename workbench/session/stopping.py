@@ -105,7 +105,7 @@ class Stop:
         self._is_patient = not self._has_reported
 
     def finish(self) -> None:
-        """Let no signal of this run reach a later one, as nannies send them in their time; and take the last answers."""
+        """Let no signal of this run reach a later one: nannies send them in their time. And take the last answers."""
         places = [each for each in self._calls.items() if each[0] not in self._outcome.places]
         for calls, limit_s in ((self._signals, SILENCE_LIMIT_S), (places, _PLACES_LIMIT_S)):
             deadline_s = time.monotonic() + limit_s
