@@ -101,3 +101,37 @@ def test_a_rank_may_look_at_the_data_of_what_is_boxed_twice():
         return [(ones + x).sum().item() for _ in range(2)]
 
     assert run_ranks(program, 2) == [[32.0, 32.0]] * 2
+
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x, mask):
+        x = self.linear(x)
+        return F.scaled_dot_product_attention(F.scaled_dot_product_attention(x, x, x, mask), x, x, mask)
+
+
+def test_a_plain_mask_may_be_written_between_two_calls():
+    """Through numpy, and through ``.data``: neither counts as a write. Within a call it is cut once."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 3)
+
+    def results(model):
+        table = torch.ones(4, 1, 5, 5, dtype=torch.bool).numpy()
+        mask, added, found = torch.from_numpy(table), torch.zeros(4, 1, 5, 5), []
+        for column in range(3):
+            found += [model(x, mask), model(x, added)]
+            table[..., column] = False
+            added.data[..., column].sub_(5)
+        return found
+
+    one = Masked()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def program(rank):
+        return [out.full_tensor().detach() for out in results(wb.parallelize(models[rank], "*: data"))]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, [out.detach() for out in results(one)])

@@ -1,5 +1,7 @@
 """A newcomer's script with a mistake in it: every rank raises, and the error says what is wrong."""
 
+import copy
+import functools
 from collections import namedtuple
 
 import pytest
@@ -78,3 +80,23 @@ def test_samples_and_batches_of_a_loader_may_be_named_tuples(collate_fn):
     for found in run_ranks(program, 2):
         features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         assert torch.equal(features, batch()[0]) and torch.equal(labels, batch()[1])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_loss_may_read_the_parameters_of_all_stages(schedule):
+    """Whether it is a mean is tried without an exchange: simulated ranks have one generator, and try in turn."""
+    torch.manual_seed(0)
+    one, (inputs, targets) = perceptron(), batch()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def decayed(model, output, targets):
+        return F.cross_entropy(output, targets) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"0: data; 2: data@1 | 2x1x1 mb=3 {schedule}")
+        wb.forward_backward(model, functools.partial(decayed, model), inputs, targets)
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    decayed(one, one(inputs), targets).backward()
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, [parameter.grad for parameter in one.parameters()])

@@ -15,6 +15,7 @@ from workbench.errors import LayoutError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash
 from workbench.tensors.boxing.box import box
 from workbench.tensors.copy_to_device import copy_to_device
+from workbench.tensors.execution_context import OUTSIDE
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
@@ -115,16 +116,20 @@ def from_local(
 
 
 def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
-    """``from_local``, with the result of the last call for the same tensor, unless it was written since.
+    """``from_local``, within the call of a module with the result of the last one for the same tensor, unless it was
+    written since.
 
-    A mask that every layer reads is then boxed once, and its slice is in memory once.
+    A mask that every layer reads is then boxed once, and its slice is in memory once. Between two calls it may be
+    written through ``.data`` or an array of numpy, which torch does not count.
     """
-    if local.requires_grad or local.is_inference():
+    call = world.context.call
+    if call is OUTSIDE or local.requires_grad or local.is_inference():
         return from_local(local, world, layout)
     known = spec_of(world, layout.broadcast(), tuple(local.shape)).plans.setdefault("made once", WeakIdKeyDictionary())
-    version, made = known.get(local, (-1, None))
-    if version != local._version:
-        known[local] = version, made = local._version, from_local(local, world, layout)
+    version, in_call, made = known.get(local, (-1, None, None))
+    if version != local._version or in_call is not call:
+        made = from_local(local, world, layout)
+        known[local] = local._version, call, made
     assert made is not None
     return made
 

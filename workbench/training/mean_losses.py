@@ -6,15 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.errors import RunError
 from workbench.tensors import default_generator
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.batches import LossFunction
 from workbench.training.sample_rows import count_samples
 
 _SAME = 0.02
 """Two losses that differ by less are the same mean, also in 16 bits."""
+
+
+class _OfPlainTensors(TorchFunctionMode):
+    """Context in which functions refuse global tensors, such as parameters, before ranks exchange anything."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, GlobalTensor) for kind in types):
+            raise TypeError("no loss of plain tensors only")
+        return func(*args, **(kwargs or {}))
 
 
 def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
@@ -39,7 +50,7 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
     batch = (output, targets)
     device = next(leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
     try:
-        with torch.no_grad(), default_generator.restored(device):
+        with torch.no_grad(), default_generator.restored(device), _OfPlainTensors():
             loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""
