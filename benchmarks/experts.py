@@ -3,10 +3,9 @@
     python -m benchmarks.experts
 
 4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
-experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use
-(ZeRO 3), which holds as much on each process; the two start from the same weights, which must agree at the end. Both
-update as many weights, so their gradients alone are compared, too. With
-few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products, and
+experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use, by
+torch (FSDP2) and by ZeRO 3, which hold as much on each process; the three start from the same weights, which must agree
+at the end. All update as many weights, so their gradients alone are compared, too. With few experts and many tokens they are compared with a dense model, data parallel, whose tokens do the same products, and
 both with themselves in one process, on its share of the tokens: what a mixture costs before it is spread.
 """
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import workbench as wb
 from benchmarks.harness import interleave, launch_or_work, medians, together
@@ -31,7 +31,9 @@ MANY_EXPERTS, FEW_TOKENS = 32, (4, 64)
 FEW_EXPERTS, MANY_TOKENS = 8, (16, 128)
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 1e-3
-_SPREAD, _GATHERED, _DENSE = "*: expert", "*: data | zero=3", "dense, *: data"
+_SPREAD, _GATHERED, _FSDP, _DENSE = "*: expert", "*: data | zero=3", "FSDP2", "dense, *: data"
+_BESIDE = {_FSDP: "FSDP2", _GATHERED: "gathered"}
+"""What experts spread are held against."""
 _ONE_MIXTURE, _ONE_DENSE = "one process", "dense, one process"
 
 
@@ -87,7 +89,7 @@ class Training:
     """A model of layers and AdamW; call it for one step on the same batch of tokens.
 
     Args:
-        strategy: None for one process.
+        strategy: None for one process; "FSDP2" for torch's, layer by layer.
         updates: whether a step has an update, or ends with its gradients.
     """
 
@@ -96,10 +98,14 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer() for _ in range(LAYERS)))
-        self.model = model if strategy is None else wb.parallelize(model, strategy)
+        self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
+        if strategy == _FSDP:
+            self.batch = self.batch.chunk(dist.get_world_size())[dist.get_rank()]
+            for part in (*model, model):
+                fully_shard(part)
+        self.model = model if strategy in (None, _FSDP) else wb.parallelize(model, strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
         self.updates = updates
-        self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
@@ -109,7 +115,7 @@ class Training:
 
 
 def check_equal(one: nn.Module, other: nn.Module) -> None:
-    """Raise unless two models have trained alike."""
+    """Raise unless two models have trained alike; all processes gather their weights for it."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     wholes = ((a.full_tensor(), b.full_tensor()) for a, b in pairs)  # type: ignore[attr-defined]
     difference = max(float((a - b).detach().abs().max()) for a, b in wholes)
@@ -121,10 +127,11 @@ def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
     many, few = partial(Mixture, MANY_EXPERTS), partial(Mixture, FEW_EXPERTS)
-    mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, _GATHERED)}
+    mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, *_BESIDE)}
     time_s = medians(interleave(mixtures, rounds, calls, around=together))
-    check_equal(mixtures[_SPREAD].model, mixtures[_GATHERED].model)
-    gradients = {name: Training(many, name, FEW_TOKENS, updates=False) for name in (_SPREAD, _GATHERED)}
+    for name in _BESIDE:
+        check_equal(mixtures[_SPREAD].model, mixtures[name].model)
+    gradients = {name: Training(many, name, FEW_TOKENS, updates=False) for name in (_SPREAD, *_BESIDE)}
     gradients_s = medians(interleave(gradients, rounds, calls, around=together))
     share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
     beside_dense = {
@@ -146,8 +153,10 @@ def work(rounds: int, calls: int) -> None:
         faster, dense = Target(3.0, at_least=True), Target(1.1)
         beside_one = Target(1.1 * dense_s[_ONE_MIXTURE] / dense_s[_ONE_DENSE])
         judged = [
-            side_by_side(few_tokens, time_s[_SPREAD], "gathered", time_s[_GATHERED], faster),
-            side_by_side(no_update, gradients_s[_SPREAD], "gathered", gradients_s[_GATHERED], faster),
+            *(
+                side_by_side(size, found[_SPREAD], theirs, found[name], faster)
+                for name, theirs in _BESIDE.items() for size, found in ((few_tokens, time_s), (no_update, gradients_s))
+            ),
             side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
             side_by_side(
                 f"{many_tokens}, 1.1 times one process", dense_s[_SPREAD], "dense", dense_s[_DENSE], beside_one
