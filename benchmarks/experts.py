@@ -155,7 +155,8 @@ def work(rounds: int, calls: int) -> None:
         judged = [
             *(
                 side_by_side(size, found[_SPREAD], theirs, found[name], faster)
-                for name, theirs in _BESIDE.items() for size, found in ((few_tokens, time_s), (no_update, gradients_s))
+                for name, theirs in _BESIDE.items()
+                for size, found in ((few_tokens, time_s), (no_update, gradients_s))
             ),
             side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
             side_by_side(
