@@ -5,8 +5,8 @@
 4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
 experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use, by
 torch (FSDP2) and by ZeRO 3, which hold as much on each process; the three start from the same weights, which must agree
-at the end. All update as many weights, so their gradients alone are compared, too. With few experts and many tokens they
-are compared with a dense model, data parallel, whose tokens do the same products, and both with themselves in one
+at the end. All update as many weights, so their gradients alone are compared, too. With few experts and many tokens
+they are compared with a dense model, data parallel, whose tokens do the same products, and both with themselves in one
 process, on its share of the tokens: what a mixture costs before it is spread.
 """
 
