@@ -132,3 +132,20 @@ def test_a_gradient_that_the_recording_lacks_is_an_error():
             run(torch.ones(2))
 
     run_ranks(program, 1)
+
+
+def test_a_graph_that_is_kept_for_a_second_backward_is_an_error():
+    def step(x):
+        inner = x.detach().requires_grad_()
+        total = opaque_call(current(), "layer", torch.exp, (inner,)).sum()
+        total.backward(retain_graph=True)
+        total.backward()
+        return inner.grad
+
+    def program():
+        run = wb.capture(step)
+        run(torch.ones(2))
+        with pytest.raises(CaptureError, match=r"2 backwards go through layer \(retain_graph=True\).*for 1\. Add the"):
+            run(torch.ones(2))
+
+    run_ranks(program, 1)

@@ -125,9 +125,13 @@ class _Opaque(torch.autograd.Function):
         call, recorder = ctx.call, ctx.call.world.context.recorder
         if ctx.runs_again:
             found = iter(recorder.call(f"{call.name} ends", call.backward_again, grads[0], *ctx.saved_tensors))
+        elif ctx.ends is None:
+            raise CaptureError(
+                f"capture: 2 backwards go through {call.name} (retain_graph=True), and a captured step keeps its graph "
+                "for 1. Add the losses and call backward once, or leave the capture out."
+            )
         else:
-            found = iter(ctx.ends(grads[0]))
-            del ctx.ends
+            found, ctx.ends = iter(ctx.ends(grads[0])), None
         return None, *(next(found) if needs else None for needs in call.needs_grad)
 
 
