@@ -84,20 +84,26 @@ def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
 
 
 CHANGES_LATE = """
-import ipywidgets
-plain = ipywidgets.Widget._handle_control_comm_msg
+targets = get_ipython().kernel.comm_manager.targets
+target = "jupyter.widget.control"
+plain = targets[target]
 
-def late(message):
-    ipywidgets.Widget._handle_control_comm_msg = plain
-    plain(message)
-    panel._editor.controls.copy.description = "Came late"
+def opened(channel, message):
+    targets[target], send = plain, channel.send
 
-ipywidgets.Widget._handle_control_comm_msg = late
+    def send_late(*args, **kwargs):
+        panel._editor.controls.copy.description = "Came late"
+        send(*args, **kwargs)
+
+    channel.send = send_late
+    plain(channel, message)
+
+targets[target] = opened
 """
 
 
 def test_what_changes_while_the_page_is_loading_is_shown(opened: LabPage) -> None:
-    """After the kernel's answer, before the page has made its widgets: the page cannot hear it."""
+    """Between the look at the states and the answer: the page has no widget yet, and then gets the old state."""
     opened.ask_kernel(CHANGES_LATE)
     opened.reload()
     opened.page.locator(".wb-panel button", has_text="Came late").wait_for()
