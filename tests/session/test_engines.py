@@ -58,6 +58,16 @@ class TestValues:
         assert session.run("x + 1;").values == [None, None]
         assert session.run("x + 1").values == [4, 4]
 
+    def test_a_cell_may_await(self, session):
+        """It got no reply, and was killed when it was interrupted."""
+        waits = "import asyncio\nkept = 7\nawait asyncio.sleep"
+        assert session.run(f"{waits}(0.01)\nkept").values == [7, 7]
+        with pytest.raises(CellError, match=r"(?s)Timeout(?!.*killed)"):
+            session.run(f"{waits}(60)", timeout=0.3)
+        assert session.run("kept").values == [7, 7]
+        with pytest.raises(CellError, match="ZeroDivisionError on ranks 0-1"):
+            session.run(f"{waits}(0)\n1 / 0")
+
     def test_on_some_ranks(self, session):
         result = session.run("wb.rank()", ranks=[1])
         assert result.values == [1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.session import protocol
+from workbench.session.on_engine import awaiting_cells as engine_awaiting
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine import connections as engine_connections
 from workbench.session.on_engine import control as engine_control
@@ -165,6 +166,7 @@ def _install() -> None:
     # ipyparallel's handler waits for the cell, and the batch system half a minute longer, until it kills.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     engine_imports.install(here.kernel)
+    engine_awaiting.install(here)
     here.events.register("post_run_cell", _report_remaining_steps)
     engine_messages.install(here)
     engine_modes.install(here)  # before the hook that frees errors

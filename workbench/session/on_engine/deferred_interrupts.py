@@ -84,6 +84,11 @@ def install(kernel: Any) -> None:
     before()  # already of this request
 
 
+def allow_interrupts(function: Callable[..., Any]) -> None:
+    """Let interrupts be raised in a function and in what it calls: its callers catch them."""
+    _interruptible.add(function.__code__)
+
+
 def _catching(function: Callable[..., Any], result_if_interrupted: Callable[[], Any]) -> Callable[..., Any]:
     """Let interrupts end a function. Two may come: the second ends the function while it handles the first."""
     _interruptible.add(function.__code__)
