@@ -29,6 +29,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left:  # a gathering of nothing belongs to the kernel's loop
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
         asyncio._set_running_loop(outer)
