@@ -35,9 +35,9 @@ from workbench.tensors.rules.reduction.two_stage import (
     splits,
     stages_of,
 )
-from workbench.tensors.rules.reduction.variance import LOW_PRECISION, accumulation_dtype
+from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
-_NONE, _SUM = 0, 2
+_SUM = 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
 _local_nll_loss: Any = torch._C._nn.nll_loss_nd
 
@@ -107,9 +107,6 @@ def _mean_of_split_batch(
         target = target.narrow(dim, start, size)
     target = copy_to_device(target, spec.world.device)  # this rank's labels only
     with local_torch():
-        if input.dtype in LOW_PRECISION:  # whose sum may overflow
-            rows = function(input, target, None, _NONE, ignore_index, *label_smoothing)
-            return wrap((rows.sum(dtype=torch.float32) / count).to(rows.dtype), out)
         return wrap(function(input, target, None, _SUM, ignore_index, *label_smoothing) / count, out)
 
 
@@ -162,8 +159,6 @@ def _loss(
     _check_shapes(function, shape, tuple(target._spec.shape))
     by_index = len(target._spec.shape) < len(shape)
     class_dim = 0 if len(shape) == 1 else 1
-    may_overflow = reduction == "mean" and scores.dtype in LOW_PRECISION
-    wide = torch.float32 if may_overflow else None
     if splits(scores, [class_dim]):
         if torch.is_autocast_enabled(scores._spec.world.autocast_type):
             scores = scores.float()  # autocast computes losses in 32 bits
@@ -177,21 +172,18 @@ def _loss(
         rows = by(sum_terms(scores), target, weight, class_dim, ignore_index, label_smoothing)
         if reduction == "none":
             return rows
-        total: Any = rows.sum(dtype=wide)
+        total: Any = rows.sum()
     else:
-        how = "none" if reduction == "none" or may_overflow else "sum"
+        arguments = [scores, target, weight, None, ignore_index, None, "none" if reduction == "none" else "sum"]
         smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
-        rows = call_by_plan(function, (scores, target, weight, None, ignore_index, None, how), smoothing)
-        total = rows.sum(dtype=wide) if may_overflow else rows
+        total = call_by_plan(function, tuple(arguments), smoothing)
     if reduction != "mean":
         return total
-    if by_index:
-        weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
-        mean: Any = scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
-    else:
+    if not by_index:
         rows_count = scores.numel() // max(1, shape[class_dim])
-        mean = total / rows_count if rows_count else total * float("nan")
-    return mean.to(rows.dtype) if may_overflow else mean
+        return total / rows_count if rows_count else total * float("nan")
+    weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
+    return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
@@ -212,7 +204,7 @@ def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: i
         lambda t, kept, w: torch.where(kept, w[torch.where(kept, t, 0)], 0), [target, counted, weight],
         [layout, layout, layout.broadcast()], [out], "cross_entropy",
     )  # fmt: skip
-    return weights[0].sum(dtype=accumulation_dtype(weight.dtype))
+    return weights[0].sum()
 
 
 class _Lookup:
