@@ -104,6 +104,11 @@ targets[target] = opened
 
 def test_what_changes_while_the_page_is_loading_is_shown(opened: LabPage) -> None:
     """Between the look at the states and the answer: the page has no widget yet, and then gets the old state."""
+    from playwright.sync_api import expect
+
     opened.ask_kernel(CHANGES_LATE)
     opened.reload()
-    opened.page.locator(".wb-panel button", has_text="Came late").wait_for()
+    changed = opened.page.locator(".wb-panel button", has_text="Came late")
+    changed.wait_for()
+    expect(changed).to_have_count(1)
+    assert changed.is_visible()

@@ -94,7 +94,8 @@ class _Swap:
         self.elementwise = is_elementwise(optimizer)
         self.step = inspect.unwrap(type(optimizer).step)
         self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
-        self.on_host = state_on_host(optimizer, self.parameters, is_of_torch(optimizer))
+        self.is_torchs = is_of_torch(optimizer)
+        self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
         self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
@@ -333,16 +334,15 @@ def _write_back(swap: _Swap, sends: bool) -> None:
     """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
-    is_torchs = swap.step in _ELEMENTWISE
     stepped = []
     with torch.no_grad(), local_torch():
         for owner, part in swap.pairs:
             shard = shard_of(owner)
-            if owner._spec.is_placeholder or (is_torchs and part.grad is None):
+            if owner._spec.is_placeholder or (swap.is_torchs and part.grad is None):
                 continue
             if shard is not None:
                 stepped.append(owner)
-            elif is_torchs and owner._optimizer_part is not None:
+            elif swap.is_torchs and owner._optimizer_part is not None:
                 continue  # the part lies in its place
             place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
             if place.numel() and place.data_ptr() != part.data_ptr():
