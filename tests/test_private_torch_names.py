@@ -39,7 +39,10 @@ def _whole(paths: set[str]) -> set[str]:
 
 def private_names(source: str) -> tuple[set[str], set[str]]:
     """(paths from ``torch`` with a private part, other private attributes that the source reads)."""
-    tree = ast.parse(source)
+    return _private_names(list(ast.walk(ast.parse(source))))
+
+
+def _private_names(nodes: list[ast.AST]) -> tuple[set[str], set[str]]:
     known = {"torch": "torch"}
     paths: set[str] = set()
 
@@ -49,18 +52,18 @@ def private_names(source: str) -> tuple[set[str], set[str]]:
             return None if owner is None else f"{owner}.{node.attr}"
         return known.get(node.id) if isinstance(node, ast.Name) else None
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
             paths |= {f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
             known |= {a.asname: a.name for a in node.names if a.asname and a.name.startswith("torch.")}
             paths |= {a.name for a in node.names if a.name.startswith("torch.")}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (path := path_of(node.value)):
             known[node.targets[0].id] = path
     attributes = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             path = path_of(node)
             paths |= {path} if path else set()
@@ -78,16 +81,15 @@ def _used() -> tuple[set[str], set[str]]:
     """Private paths of torch in the package, and the names of private attributes that may be torch's."""
     paths, attributes, own = set[str](), set[str](), set[str]()
     for file in (ROOT / "workbench").rglob("*.py"):
-        source = file.read_text(encoding="utf-8")
-        found = private_names(source)
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        found = _private_names(nodes)
         paths, attributes = paths | found[0], attributes | found[1]
-        own |= _own_names(source)
+        own |= _own_names(nodes)
     return _whole(paths), {name for name in attributes if name not in own or _has(name)}
 
 
-def _own_names(source: str) -> set[str]:
+def _own_names(nodes: list[ast.AST]) -> set[str]:
     """Of functions, classes, variables, and attributes of ``self``."""
-    nodes = list(ast.walk(ast.parse(source)))
     named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     named |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]

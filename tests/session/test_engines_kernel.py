@@ -10,7 +10,7 @@ from jupyter_client.manager import start_new_kernel
 from tests.session.traces import Traces
 from tests.timeouts import WAIT_TIMEOUT_S
 
-pytestmark = [pytest.mark.engines, pytest.mark.timed]
+pytestmark = pytest.mark.engines
 
 
 START_ONE = "%load_ext workbench\n%workbench start --engines 1 --device cpu"
@@ -27,12 +27,12 @@ class Notebook:
         return self.manager.provisioner.pid
 
     def run(self, code, interrupt_after_s=None, on_piece=lambda: None):
-        """(text printed, MIME types displayed, error name or None, seconds)."""
+        """(text printed, MIME types displayed, error name or None)."""
         message_id, started = self.client.execute(code), time.monotonic()
         printed, shown, error = "", [], None
         while True:
             elapsed = time.monotonic() - started
-            assert elapsed < 60, "the cell does not end"
+            assert elapsed < WAIT_TIMEOUT_S, "the cell does not end"
             if interrupt_after_s is not None and elapsed > interrupt_after_s:
                 interrupt_after_s = None
                 self.manager.interrupt_kernel()
@@ -51,7 +51,7 @@ class Notebook:
             elif kind == "error":
                 error = (content["ename"], "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
-                return printed, shown, error, elapsed
+                return printed, shown, error
 
 
 @pytest.fixture
@@ -65,30 +65,29 @@ def notebook():
 
 def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path):
     assert notebook.run("%load_ext workbench.session.magic")[2] is None
-    printed, _, error, _ = notebook.run("%workbench start --engines 2 --device cpu")
+    printed, _, error = notebook.run("%workbench start --engines 2 --device cpu")
     assert error is None
     assert "2 engines ready on cpu" in printed
 
     seen = tmp_path / "seen"
     waits = f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     cell = f"%%global\nimport os, time\nprint('first')\n{waits}\nprint('second')"
-    printed, _, error, _ = notebook.run(cell, on_piece=seen.touch)  # shown while the cell runs
+    printed, _, error = notebook.run(cell, on_piece=seen.touch)  # shown while the cell runs
     assert printed == "[all] first\n[all] second\n"  # and not again with the rest
 
-    _, shown, _, _ = notebook.run("%%global\nimport pandas\npandas.DataFrame({'a': [1]})")
+    _, shown, _ = notebook.run("%%global\nimport pandas\npandas.DataFrame({'a': [1]})")
     assert shown == [{"text/plain", "text/html"}]
 
     bar = (
         "import workbench as wb\nfrom tqdm.auto import tqdm\n"
         "for i in tqdm(range(12), f'bar of {wb.rank()}'): time.sleep(0.1)"  # else two alike are one
     )
-    printed, shown, _, elapsed = notebook.run(f"%%global\n{bar}")
+    printed, shown, _ = notebook.run(f"%%global\n{bar}")
     assert len(shown) >= 4  # it moves while the cell runs
     assert printed == ""  # no line above or below it
 
-    _, _, error, elapsed = notebook.run("%%global\ntime.sleep(30)", interrupt_after_s=0.5)
+    _, _, error = notebook.run("%%global\ntime.sleep(1000)", interrupt_after_s=0.5)
     assert error[0] == "Interrupted"
-    assert elapsed < 2.5
     assert notebook.run("%%global\n1 / 0")[2][0] == "CellError"
 
     traces = Traces.of(notebook.pid)

@@ -76,6 +76,7 @@ def assert_equal(found, truth):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_split_experts_train_as_on_one_device(strategy):
     models, steps = [made() for _ in range(4)], STEPS.get(strategy, 3)
