@@ -17,7 +17,7 @@ from statistics import median
 from torch import nn
 
 from benchmarks.reporting import Comparison, Target, publish, table
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.ui.panel import Panel
 from workbench.units import format_seconds
@@ -54,7 +54,7 @@ def _cost(layer: Layer) -> LayerCost:
     outputs, inputs = shape if layer.kind == "Linear" else (_WIDTH, 0)
     moved = 4.0 * _LENGTH * (outputs + inputs)
     work = OpCost("linear", 2.0 * _LENGTH * outputs * inputs, moved, inner=inputs, saved_bytes=4.0 * _LENGTH * outputs)
-    return LayerCost(layer, (work,), (), (_LENGTH, outputs), 4)
+    return LayerCost(layer, (work,), (), Extent((_LENGTH, outputs)), 4)
 
 
 def make_model() -> nn.Module:

@@ -22,7 +22,7 @@ from workbench.kernels.blocks import move_blocks, pack
 from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.random_slice import dropout_slice
 from workbench.tensors.rules.attention import with_dropout
-from workbench.transport.device_clock import DeviceClock, seconds
+from workbench.transport.traffic import DeviceClock, seconds
 from workbench.units import format_bytes, format_seconds
 
 SIZES_BYTES = (64 * 2**20, 256 * 2**20)

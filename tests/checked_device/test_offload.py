@@ -12,8 +12,8 @@ from tests.checked_device import DEVICE, counted
 from tests.checked_device.test_training import X, Y, mlp, own_step, scheduled_step
 from workbench.testing import run_ranks
 from workbench.training.gradients import state_on_host
-from workbench.training.offload import activations, device_copies
-from workbench.training.offload.device_copies import DeviceCopies
+from workbench.training.offload import activations
+from workbench.training.offload.activations import DeviceCopies
 from workbench.training.offload.host_memory import is_offloaded
 from workbench.training.offload.staging import Staging
 
@@ -36,7 +36,7 @@ def small_buckets(monkeypatch):
     """Several buckets for small models, whose activations are large enough, and soon more than may leave at a time."""
     monkeypatch.setattr(state_on_host, "BUCKET_BYTES", 600)
     monkeypatch.setattr(activations, "MIN_BYTES", 64)
-    monkeypatch.setattr(device_copies, "MAX_LEAVING", 1)
+    monkeypatch.setattr(activations, "MAX_LEAVING", 1)
 
 
 def tensors_of(optimizer):

@@ -1,6 +1,7 @@
 """Where things are made and moved: default devices, a device without a number, modules moved by the user, and keys."""
 
 import copy
+from itertools import islice
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.checked_device import DEVICE, counted, kernels
 from tests.checked_device.test_training import TRUTH, X, Y, mlp, train
 from workbench.tensors import default_generator, world
 from workbench.testing import run_ranks
+from workbench.training.datasets import epoch_by_epoch
 
 
 @pytest.fixture
@@ -106,11 +108,11 @@ def test_keys_of_random_numbers_are_drawn_on_the_host():
     assert torch.equal(found, expected)
 
 
-def test_a_loader_keeps_its_order_under_another_default_device():
+def test_epochs_keep_their_order_under_another_default_device():
     def order(default):
         torch.set_default_device(default)
         try:
-            return wb.GlobalDataLoader((X, Y), batch_size=4, shuffle=True)._order(1).tolist()
+            return [order.tolist() for order in islice(epoch_by_epoch(len(X), shuffle=True, seed=0), 2)]
         finally:
             torch.set_default_device(None)
 

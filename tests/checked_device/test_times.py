@@ -17,15 +17,14 @@ from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.runs import step_metrics, train, user_loops
 from workbench.training.runs.job import Job
 from workbench.training.runs.train import run_one_device, run_strategy
-from workbench.transport import device_clock
-from workbench.transport.device_clock import DeviceClock, seconds
-from workbench.transport.traffic import Traffic
+from workbench.transport import traffic
+from workbench.transport.traffic import DeviceClock, Traffic, seconds
 
 
 @pytest.fixture(autouse=True)
 def one_pair_of_times(monkeypatch):
     """This device does not keep step with the host, so the two are compared once."""
-    monkeypatch.setattr(device_clock, "_KNOWN_FOR_S", float("inf"))
+    monkeypatch.setattr(traffic, "_KNOWN_FOR_S", float("inf"))
 
 
 def test_a_time_is_read_when_the_device_has_come_to_it():

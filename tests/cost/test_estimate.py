@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
@@ -27,7 +27,7 @@ def mlp(num_layers: int) -> ModelCosts:
     for index in range(num_layers):
         layer = Layer(f"fc{index}", "Linear", {"weight": (WIDTH, WIDTH)}, WIDTH * WIDTH)
         own = OpCost("linear", 2 * WIDTH * WIDTH, 8 * WIDTH, inner=WIDTH, saved_bytes=4 * WIDTH)
-        rows.append(LayerCost(layer, (own,), (), (WIDTH,), 4))
+        rows.append(LayerCost(layer, (own,), (), Extent((WIDTH,)), 4))
     return ModelCosts(tuple(rows), (WIDTH,))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.test_estimate import MACHINE
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
@@ -22,7 +22,7 @@ def kinds(kept: tuple[float, float], text: str = "data", num_ranks: int = 1, pas
     rows = []
     for index, size in enumerate(kept):
         own = OpCost("linear", 200.0, 80.0, inner=10, saved_bytes=size, passing_bytes=passing)
-        rows.append(LayerCost(Layer(f"fc{index}", "Linear", {"weight": (10, 10)}, 100), (own,), (), (10,)))
+        rows.append(LayerCost(Layer(f"fc{index}", "Linear", {"weight": (10, 10)}, 100), (own,), (), Extent((10,))))
     model = ModelCosts(tuple(rows), (10,))
     resolved = Strategy(text).resolve(model.layers, num_ranks)
     found = estimate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
@@ -19,11 +19,11 @@ def wide_and_deep(num_words: int) -> ModelCosts:
     for name, dim in (("wide", 1), ("deep", DIM)):
         layer = Layer(name, "Embedding", {"weight": (num_words, dim)}, num_words * dim)
         work = OpCost("embedding", 0, 8 * NUM_FIELDS * dim, 0, 8 * NUM_FIELDS)
-        rows.append(LayerCost(layer, (work,), (), (NUM_FIELDS, dim), 4))
+        rows.append(LayerCost(layer, (work,), (), Extent((NUM_FIELDS, dim)), 4))
     for name, inputs, outputs in (("hidden", NUM_FIELDS * DIM, 1024), ("out", 1024, 1)):
         layer = Layer(name, "Linear", {"weight": (outputs, inputs)}, outputs * inputs)
         work = OpCost("linear", 2 * inputs * outputs, 4 * (inputs + outputs), inputs, 4 * inputs)
-        rows.append(LayerCost(layer, (work,), (), (outputs,), 4))
+        rows.append(LayerCost(layer, (work,), (), Extent((outputs,)), 4))
     return ModelCosts(tuple(rows), (NUM_FIELDS,))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.cost.hardware import Hardware, Link
 from workbench.planning.problem import OBJECTIVES, Constraints, Problem
@@ -16,16 +16,15 @@ def linear(name: str, inputs: int, outputs: int, samples: int = 1, after: tuple[
     moved = 4.0 * samples * (inputs + outputs)
     own = OpCost("linear", 2.0 * samples * inputs * outputs, moved, inputs, 4.0 * samples * inputs)
     shape = (outputs,) if samples == 1 else (samples, outputs)
-    return LayerCost(layer, (own,), after, shape)
+    return LayerCost(layer, (own,), after, Extent(shape))
 
 
 def norm(name: str, width: int, samples: int = 1) -> LayerCost:
     """A layer norm."""
     layer = Layer(name, "LayerNorm", {"weight": (width,), "bias": (width,)}, 2 * width)
     size = 4.0 * samples * width
-    return LayerCost(
-        layer, (OpCost("layer_norm", 0, 2 * size, 0, size),), (), (width,) if samples == 1 else (samples, width)
-    )
+    extent = Extent((width,) if samples == 1 else (samples, width))
+    return LayerCost(layer, (OpCost("layer_norm", 0, 2 * size, 0, size),), (), extent)
 
 
 def gelu(width: int, samples: int = 1) -> OpCost:
@@ -36,7 +35,8 @@ def gelu(width: int, samples: int = 1) -> OpCost:
 def table(name: str, words: int, width: int, samples: int) -> LayerCost:
     """An embedding."""
     layer = Layer(name, "Embedding", {"weight": (words, width)}, words * width)
-    return LayerCost(layer, (OpCost("embedding", 0, 8.0 * samples * width, 0, 8.0 * samples),), (), (samples, width))
+    own = OpCost("embedding", 0, 8.0 * samples * width, 0, 8.0 * samples)
+    return LayerCost(layer, (own,), (), Extent((samples, width)))
 
 
 def machine(random_: random.Random, memory_bytes: float = 1e12) -> Hardware:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planning.problems import linear, machine
 from tests.planning.test_bounds import assert_bounds_are_below
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
@@ -28,7 +28,7 @@ def mixture(chosen: int = 2) -> ModelCosts:
     flops = 2.0 * 16 * chosen * 64 * 256
     work = OpCost("matmul", flops, 4.0 * 16 * (64 + 256), inner=64, saved_bytes=4.0 * 16 * 64)
     layer = Layer("experts", "Experts", shapes, WEIGHTS, experts=8, chosen=chosen)
-    experts = LayerCost(layer, (work,), (), (16, 64))
+    experts = LayerCost(layer, (work,), (), Extent((16, 64)))
     first, last = linear("enter", 64, 64, 16), linear("head", 64, 64, 16)
     return ModelCosts((first, experts, last), (64,))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
@@ -22,7 +22,7 @@ MACHINE = load_hardware("a100-80g-selene")
 def layers(width=64):
     rows = [
         LayerCost(Layer(f"fc{i}", "Linear", {"weight": (width, width)}, width * width),
-                  (OpCost("linear", 2.0 * width * width, 8.0 * width, width, 4.0 * width),), (), (width,))
+                  (OpCost("linear", 2.0 * width * width, 8.0 * width, width, 4.0 * width),), (), Extent((width,)))
         for i in range(2)
     ]  # fmt: skip
     return ModelCosts(tuple(rows), (width,))

@@ -11,7 +11,8 @@ import pytest
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TensorChange
 from workbench.session.comparison.checker import Checker, RunObserver
-from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+from workbench.session.comparison.training_on_engine import OneDevice
+from workbench.training.runs.job import RankResult
 
 
 class EndlessCall:
@@ -42,8 +43,8 @@ class FakeSession:
         return self.calls[-1]
 
 
-def report(*losses: float) -> RankReport:
-    return RankReport(losses, (0.1,) * len(losses), {"peak": 0}, 0)
+def report(*losses: float) -> RankResult:
+    return RankResult(list(losses), [0.1] * len(losses), {"peak": 0}, 0)
 
 
 def test_losses_that_are_nan_from_the_first_step_on_ask_for_no_evidence():

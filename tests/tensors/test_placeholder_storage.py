@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import workbench as wb
-from workbench.tensors.placeholder_storage import new_placeholder
+from workbench.tensors.tensor_state import new_placeholder
 from workbench.testing import run_ranks
 
 CPU = torch.device("cpu")

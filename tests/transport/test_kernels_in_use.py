@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import workbench as wb
 from workbench.kernels import launch
-from workbench.tensors.boxing import assembly
+from workbench.tensors.boxing.exchange import packed
 from workbench.testing import run_ranks
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -105,11 +105,11 @@ def test_terms_of_any_reduction(reduction, dtype, launches):
 
 def test_one_kernel_packs_all_sent_slices(launches):
     x = torch.arange(24).reshape(4, 6)
-    packed = assembly.packed([(1, x[:, :2]), (2, x[:, 2:])])
-    assert [rank for rank, _ in packed] == [1, 2] and launches == ["_move"]
-    assert all(piece.is_contiguous() for _, piece in packed)
-    assert packed[0][1].tolist() == x[:, :2].tolist() and packed[1][1].tolist() == x[:, 2:].tolist()
-    assert assembly.packed([(1, x)])[0][1] is x
+    sent = packed([(1, x[:, :2]), (2, x[:, 2:])])
+    assert [rank for rank, _ in sent] == [1, 2] and launches == ["_move"]
+    assert all(piece.is_contiguous() for _, piece in sent)
+    assert sent[0][1].tolist() == x[:, :2].tolist() and sent[1][1].tolist() == x[:, 2:].tolist()
+    assert packed([(1, x)])[0][1] is x
 
 
 def losses_over_classes(shape, dtype, options, sbp, grid, again=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 
 
@@ -52,7 +52,7 @@ def _cost(layer: Layer, width: int, length: int) -> LayerCost:
         inner=inputs if is_linear else 0,
         saved_bytes=4 * length * inputs,
     )
-    return LayerCost(layer, (work,), (), (length, outputs), 4)
+    return LayerCost(layer, (work,), (), Extent((length, outputs)), 4)
 
 
 GPT_HYBRID = "*_emb: data; blocks.[0-3]: model; blocks.[4-7]: model@1; ln_f: data@1; lm_head: model@1 | 2x1x2 mb=4 1f1b"

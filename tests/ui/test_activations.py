@@ -105,7 +105,7 @@ def test_samples_in_the_second_dim_are_split_there():
 
 def extents(model: type[Words]) -> dict[str, tuple[Extent | None, Extent | None]]:
     rows = offline_trainer.costs_of(model, batches(), cross_entropy).rows
-    return {row.layer.name: (row.input_extent, row.output_extent) for row in rows}
+    return {row.layer.name: (row.input_extent, row.output) for row in rows}
 
 
 def test_sizes_are_those_of_the_trace():
@@ -135,5 +135,5 @@ def test_a_panel_that_only_predicts_makes_batches_of_samples_too():
         return nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.stack(classes)
 
     costs = offline_trainer.costs_of(words, samples, cross_entropy, padded)
-    assert costs.sample_shape == (4,) and [row.output_extent.sizes for row in costs.rows] == [(4, 8), (4,)]
+    assert costs.sample_shape == (4,) and [row.output.sizes for row in costs.rows] == [(4, 8), (4,)]
     assert offline_trainer.OfflineTrainer(costs, 2, samples, cross_entropy, padded).sample_shape == (4,)

@@ -16,8 +16,7 @@ from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.detail_pictures import layer_times, layers_picture, prediction_picture
 from workbench.ui.runs.render_table import rows_table_html
 from workbench.ui.runs.report import runs_report_html
-from workbench.ui.runs.scatter_labels import place_labels
-from workbench.ui.runs.scatter_picture import scatter_picture
+from workbench.ui.runs.scatter_picture import place_labels, scatter_picture
 from workbench.ui.runs.table_rows import run_rows
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.short_names import short_name

@@ -12,7 +12,7 @@ from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, FakeTrainer, block, make_mlp
 from workbench.core.metrics import RunRecord
-from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.session.comparison.saved_runs import SavedRuns
@@ -34,7 +34,7 @@ class Broken(Exception):
 
 @pytest.fixture
 def panel(trainer: FakeTrainer) -> Panel:
-    costs = ModelCosts(tuple(LayerCost(layer, output_shape=(8,)) for layer in trainer.layers), (64,))
+    costs = ModelCosts(tuple(LayerCost(layer, output=Extent((8,))) for layer in trainer.layers), (64,))
     made = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, costs=costs, hardware="v100-dgx1")
     made._editor._calibrate = lambda: load_hardware("h200")
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -12,6 +11,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from workbench.core.cores import num_cores
 from workbench.units import format_bytes, format_count, format_seconds
 
 GOOD, WARNING, BAD = "ok", "warn", "FAIL"
@@ -49,9 +49,8 @@ def check_machine() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = format_bytes(memory.available)
-    text = f"{format_count(cores)} cores, {format_bytes(memory.total)} memory, {free} of it free"
+    text = f"{format_count(num_cores())} cores, {format_bytes(memory.total)} memory, {free} of it free"
     if memory.available < _MIN_MEMORY_BYTES:
         need = format_bytes(_MIN_MEMORY_BYTES)
         return Finding("machine", WARNING, text, f"2 engines need about {need}; close something, or use --engines 1.")

@@ -82,7 +82,7 @@ def traced(
     arriving = None if sample_shape is None else Extent(sample_shape)
     found: dict[str, LayerExtents] = {}
     for row in rows:
-        given = row.output_extent
+        given = row.output
         takes = row.input_extent or _own_features(row.layer, arriving)
         found[row.layer.name] = LayerExtents(takes, given)
         arriving = given

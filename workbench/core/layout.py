@@ -128,6 +128,12 @@ class Layout:
         """Another nd-sbp on the same placement."""
         return Layout(self.placement, sbp)
 
+    def without_terms(self) -> Layout:
+        """The layout of the sum, with B for the partial sums of this one."""
+        if not self.has_partial:
+            return self
+        return self.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in self.sbp))
+
     def broadcast(self) -> Layout:
         """The whole tensor on every rank of the same placement."""
         return self if self.is_broadcast else self._broadcast

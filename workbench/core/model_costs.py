@@ -131,15 +131,12 @@ class LayerCost:
         own: the layer's own function.
         after: functions on its output until the next layer begins (attention, an activation function, a residual sum);
             behind the last layer, the loss.
-        output_shape: shape of one sample, without the batch dim; None if the output is not one tensor.
+        output: extent of its output; None if that is not one tensor, or unknown.
         itemsize: bytes of an element of the output.
-        passed_itemsize: the same of the tensor that goes to the next layer; None if equal to ``itemsize``.
-        passed_shape: shape of one sample of the tensor that goes to the next layer, behind ``after``;
-            None if equal to the output's.
-        batchless_shape: shape of an output that is equal for all samples, such as positions; ``output_shape`` is None.
+        passed: extent of the tensor that goes to the next layer, behind ``after``; None if equal to the output's.
+        passed_itemsize: bytes of an element of it; None if equal to ``itemsize``.
         pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
         num_cast: number of its weights that autocast keeps for backward as copies in 16 bits.
-        batch_dim: the dim of its output that counts samples: 1 in (sequence, batch, features).
         input_extent: extent of its input; None if unknown.
         skip_connections: activations that it and ``after`` make for later layers; empty if not counted.
     """
@@ -147,23 +144,19 @@ class LayerCost:
     layer: Layer
     own: tuple[OpCost, ...] = ()
     after: tuple[OpCost, ...] = ()
-    output_shape: tuple[int, ...] | None = None
+    output: Extent | None = None
     itemsize: int = 4
-    passed_shape: tuple[int, ...] | None = None
-    batchless_shape: tuple[int, ...] | None = None
+    passed: Extent | None = None
     pieces: tuple[int, ...] = ()
     passed_itemsize: int | None = None
     num_cast: int = 0
-    batch_dim: int = 0
     input_extent: Extent | None = None
     skip_connections: tuple[SkipConnection, ...] = ()
 
     @property
-    def output_extent(self) -> Extent | None:
-        """Extent of its output; None if the output is not one tensor."""
-        if self.batchless_shape is not None:
-            return Extent(self.batchless_shape, None)
-        return None if self.output_shape is None else Extent(self.output_shape, self.batch_dim)
+    def output_shape(self) -> tuple[int, ...] | None:
+        """Shape of one sample of its output; None if that is equal for all samples, not one tensor, or unknown."""
+        return None if self.output is None or self.output.is_batchless else self.output.sizes
 
     @property
     def flops(self) -> float:
@@ -292,7 +285,7 @@ def find_blocks(rows: Sequence[LayerCost]) -> tuple[tuple[int, int, int], ...]:
     >>> find_blocks(rows)
     ((0, 2, 3),)
     """
-    keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output_shape, row.layer.shapes) for row in rows]
+    keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output, row.layer.shapes) for row in rows]
     return find_repeats(keys)
 
 

@@ -44,7 +44,7 @@ def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int
     tables = {layer.name for layer in layers if layer.kind == TABLE}
     open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
     for layer, row, stage in zip(layers, rows, stages, strict=True):
-        if row.parallel != "model" or not _is_splittable(layer):
+        if row.parallel != "model" or not is_splittable(layer):
             is_fused = layer.experts > 0 and layer.expert is None
             splits.append("expert" if is_fused and row.parallel != "data" else None)
             continue
@@ -133,7 +133,8 @@ def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str 
                 splits[member] = next(s for s in ("column", "row") if split_dim(layers[member].kind, s) == dim)
 
 
-def _is_splittable(layer: Layer) -> bool:
+def is_splittable(layer: Layer) -> bool:
+    """Whether ``model`` can split its weight: a matrix of a layer of a known kind, or a table."""
     return layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
 
 

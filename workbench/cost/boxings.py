@@ -20,7 +20,7 @@ from workbench.core.layer_layouts import (
     output_entry,
 )
 from workbench.core.layout import balanced_bounds
-from workbench.core.model_costs import LayerCost
+from workbench.core.model_costs import Extent, LayerCost
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, overlaps, share_input
 from workbench.cost.collectives import exchange_s, kind_of, received_parts, summed_bytes
@@ -268,22 +268,21 @@ def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange
 
 def num_dims(row: LayerCost) -> int:
     """Number of dims of the layer's output, with the batch."""
-    if row.batchless_shape is not None:
-        return len(row.batchless_shape)
-    return len(row.output_shape) + 1 if row.output_shape is not None else 0
+    return 0 if row.output is None else row.output.num_dims
 
 
 def output_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Bytes of the whole output of one data-parallel rank."""
-    if row.batchless_shape is not None:
-        return prod(row.batchless_shape) * row.itemsize * setting.scale
-    return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
+    return extent_bytes(row.output, row.itemsize, setting)
 
 
 def passed_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Bytes of the tensor that the next layer takes."""
-    itemsize = row.passed_itemsize or row.itemsize
-    if row.passed_shape is None and row.batchless_shape is not None:
-        return prod(row.batchless_shape) * itemsize * setting.scale
-    shape = row.passed_shape if row.passed_shape is not None else row.output_shape
-    return prod(shape) * itemsize * setting.samples * setting.scale if shape else 0.0
+    return extent_bytes(row.passed or row.output, row.passed_itemsize or row.itemsize, setting)
+
+
+def extent_bytes(extent: Extent | None, itemsize: int, setting: StageSettings) -> float:
+    """Bytes of a whole activation of one data-parallel rank; 0 if its extent is unknown."""
+    if extent is None:
+        return 0.0
+    return prod(extent.sizes) * itemsize * (1.0 if extent.is_batchless else setting.samples) * setting.scale

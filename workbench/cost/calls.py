@@ -65,5 +65,5 @@ def _handed_on(model: ModelCosts, call: LayerCall) -> LayerCost:
     if taken is None:
         return row
     if taken.is_batchless:
-        return replace(row, passed_shape=None, batchless_shape=taken.sizes, passed_itemsize=call.itemsize)
-    return replace(row, passed_shape=taken.sizes, passed_itemsize=call.itemsize)
+        return replace(row, output=taken, passed=None, passed_itemsize=call.itemsize)
+    return replace(row, passed=taken, passed_itemsize=call.itemsize)

@@ -16,8 +16,8 @@ from workbench.cost.accumulation import added_in_place
 from workbench.cost.boxings import (
     boxings,
     copies_input,
+    extent_bytes,
     num_dims,
-    output_bytes,
     passed_bytes,
     seconds_and_bytes,
     splits_words,
@@ -241,20 +241,14 @@ def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
 ) -> tuple[float, float]:
     """Bytes of the input as it arrives (a recomputed block keeps it so, and boxes it again in backward), and boxed."""
-    size = _taken_bytes(row, setting) if before is None else passed_bytes(before[0], setting)
+    if before is None:  # of its output, if the input is unknown
+        size = extent_bytes(row.input_extent or row.output, row.itemsize, setting)
+    else:
+        size = passed_bytes(before[0], setting)
     taken = arriving = input_entry(choice, num_dims(row), setting.sequence)
     if before is not None:
         arriving = boxed_output_entry(before[1], choice, num_dims(before[0]), setting.sequence)
     return size / _parts(arriving, setting), size / _parts(taken, setting)
-
-
-def _taken_bytes(row: LayerCost, setting: StageSettings) -> float:
-    """Bytes of the whole input of a layer; of its output if the input is unknown."""
-    taken = row.input_extent
-    if taken is None:
-        return output_bytes(row, setting)
-    samples = 1.0 if taken.is_batchless else setting.samples
-    return prod(taken.sizes) * samples * row.itemsize * setting.scale
 
 
 def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:

@@ -82,7 +82,7 @@ def prices_of(
         key: tuple[object, ...] = (row.counted, row.layer.tied_to, _of_choice(choice), setting.data, setting.model)
         if before is not None:
             key += (
-                before[0].passed_shape or before[0].output_shape,
+                before[0].passed or before[0].output,
                 before[0].passed_itemsize or before[0].itemsize,
                 _of_choice(before[1]),
                 are_siblings(before, (row, choice)),

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from workbench.core.model_costs import AttentionSize, LayerCost, ModelCosts, OpCost
+from workbench.core.model_costs import AttentionSize, Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.options import Options
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -188,7 +188,9 @@ def _row(
     output: tuple[int, ...], tied_to: str | None = None,
 ) -> LayerCost:  # fmt: skip
     shapes = {"weight": weight} | ({"bias": weight[:1]} if kind in ("Linear", "LayerNorm") and tied_to is None else {})
-    return LayerCost(Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to), own, after, output, _ITEM)
+    return LayerCost(
+        Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to), own, after, Extent(output), _ITEM
+    )
 
 
 def _with_positions(row: LayerCost, size: int) -> LayerCost:

@@ -28,9 +28,8 @@ def _creator(name: str) -> Callable[..., torch.Tensor]:
     @functools.wraps(make_global or make_local, assigned=("__name__", "__qualname__"))
     def create(*args: Any, placement: Any = None, sbp: Any = None, **options: Any) -> torch.Tensor:
         join()
-        missing = [key for key, value in (("placement", placement), ("sbp", sbp)) if value is None]
-        if len(missing) == 1:
-            raise missing_layout(f"flow.{name}", (), missing)
+        if (placement is None) != (sbp is None):
+            raise missing_layout(f"flow.{name}", (), placement, sbp)
         if placement is not None and make_global is not None:
             return make_global(*args, placement=placement, sbp=sbp, **options)
         if options.get("device") is not None:

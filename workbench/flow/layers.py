@@ -94,11 +94,4 @@ def conv2d(
     return activation(output) if activation else output
 
 
-@in_scope
-def _linear(x: Any, weight: Any) -> Any:
-    return torch.nn.functional.linear(x, weight)
-
-
-@in_scope
-def _add(x: Any, bias: Any) -> Any:
-    return x + bias
+_linear, _add = in_scope(torch.nn.functional.linear), in_scope(torch.add)

@@ -35,9 +35,8 @@ class LocalTensor(torch.Tensor):
             LayoutError: no placement or no sbp; ranks disagree about dtype, dims, or the values of B.
             SbpError: a split dim out of range, or not one entry per axis of the placement.
         """
-        missing = [name for name, value in (("placement", placement), ("sbp", sbp)) if value is None]
         if placement is None or sbp is None:
-            raise old_spellings.missing_layout("to_global", self.shape, missing)
+            raise old_spellings.missing_layout("to_global", self.shape, placement, sbp)
         join()
         return entry.to_global(self.as_subclass(torch.Tensor), placement, sbp, broadcast_from=broadcast_from)
 

@@ -12,13 +12,14 @@ from workbench.tensors import install  # noqa: F401 - installs the patches of to
 from workbench.tensors.global_tensor import GlobalTensor
 
 
-def warn_old_spelling(old: str, new: str, stacklevel: int = 3) -> None:
+def warn_old_spelling(old: str, new: str) -> None:
     """Warn at the line of the program that ``old`` is now written ``new``."""
-    warnings.warn(f"{old} is the older spelling. Write {new}.", DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(f"{old} is the older spelling. Write {new}.", DeprecationWarning, stacklevel=3)
 
 
-def missing_layout(function: str, shape: Sequence[int], missing: Sequence[str]) -> LayoutError:
+def missing_layout(function: str, shape: Sequence[int], placement: Any, sbp: Any) -> LayoutError:
     """The error of a call that makes a global tensor without a placement or sbp."""
+    missing = [name for name, value in (("placement", placement), ("sbp", sbp)) if value is None]
     return LayoutError(
         f"{function} of shape {tuple(shape)}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
         "A global tensor needs both: placement= names the ranks, sbp= says how it lies on them. Write e.g. "

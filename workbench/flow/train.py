@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from workbench.flow import config
-from workbench.flow.jobs.launched_world import launched_world
+from workbench.flow.world_join import launched_world
 
 __all__ = ["CheckPoint"]
 
@@ -24,17 +24,12 @@ class CheckPoint:
 
         Programs need not call it before their first job.
         """
-        world = launched_world()
-        if world is not None:
-            from workbench.flow.jobs import checkpoints
-            from workbench.flow.jobs.store import store_of
+        if launched_world() is None:
+            from workbench.session import find_current
 
-            checkpoints.init(store_of(world))
-            return
-        from workbench.flow.jobs import driver, remote
-
-        if driver.session_or_none() is not None:
-            driver.call_on_engines(remote.init_variables, config.chosen())
+            if find_current() is None:
+                return
+        self._everywhere("init")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the folder ``path``. Every device writes its part.
@@ -42,7 +37,7 @@ class CheckPoint:
         Raises:
             CheckpointError: no job has run yet, or the folder cannot be written.
         """
-        self._everywhere("save", path)
+        self._everywhere("save", os.path.abspath(path))
 
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Read the folder ``path``, also before the first call of a job.
@@ -53,17 +48,16 @@ class CheckPoint:
         Raises:
             CheckpointError: there is no checkpoint, or it is of another model. The message lists names and shapes.
         """
-        self._everywhere("load", path, strict)
+        self._everywhere("load", os.path.abspath(path), strict)
 
-    def _everywhere(self, action: str, path: str | os.PathLike[str], *options: Any) -> None:
-        folder, world = os.path.abspath(path), launched_world()
+    def _everywhere(self, action: str, *options: Any) -> None:
+        world = launched_world()
         if world is not None:
             from workbench.flow.jobs import checkpoints
             from workbench.flow.jobs.store import store_of
 
-            function: Any = getattr(checkpoints, action)
-            function(store_of(world), folder, *options)
-            return
-        from workbench.flow.jobs import driver, remote
+            getattr(checkpoints, action)(store_of(world), *options)
+        else:
+            from workbench.flow.jobs import driver
 
-        driver.call_on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder, *options)
+            driver.change_variables(action, config.chosen(), *options)

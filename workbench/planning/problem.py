@@ -15,7 +15,7 @@ from workbench.core.options import PRECISIONS, SCHEDULES, Options
 from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
-from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, overlaps, split_dim, tied_pairs
+from workbench.core.weight_splits import is_splittable, overlaps, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
@@ -235,7 +235,7 @@ class Problem:
         """The choices of a layer on a model axis of ``model`` ranks, with ``data`` ranks on the data axis."""
         pin = self.pins[index]
         layer = self.rows[index].layer
-        can_split = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
+        can_split = is_splittable(layer)
         known = SPLITS if can_split else EXPERTS if self._is_fused(layer) else WHOLE
         if pin is None:
             fits = max(fitting_ranks(layer.experts, data, model), default=1) > model

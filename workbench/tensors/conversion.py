@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, Partial, SbpLike, Split, broadcast, dual, partial_sum
+from workbench.core.sbp import Broadcast, SbpLike, Split, broadcast, dual, partial_sum
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash
 from workbench.tensors.boxing.box import box
@@ -18,7 +18,7 @@ from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.execution_context import OUTSIDE
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
-from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import spread_zero
 from workbench.tensors.world import World, current
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -48,14 +48,10 @@ class _FromLocal(torch.autograd.Function):
             everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
             grad = box(grad, Layout(everywhere, (broadcast,)))
         else:
-            grad = box(grad, _without_terms(spec.layout))
+            grad = box(grad, spec.layout.without_terms())
         if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):
             return None, None
         return to_local(grad), None
-
-
-def _without_terms(layout: Layout) -> Layout:
-    return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
 
 class _ToLocal(torch.autograd.Function):
@@ -277,7 +273,9 @@ def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[
     shape = list(first.shape)
     for entry in layout.sbp:
         if isinstance(entry, Split):
-            shape[entry.dim] = sum(metadata[r].shape[entry.dim] for r in _line(placement, entry, layout))
+            shape[entry.dim] = sum(
+                metadata[r].shape[entry.dim] for r in layout.ranks_along(entry.dim, placement.grid[0])
+            )
     for rank in placement:
         split = {entry.dim for entry in layout.sbp if isinstance(entry, Split)}
         fixed = [d for d in range(len(shape)) if d not in split and metadata[rank].shape[d] != shape[d]]
@@ -288,12 +286,6 @@ def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[
             )
     _check_copies(metadata, layout)
     return tuple(shape), first.dtype
-
-
-def _line(placement: Placement, entry: Split, layout: Layout) -> list[int]:
-    """The ranks whose shards of dim ``entry.dim`` lie side by side: other axes at zero."""
-    axes = layout.axes_splitting(entry.dim)
-    return [r for r in placement if all(c == 0 for a, c in enumerate(placement.coordinates(r)) if a not in axes)]
 
 
 def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:

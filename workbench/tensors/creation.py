@@ -13,7 +13,7 @@ import torch
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
-from workbench.core.sbp import Partial, SbpLike, broadcast
+from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
@@ -32,7 +32,7 @@ def create(
     """A global tensor whose shard on each rank ``fill`` makes; the terms of a partial sum are the whole and zeros."""
     world = current()
     wanted = Layout.of(placement, sbp).normalized(shape)
-    whole = wanted.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in wanted.sbp))
+    whole = wanted.without_terms()
     spec = spec_of(world, whole, shape)
     _check_device(world, placement)
     local = new_placeholder(shape, dtype, world.device) if spec.is_placeholder else fill(whole, world)

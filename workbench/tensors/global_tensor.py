@@ -20,13 +20,20 @@ from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, SbpLike
-from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, gradient_state
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.late_imports import later
-from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
-from workbench.tensors.spec import Spec as Spec
-from workbench.tensors.spec import spec_of as spec_of
-from workbench.tensors.tensor_state import TensorState, Writes, forget_memory, version_of
+from workbench.tensors.tensor_state import (
+    NO_GRADIENT_STATE,
+    GradientState,
+    TensorState,
+    Writes,
+    forget_memory,
+    gradient_state,
+    version_of,
+)
+from workbench.tensors.tensor_state import Spec as Spec
+from workbench.tensors.tensor_state import new_placeholder as new_placeholder
+from workbench.tensors.tensor_state import spec_of as spec_of
 
 if TYPE_CHECKING:
     from workbench.tensors.boxing.handle import Handle

@@ -1,20 +1,168 @@
-"""Every attribute that a global tensor has beside its shard, with its meaning. No other module adds one.
+"""What a global tensor has beside its shard: its spec, what it keeps of its gradient, every other attribute, and where
+it is a placeholder, a storage of any shape and dtype over one zero.
 
 An attribute has the value of the class until somebody sets it, so that a new tensor costs nothing for those that it
-does not use.
+does not use. No other module adds one.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from workbench.core.layout import Layout
-from workbench.tensors.annotations import Annotated
-from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState
-from workbench.tensors.spec import Spec
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout, Shape
+from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.world import World
+
+
+class Spec:
+    """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
+
+    Attributes:
+        has_partial: whether it lies as terms on an axis.
+        is_placeholder: whether this rank is outside the placement.
+        local_shape: shape of this rank's shard; the logical shape for a placeholder.
+        plans: the world's cache of what to do for a function and its arguments' specs.
+        exchanges: by target and dtype, how this rank boxes (see ``exchange``).
+        targets: by the arguments of ``to_global``, the spec they ask for.
+    """
+
+    __slots__ = (
+        "_dual",
+        "_term_ranks",
+        "exchanges",
+        "has_partial",
+        "is_placeholder",
+        "layout",
+        "local_shape",
+        "plans",
+        "shape",
+        "targets",
+        "world",
+    )
+
+    def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
+        self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
+        self.exchanges: dict[Any, Any] = {}
+        self.targets: dict[Any, Spec] = {}
+        self._dual: Spec | None = None
+        self._term_ranks: tuple[int, ...] | None = None
+        self.has_partial = layout.has_partial
+        self.is_placeholder = world.rank not in layout.placement
+        self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
+
+    @property
+    def dual(self) -> Spec:
+        """The spec of this tensor's gradient."""
+        if self._dual is None:
+            self._dual = spec_of(self.world, self.layout.dual(), self.shape)
+        return self._dual
+
+    @property
+    def term_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold terms of the same part of this tensor's gradient as this rank does, itself among them."""
+        if self._term_ranks is None:
+            groups = plan_boxing(self.layout.dual(), self.layout, self.shape, itemsize=1).groups
+            self._term_ranks = next((group for group in groups if self.world.rank in group), (self.world.rank,))
+        return self._term_ranks
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout}, {tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
+
+def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
+    """The one ``Spec`` of a layout (split dims counted from the front) and a logical shape."""
+    key = (layout, shape)
+    spec = world.specs.get(key)
+    if spec is None:
+        layout.placement.check_world(world.world_size)
+        spec = world.specs[key] = Spec(world, layout.normalized(shape), tuple(shape))
+    return spec
+
+
+if TYPE_CHECKING:
+
+    class Annotated(torch.Tensor):
+        """The base of ``GlobalTensor`` where types are checked."""
+
+        def __matmul__(self, other: Any) -> Self: ...
+        def __rmatmul__(self, other: Any) -> Self: ...
+        def __add__(self, other: Any) -> Self: ...
+        def __radd__(self, other: Any) -> Self: ...
+        def __sub__(self, other: Any) -> Self: ...
+        def __rsub__(self, other: Any) -> Self: ...
+        def __mul__(self, other: Any) -> Self: ...
+        def __rmul__(self, other: Any) -> Self: ...
+        def __truediv__(self, other: Any) -> Self: ...
+        def __pow__(self, other: Any) -> Self: ...
+        def __neg__(self) -> Self: ...
+        def __getitem__(self, index: Any) -> Self: ...
+        def sum(self, *args: Any, **kwargs: Any) -> Self: ...
+        def mean(self, *args: Any, **kwargs: Any) -> Self: ...
+        def detach(self) -> Self: ...
+
+else:
+    Annotated = torch.Tensor
+
+
+class GradientState:
+    """The gradient of one tensor, as far as autograd does not hold it itself.
+
+    Attributes:
+        placeholder: on a placeholder, False while the owner has no gradient, then True; the placeholder of the
+            gradient, once somebody has read it.
+        reusable: the placeholder of the last step's gradient, whose memory the next one takes.
+        shard: under ZeRO 2 and 3, this rank's shard of the summed gradient, which takes the place of ``.grad``.
+        shard_spec: on a placeholder whose owner keeps shards: the spec of the tensor, and the spec of its shards.
+        sum: the sum of the terms of ``.grad`` over ranks, with what it holds for (see ``training.gradients``).
+    """
+
+    __slots__ = ("placeholder", "reusable", "shard", "shard_spec", "sum")
+
+    def __init__(self) -> None:
+        self.placeholder: Any = False
+        self.reusable: Any = None
+        self.shard: Any = None
+        self.shard_spec: tuple[Any, Any] | None = None
+        self.sum: Any = None
+
+
+class _NoGradientState(GradientState):
+    """The state of all tensors that have none of their own; nothing can be written to it."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        for name, value in (("placeholder", False), ("reusable", None), ("shard", None), ("sum", None)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "shard_spec", None)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name}: this state belongs to all tensors. Take gradient_state(tensor).")
+
+
+NO_GRADIENT_STATE = _NoGradientState()
+
+
+def gradient_state(tensor: Any) -> GradientState:
+    """The tensor's own state, made by the first call."""
+    state: GradientState = tensor._gradient
+    if state is NO_GRADIENT_STATE:
+        state = tensor._gradient = GradientState()
+    return state
+
+
+def forget_sum(tensor: Any) -> None:
+    """Drop the sum that was made of a tensor's gradient: a step has used it, or the gradient has changed."""
+    if tensor._gradient is not NO_GRADIENT_STATE:
+        tensor._gradient.sum = None
 
 
 class Writes:
@@ -143,3 +291,30 @@ def forget_memory(tensor: TensorState) -> None:
         tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
     tensor._origin = tensor._root = tensor._view_call = tensor._history_base = tensor._memory_owner = None
     tensor._writes = None
+
+
+_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
+def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor over memory that all placeholders of its kind share: nothing reads or writes it.
+
+    Placeholders are made at every call of a function on another stage's tensors. Another tensor over known memory takes
+    a sixth of the time of a new one.
+    """
+    if _num_modes() or torch.is_inference_mode_enabled():  # modes must see a creation function
+        return spread_zero(shape, dtype, device)
+    return _data(_zero(tuple(shape), dtype, device))  # not detach(), which would share the count of writes
+
+
+def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new zero in any shape: a term of a sum, or a parameter that has no values yet."""
+    # An expanded tensor is a view, and views refuse the in-place functions that placeholders repeat.
+    with hidden_from_modes():  # a mode that keeps the zero would see later writes to it
+        return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
+
+
+@lru_cache(maxsize=4096)
+def _zero(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return spread_zero(shape, dtype, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -23,7 +24,7 @@ from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current, joined
 from workbench.training.batches import TARGET_KEYS, as_tensors
-from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
+from workbench.training.datasets import Collate, check_dataset, collate, epoch_by_epoch, num_samples_of, take
 from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read
 from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.state import state_of
@@ -157,7 +158,9 @@ class GlobalDataLoader:
         self._starts_new_epoch, self._num_rebuilds = not continues, world.num_rebuilds
 
     def _batches(self, world: World, epoch: int, start: int) -> Iterator[Any]:
-        order = self._order(epoch)[start:]
+        assert self._num_samples is not None
+        epochs = epoch_by_epoch(self._num_samples, self.shuffle, self.seed)
+        order = next(islice(epochs, epoch if self.shuffle else 0, None))[start:]
         smallest = self.batch_size if self.drop_last else 1
         batches = [part for part in order.split(self.batch_size) if len(part) >= smallest]
         layouts = self._layouts(world)
@@ -192,17 +195,6 @@ class GlobalDataLoader:
             yield _assemble(chunk.part, chunk.rows, chunk.num_samples, layouts, world, what)
             chunk = following
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        num_samples = self._num_samples
-        assert num_samples is not None
-        if not self.shuffle:
-            return torch.arange(num_samples, device="cpu")
-        generator = torch.Generator().manual_seed(self.seed)
-        permutations = (torch.randperm(num_samples, generator=generator, device="cpu") for _ in range(epoch + 1))
-        for order in permutations:
-            last = order
-        return last
-
     def _reader(self, epoch: int, batches: list[torch.Tensor]) -> Iterable[Any]:
         """Read this rank's samples, without torch's default generator: all ranks must advance it equally."""
         if isinstance(self.dataset, (tuple, Mapping)):
@@ -219,7 +211,7 @@ class GlobalDataLoader:
 
     def _layouts(self, world: World) -> _Layouts:
         if self.module is not None:
-            return _layouts_of(self.module)
+            return _Layouts(*state_of(self.module).layouts.plan.batch_layouts())
         layout = self._given or _checked_layout(Placement.of(world.device.type, list(range(world.world_size))), None)
         layout.placement.check_world(world.world_size)
         return _Layouts(layout, layout)
@@ -249,11 +241,6 @@ def _checked_layout(placement: Placement, sbp: SbpLike | None) -> Layout:
             f"{placement.num_axes} axes. Box a batch to other layouts afterwards: batch.to_global(sbp=...)."
         )
     return layout
-
-
-def _layouts_of(module: nn.Module) -> _Layouts:
-    """The layouts of inputs and targets under a strategy."""
-    return _Layouts(*state_of(module).layouts.plan.batch_layouts())
 
 
 def _rows(layout: Layout, num_rows: int, rank: int) -> Rows:

@@ -6,7 +6,7 @@ A data set is all samples in arrays (a tuple or a dict of them, nested or not, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -56,6 +56,20 @@ def num_samples_of(dataset: Any) -> int:
     """
     columns = columns_of(dataset)
     return len(dataset) if columns is None else num_samples(columns)
+
+
+def epoch_by_epoch(num_samples: int, shuffle: bool, seed: int) -> Iterator[torch.Tensor]:
+    """The indices of the samples in one epoch after another: in their order, or each epoch in another one.
+
+    >>> next(epoch_by_epoch(3, shuffle=False, seed=0))
+    tensor([0, 1, 2])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        if shuffle:
+            yield torch.randperm(num_samples, generator=generator, device="cpu")
+        else:
+            yield torch.arange(num_samples, device="cpu")
 
 
 def take(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:

@@ -32,8 +32,7 @@ from workbench.tensors.world import current
 from workbench.training import offload_option, precision, recompute
 from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
-from workbench.training.strategies.interruptible import Interruptible
-from workbench.training.strategies.layout_hooks import hook_layer, hook_root
+from workbench.training.strategies.layout_hooks import Interruptible, hook_layer, hook_root
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
@@ -54,7 +53,7 @@ from workbench.training.strategies.state import (
     state_of,
     unhook,
 )
-from workbench.training.zero import install_units as zero
+from workbench.training.zero import sharded_units as zero
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     overlapped_forward.install,

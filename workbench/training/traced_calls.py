@@ -7,9 +7,8 @@ from torch.func import functional_call
 
 from workbench.core.rows import Layer
 from workbench.tensors import default_generator
-from workbench.tensors.fake_mode import fake_mode
+from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
 from workbench.training.batches import Batch, arguments, call
-from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.strategies.call_order import Calls, recorded_calls
 from workbench.training.strategies.state import describe
 

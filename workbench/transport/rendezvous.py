@@ -55,6 +55,15 @@ class Rendezvous:
     generation: int
     members: tuple[Member, ...]
 
+    def pids_beside(self, rank: int) -> dict[int, int]:
+        """By rank, the processes of its host that it can see, without its own."""
+        own = self.members[rank]
+        return {
+            peer: member.pid
+            for peer, member in enumerate(self.members)
+            if peer != rank and (member.host, member.namespace) == (own.host, own.namespace)
+        }
+
     def make_gather(self, rank: int, timeout_s: float) -> Callable[[torch.Tensor], list[torch.Tensor]]:
         """A function that all-gathers bytes before there is a transport; every rank calls it equally often."""
         numbers = itertools.count()

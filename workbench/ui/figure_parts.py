@@ -60,14 +60,16 @@ def axis(colours: Palette, title: str, **more: Any) -> dict[str, Any]:
     return settings | more
 
 
+def titled(name: str, detail: str, colours: Palette) -> str:
+    """A bold name and a quiet detail."""
+    return f"<b>{name}</b>" + (f' <span style="font-size:12px;color:{colours.muted}">{detail}</span>' if detail else "")
+
+
 def base_layout(colours: Palette, title: str, detail: str = "", **more: Any) -> dict[str, Any]:
     """Layout shared by all figures: transparent ground, left title with a quiet second part, no animation."""
-    text = f"<b>{title}</b>" + (
-        f' <span style="font-size:12px;color:{colours.muted}">{detail}</span>' if detail else ""
-    )
     settings = {
         "title": {
-            "text": text,
+            "text": titled(title, detail, colours),
             "font": {"size": 13},
             "x": 0,
             "xref": "paper",

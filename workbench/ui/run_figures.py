@@ -65,7 +65,7 @@ def loss_figure(runs: Sequence[RunRecord], baselines: Sequence[RunRecord] = (), 
 
 
 def loss_difference_figure(
-    runs: Sequence[RunRecord], baselines: Sequence[RunRecord], tolerance: float = TOLERANCE, colours: Palette = LIGHT
+    runs: Sequence[RunRecord], baselines: Sequence[RunRecord], colours: Palette = LIGHT
 ) -> go.Figure:
     """Difference of each run's loss to one device's of its seed, by step, on a logarithmic axis, with the tolerance.
 
@@ -77,9 +77,9 @@ def loss_difference_figure(
         return _difference(run, by_seed.get(run.settings.get("seed"), baselines[0]))
 
     figure = go.Figure(_curves(runs, difference_of, colours))
-    values = [tolerance, *(value for trace in figure.data for value in trace.y)]
-    figure.add_hline(y=tolerance, line={"color": colours.error, "width": 1.5})
-    figure.add_annotation(**_limit_label(tolerance, colours))
+    values = [TOLERANCE, *(value for trace in figure.data for value in trace.y)]
+    figure.add_hline(y=TOLERANCE, line={"color": colours.error, "width": 1.5})
+    figure.add_annotation(**_limit_label(TOLERANCE, colours))
     figure.update_layout(
         **base_layout(colours, "Difference to one device", "of the loss; relative where that is above 1")
     )

@@ -18,9 +18,8 @@ from workbench.testing import run_ranks
 from workbench.training.runs import live_run, step_metrics
 from workbench.training.runs import train as train_module
 from workbench.training.runs.job import Job
-from workbench.training.runs.model_flops import counted_flops
 from workbench.training.runs.step_metrics import MeasuredStep, StepCollector
-from workbench.training.runs.train import largest_difference, run_one_device, run_strategy
+from workbench.training.runs.train import counted_flops, largest_difference, run_one_device, run_strategy
 from workbench.transport.traffic import Moment
 
 STEPS = 12

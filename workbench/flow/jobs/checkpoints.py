@@ -16,13 +16,12 @@ from workbench.training.saving.store import save as save_parts
 _STEPS = "steps"
 
 
-def init(store: Store) -> Store:
+def init(store: Store) -> None:
     """Drop all variables: the next job makes them."""
     store.forget()
-    return store
 
 
-def save(store: Store, path: str) -> Store:
+def save(store: Store, path: str) -> None:
     """Write everything. All ranks call it.
 
     Raises:
@@ -35,10 +34,9 @@ def save(store: Store, path: str) -> Store:
         )
     parts: dict[str, Any] = {optimizer_part(job): optimizer for job, optimizer in store.optimizers.items()}
     save_parts(path, **parts | {PART: store.variables, _STEPS: store.num_steps})
-    return store
 
 
-def load(store: Store, path: str, strict: bool = True) -> Store:
+def load(store: Store, path: str, strict: bool = True) -> None:
     """Read the variables that exist. Later variables are read when a job makes them. All ranks call it.
 
     ``strict``: refuse variables that the checkpoint does not have. Otherwise they keep their values, or get their
@@ -55,7 +53,6 @@ def load(store: Store, path: str, strict: bool = True) -> Store:
         load_parts(path, strict=False, random_state=False, **{PART: store.variables})
     store.optimizers, store.to_load, store.is_strict = {}, checkpoint, strict
     store.num_steps = dict(checkpoint.value(_STEPS) or {})
-    return store
 
 
 def _check(store: Store, checkpoint: reading.Checkpoint, strict: bool) -> None:

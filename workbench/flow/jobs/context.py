@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -129,18 +130,14 @@ def running_job_or_none() -> RunningJob | None:
     return _running.get()
 
 
-class JobContext:
+@contextmanager
+def in_job(job: RunningJob) -> Iterator[None]:
     """Context in which this rank runs ``job``."""
-
-    def __init__(self, job: RunningJob) -> None:
-        self.job = job
-
-    def __enter__(self) -> RunningJob:
-        self.token = _running.set(self.job)
-        return self.job
-
-    def __exit__(self, *exc: object) -> None:
-        _running.reset(self.token)
+    token = _running.set(job)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:

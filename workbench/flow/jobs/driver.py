@@ -50,17 +50,12 @@ def call(job: Job, arrays: Mapping[str, Any], limits: DeviceLimits) -> Any:
     return zip_results([replies[rank].result for rank in replies[0].ranks])
 
 
-def call_on_engines(function: Callable[..., Any], limits: DeviceLimits, *args: Any) -> None:
-    """Call a function of `remote` that changes the variables of all engines."""
+def change_variables(action: str, limits: DeviceLimits, *options: Any) -> None:
+    """Call a function of `checkpoints` on all engines."""
     session = _session(limits)
     known = _known.setdefault(session, _EngineState())
     known.jobs.clear()  # where a process was replaced, it has none
-    known.serials = tuple(_submit(session, function, *args))
-
-
-def session_or_none() -> Session | None:
-    """The session for jobs, if one is open."""
-    return find_current()
+    known.serials = tuple(_submit(session, remote.change_variables, action, *options))
 
 
 def _pickled(job: Job) -> bytes:

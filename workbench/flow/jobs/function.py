@@ -11,12 +11,12 @@ from typing import Any
 
 from workbench.errors import JobError
 from workbench.flow import config as devices
-from workbench.flow.jobs.launched_world import launched_world
 from workbench.flow.jobs.run import Job, run
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import store_of
 from workbench.flow.old_spellings import warn_old_spelling
 from workbench.flow.typing import Callback, ListNumpy, Numpy, Placeholder
+from workbench.flow.world_join import launched_world
 
 
 def global_function(

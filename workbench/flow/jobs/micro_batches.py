@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -108,16 +109,7 @@ def repeat(x: Any, repeat_num: int) -> MicroBatches:
 
 def acc(x: MicroBatches, max_acc_num: int) -> Any:
     """The sum over ``max_acc_num`` micro-batches."""
-    parts = _parts(x, max_acc_num, "acc")
-    return add_up(parts)
-
-
-def add_up(parts: Sequence[Any]) -> Any:
-    """The sum of the parts from the left, without the zero with which ``sum`` starts."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(operator.add, _parts(x, max_acc_num, "acc"))
 
 
 def _parts(x: Any, number: int, what: str) -> list[Any]:

@@ -61,16 +61,8 @@ def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials:
     return Reply(result, tuple(ranks_of(job, store, limits)), store.serial)
 
 
-def init_variables() -> str:
-    """Forget all variables; returns the serial of this rank's store."""
-    return checkpoints.init(common_store(current())).serial
-
-
-def save_variables(path: str) -> str:
-    """Write a checkpoint; returns the serial of this rank's store."""
-    return checkpoints.save(common_store(current()), path).serial
-
-
-def load_variables(path: str, strict: bool = True) -> str:
-    """Read a checkpoint; returns the serial of this rank's store."""
-    return checkpoints.load(common_store(current()), path, strict).serial
+def change_variables(action: str, *options: Any) -> str:
+    """Call ``init``, ``save`` or ``load`` of `checkpoints`; returns the serial of this rank's store."""
+    store = common_store(current())
+    getattr(checkpoints, action)(store, *options)
+    return store.serial

@@ -16,7 +16,7 @@ from workbench.core.sbp import Broadcast, Split
 from workbench.errors import JobError
 from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import training
-from workbench.flow.jobs.context import JobContext, RunningJob
+from workbench.flow.jobs.context import RunningJob, in_job
 from workbench.flow.jobs.micro_batches import MicroBatches
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
@@ -78,7 +78,7 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits,
     if running.is_mirrored:
         _check_lengths(job, arrays, ranks)
     draws = store.world.context.temporarily(generator=_generator(job, store))
-    with draws, JobContext(running), torch.set_grad_enabled(job.trains):
+    with draws, in_job(running), torch.set_grad_enabled(job.trains):
         training.clear_gradients(store)
         result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
     with torch.no_grad():

@@ -4,13 +4,15 @@ rule.
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from typing import Any
 
 import torch
 
 from workbench.errors import JobError
 from workbench.flow.jobs.context import RunningJob
-from workbench.flow.jobs.micro_batches import MicroBatches, add_up
+from workbench.flow.jobs.micro_batches import MicroBatches
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.optimizer import UpdateRule
@@ -32,7 +34,7 @@ def finish(job: RunningJob, config: FunctionConfig) -> None:
         JobError: the body has no loss or two update rules, or trains no variable.
     """
     rule = _rule(job, config)
-    objective = add_up([_mean(loss) for loss, _ in job.losses])
+    objective = reduce(operator.add, [_mean(loss) for loss, _ in job.losses])
     if not objective.requires_grad:
         raise JobError(
             f"{job.name}: none of the {len(job.used)} variables of the job leads to its loss, and training needs at "
@@ -80,7 +82,7 @@ def _rule(job: RunningJob, config: FunctionConfig) -> UpdateRule:
 def _mean(loss: Any) -> torch.Tensor:
     """Mean over all elements, and over micro-batches."""
     if isinstance(loss, MicroBatches):
-        return add_up([part.mean() for part in loss.parts]) / len(loss)
+        return reduce(operator.add, [part.mean() for part in loss.parts]) / len(loss)
     mean: torch.Tensor = loss.mean()
     return mean
 

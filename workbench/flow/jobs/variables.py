@@ -11,8 +11,8 @@ from workbench.core.sbp import Broadcast, Sbp, Split
 from workbench.errors import JobError, SbpError
 from workbench.flow.initializers import Initializer, zeros_initializer
 from workbench.flow.jobs.context import RunningJob, running_job
-from workbench.flow.jobs.launched_world import launched_world
 from workbench.flow.jobs.store import store_of
+from workbench.flow.world_join import launched_world
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, plain
 

@@ -88,7 +88,6 @@ def _to_global_weight(
     value: torch.Tensor, placement: Placement | None, sbp: Any, name: str, source: int | None
 ) -> torch.Tensor:
     """A weight in the layout that is asked for; one that is global already stays the same object."""
-    missing = [key for key, given in (("placement", placement), ("sbp", sbp)) if given is None]
     try:
         if isinstance(value, GlobalTensor):
             layout = Layout.of(placement or value.placement, value.sbp if sbp is None else sbp)
@@ -96,8 +95,8 @@ def _to_global_weight(
             detached: Any = value.detach()
             value._take_data(box(detached, layout.normalized(tuple(value.shape))))
             return value
-        if placement is None or missing:
-            raise old_spellings.missing_layout("to_global", value.shape, missing)
+        if placement is None or sbp is None:
+            raise old_spellings.missing_layout("to_global", value.shape, placement, sbp)
         layout = Layout.of(placement, sbp).normalized(tuple(value.shape))
         with torch.no_grad():
             whole = to_global(value.detach(), placement, (broadcast,) * placement.num_axes, broadcast_from=source)

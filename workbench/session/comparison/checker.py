@@ -13,8 +13,9 @@ from workbench.core.verdict import TOLERANCES, UNKNOWN, Case, Distance, Verdict
 from workbench.errors import SessionError
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
-from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.remote_call import RemoteCall
+from workbench.training.runs.job import RankResult
 
 _POLL_S = 0.1
 
@@ -43,12 +44,12 @@ class Checker:
 
     def __init__(self, session: Session, key: str) -> None:
         self._session, self._key = session, key
-        self._reports: dict[OneDevice, RankReport] = {}
+        self._reports: dict[OneDevice, RankResult] = {}
         # By a strategy's text, and whether its step is compiled.
         self._equal: set[tuple[str, bool]] = set()
         self._exact: dict[tuple[str, bool], tuple[int, Distance]] = {}
 
-    def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankReport:
+    def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankResult:
         """A one-device run of at least so many steps. The first call trains it.
 
         Raises:
@@ -60,7 +61,7 @@ class Checker:
         call = self._session.submit(training_on_engine.train_one_device, self._key, which, num_steps, ranks=[0])
         if observer is not None:
             _observe(call, observer)
-        report: RankReport = call.result()[0]
+        report: RankResult = call.result()[0]
         if len(report.losses) < num_steps:
             raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
         self._reports[which] = report
@@ -72,14 +73,14 @@ class Checker:
         self._equal.clear()
         self._exact.clear()
 
-    def known(self, which: OneDevice) -> RankReport | None:
+    def known(self, which: OneDevice) -> RankResult | None:
         """This one-device run; None if it has not been trained."""
         return self._reports.get(which)
 
     def verdict(
         self,
         strategy: Strategy,
-        reports: Sequence[RankReport],
+        reports: Sequence[RankResult],
         num_steps: int,
         observer: RunObserver | None = None,
         compiles: bool = False,
@@ -117,7 +118,7 @@ class Checker:
             self._equal.add((str(strategy), compiles))
         return verdict
 
-    def _noise(self, which: OneDevice, reference: RankReport, num_steps: int, observer: RunObserver | None) -> Distance:
+    def _noise(self, which: OneDevice, reference: RankResult, num_steps: int, observer: RunObserver | None) -> Distance:
         """The distance of one device from itself when its first weights change by a rounding unit.
 
         The number of micro-batches changes it little, so the noise of another number is reused.
@@ -134,7 +135,7 @@ class Checker:
         self,
         case: Case,
         strategy: Strategy,
-        reports: Sequence[RankReport],
+        reports: Sequence[RankResult],
         num_steps: int,
         observer: RunObserver | None,
         compiles: bool,
@@ -170,7 +171,7 @@ def one_device_of(strategy: Strategy, seed: int) -> OneDevice:
     return OneDevice(strategy.options.num_micro_batches, strategy.options.precision, seed=seed)
 
 
-def _distance(reports: Sequence[RankReport], reference: RankReport, num_steps: int) -> Distance:
+def _distance(reports: Sequence[RankResult], reference: RankResult, num_steps: int) -> Distance:
     pairs = list(zip(reports[0].losses, reference.losses, strict=False))[:num_steps]
     tensors = next((report.tensors for report in reports if report.tensors), ())
     return Distance(tuple(difference(own, other) for own, other in pairs), tensors)

@@ -25,8 +25,9 @@ from workbench.session.comparison.machine import machine_text, versions
 from workbench.session.comparison.run_records import measured_record, now_text, segments_of
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
-from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.comparison.training_run import TrainingRun
+from workbench.training.runs.job import RankResult
 from workbench.writers.protocol import Writer
 from workbench.writers.run_log import RunLog
 
@@ -125,7 +126,7 @@ class Comparison:
 
     def reference(
         self, strategy: Strategy | None = None, observer: RunObserver | None = None, num_steps: int | None = None
-    ) -> RankReport | None:
+    ) -> RankResult | None:
         """The first steps of one device, with a strategy's micro-batches and precision; the first call trains them.
 
         None with ``check_steps=0``.
@@ -227,7 +228,7 @@ class Comparison:
             **{name.lower(): number for name, number in versions().items()},
         }
 
-    def record(self, run: TrainingRun, reports: Sequence[RankReport], observer: RunObserver | None = None) -> RunRecord:
+    def record(self, run: TrainingRun, reports: Sequence[RankResult], observer: RunObserver | None = None) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         planned = run.planned
         seed, compiles = planned.settings["seed"], planned.settings.get("compiled", False)
@@ -239,7 +240,7 @@ class Comparison:
             predicted=planned.predicted,
             settings={**planned.settings, **({"uncompiled": reports[0].uncompiled} if reports[0].uncompiled else {})},
             started=planned.started,
-            changes=reports[0].changes,
+            changes=tuple(reports[0].changes),
             loss_difference=verdict.largest,
             weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
             equal=verdict.equal,
@@ -247,6 +248,6 @@ class Comparison:
             segments=segments_of(planned, found, reports, run.announced),
         )
 
-    def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int, seed: int) -> RunRecord:
+    def _measured(self, name: str, text: str, reports: Sequence[RankResult], num_ranks: int, seed: int) -> RunRecord:
         reference = self._checker.known(OneDevice(seed=seed))
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())

@@ -9,8 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from workbench.core.metrics import RunRecord, Segment
-from workbench.session.comparison.training_on_engine import RankReport
-from workbench.training.runs.job import WARM_UP_STEPS
+from workbench.training.runs.job import WARM_UP_STEPS, RankResult
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,10 @@ class AnnouncedStrategy:
 def measured_record(
     name: str,
     text: str,
-    reports: Sequence[RankReport],
+    reports: Sequence[RankResult],
     num_ranks: int,
     batch_size: int,
-    reference: RankReport | None,
+    reference: RankResult | None,
     settings: Mapping[str, Any],
 ) -> RunRecord:
     """A run's losses, times, memory and traffic, without a verdict.
@@ -45,7 +44,7 @@ def measured_record(
         text,
         num_ranks,
         batch_size,
-        reports[0].losses,
+        tuple(reports[0].losses),
         tuple(slowest),
         rate,
         rate / samples_per_s(reference.step_times_s, batch_size) if reference is not None else None,
@@ -60,7 +59,7 @@ def measured_record(
 
 
 def segments_of(
-    planned: RunRecord, run: RunRecord, reports: Sequence[RankReport], announced: Mapping[str, AnnouncedStrategy]
+    planned: RunRecord, run: RunRecord, reports: Sequence[RankResult], announced: Mapping[str, AnnouncedStrategy]
 ) -> tuple[Segment, ...]:
     """The figures of each strategy of a run that had several."""
     first = (0, AnnouncedStrategy(planned.name, planned.predicted), planned.strategy)

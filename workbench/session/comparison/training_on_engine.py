@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import shell as engine_shell
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.first_difference import first_difference
-from workbench.training.runs.job import Job, RankResult, RankSegment
-from workbench.training.runs.model_flops import flops_per_sample
-from workbench.training.runs.train import largest_difference, run_one_device, run_strategy, warm_up
+from workbench.training.runs.job import Job, RankResult
+from workbench.training.runs.train import flops_per_sample, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
 
@@ -39,29 +37,6 @@ class OneDevice:
 
 _jobs: dict[str, Job] = {}
 _histories: dict[tuple[str, OneDevice], WeightHistory] = {}
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's figures of a run, small enough to send.
-
-    ``changes`` are changes of the strategy, ``segments`` the figures between them. ``tensors`` has the differences of
-    the model's tensors from one device after the first steps, if this rank knows them. ``precision`` is the coarsest
-    one in which the model computes. ``uncompiled`` says why a run that was to compile its step did not.
-    """
-
-    losses: tuple[float, ...]
-    step_times_s: tuple[float, ...]
-    memory_bytes: dict[str, int]
-    boxed_bytes: int
-    weight_difference: float | None = None
-    changes: tuple[tuple[int, str], ...] = ()
-    layer_forward_s: dict[str, float] = field(default_factory=dict)
-    layer_backward_s: dict[str, float] = field(default_factory=dict)
-    tensors: tuple[TensorChange, ...] = ()
-    precision: str = "fp32"
-    segments: tuple[RankSegment, ...] = ()
-    uncompiled: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +71,7 @@ def forget_one_device(key: str) -> None:
         del _histories[known]
 
 
-def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
+def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankResult:
     """Train a job on one device and publish the steps. The engine keeps the weights for later comparisons, unless the
     run was stopped before the steps that are compared.
 
@@ -111,13 +86,13 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
         _jobs[key] = replace(_jobs[key], draws=True)
     history, plain = result.course, replace(which, variant="plain")
     if which.variant == "perturbed":
-        return _report(result, history, _histories.get((key, plain)))
+        return _to_send(result, history, _histories.get((key, plain)))
     if history is not None and history.end:
         _histories[key, which] = history
-    return _report(result, history, None)
+    return _to_send(result, history, None)
 
 
-def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, compiles: bool = False) -> RankReport:
+def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, compiles: bool = False) -> RankResult:
     """Train under a strategy and publish this rank's steps; ``compiles`` as for ``run_strategy``. The report of the
     rank with the one-device run ``which`` has the distance of the weights from that run.
     """
@@ -133,7 +108,7 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
         )
     reference = _histories.get((key, which))
     history = replace(reference, end=result.weights) if reference is not None and result.weights else None
-    return _report(result, history, reference)
+    return _to_send(result, history, reference)
 
 
 def find_first_difference(key: str, strategy: str, seed: int) -> str:
@@ -157,19 +132,10 @@ def _mode(job: Job) -> Iterator[None]:
         yield
 
 
-def _report(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankReport:
-    compared = own is not None and reference is not None and own is not reference and bool(own.end)
-    return RankReport(
-        tuple(result.losses),
-        tuple(result.step_times_s),
-        result.memory_bytes,
-        result.boxed_bytes,
-        largest_difference(own.end, reference.end) if compared and own and reference else None,
-        tuple(result.changes),
-        result.layer_forward_s,
-        result.layer_backward_s,
-        changes_apart(own, reference) if compared and own and reference else (),
-        own.precision if own is not None else "fp32",
-        tuple(result.segments),
-        result.uncompiled,
-    )
+def _to_send(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankResult:
+    """A result without weights, with their distance from the reference."""
+    sent = replace(result, weights=None, course=None, precision="fp32" if own is None else own.precision)
+    if own is None or reference is None or not own.end:
+        return sent
+    distance = largest_difference(own.end, reference.end)
+    return replace(sent, weight_difference=distance, tensors=changes_apart(own, reference))

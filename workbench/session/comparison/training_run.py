@@ -20,8 +20,8 @@ from workbench.session.comparison.checker import RunObserver
 from workbench.session.comparison.run_records import AnnouncedStrategy
 from workbench.session.comparison.saved_runs import RunFile
 from workbench.session.comparison.subject import StrategyLike
-from workbench.session.comparison.training_on_engine import RankReport
 from workbench.session.remote_call import RemoteCall
+from workbench.training.runs.job import RankResult
 from workbench.writers.run_log import RunLog
 
 _POLL_S = 0.3
@@ -36,7 +36,7 @@ class Judge(Protocol):
     def strategy(self, wanted: StrategyLike) -> Strategy:
         """A strategy checked against the job."""
 
-    def record(self, run: TrainingRun, reports: Sequence[RankReport], observer: RunObserver | None = None) -> RunRecord:
+    def record(self, run: TrainingRun, reports: Sequence[RankResult], observer: RunObserver | None = None) -> RunRecord:
         """The finished run, compared with one device."""
 
 
@@ -161,7 +161,7 @@ class TrainingRun:
             self._record = self._finish(record)
         return self._record
 
-    def _followed(self, timeout: float | None) -> list[RankReport]:
+    def _followed(self, timeout: float | None) -> list[RankResult]:
         """The ranks' reports; meanwhile the run's file and log get its steps."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self.call.done() and time.monotonic() < end:

@@ -16,8 +16,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembly import without_view_relations
-from workbench.tensors.boxing.exchange import exchange_between
+from workbench.tensors.boxing.exchange import exchange_between, without_view_relations
 from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.global_tensor import (
     GlobalTensor,
@@ -28,8 +27,7 @@ from workbench.tensors.global_tensor import (
     wrap,
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
-from workbench.tensors.placeholder_storage import spread_zero
-from workbench.tensors.tensor_state import version_of
+from workbench.tensors.tensor_state import spread_zero, version_of
 
 
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:

@@ -17,8 +17,7 @@ import torch
 from workbench.core.boxing import Move
 from workbench.core.tiling import num_elements
 from workbench.kernels.blocks import slice_region
-from workbench.tensors.boxing.assembly import Pieces, assemble_many, combine, new_shard, region_shape
-from workbench.tensors.boxing.exchange import Exchange
+from workbench.tensors.boxing.exchange import Exchange, Pieces, assemble_many, combine, new_shard, region_shape
 from workbench.tensors.global_tensor import new_placeholder
 from workbench.transport.base import PeerTensor, Received, do_nothing, pack
 

@@ -18,10 +18,9 @@ import torch
 from workbench.core.placement import Placement
 from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembly import without_view_relations
 from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.boxing.bucketed import AT_A_TIME, BoxingWork, cut_into_buckets, limit_unfinished
-from workbench.tensors.boxing.exchange import direct_exchange
+from workbench.tensors.boxing.exchange import direct_exchange, without_view_relations
 from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.global_tensor import (
     GlobalTensor,
@@ -32,7 +31,7 @@ from workbench.tensors.global_tensor import (
     wrap,
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
-from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import spread_zero
 from workbench.tensors.world import World, current
 
 Pair = tuple[Spec, Spec]

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from workbench.core.row_pieces import RowPieces, exchanging_groups
-from workbench.tensors.boxing.assembly import without_view_relations
 from workbench.tensors.boxing.box import box_gradient, box_placeholder, plan_of
-from workbench.tensors.boxing.exchange import Exchange, exchange_between
+from workbench.tensors.boxing.exchange import Exchange, exchange_between, without_view_relations
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
-from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import spread_zero
 
 Pair = tuple[Spec, Spec]
 """Where a piece comes from and where it goes."""

@@ -13,9 +13,27 @@ from typing import Any
 import torch
 
 from workbench.core.layout import Layout, Shape
-from workbench.tensors.boxing.account import Account
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The bytes of an exchange that has no boxing plan, with the attributes of one, for traces. Where they depend on
+    values, ``bytes_sent`` has those of this rank only.
+    """
+
+    source: Layout
+    destination: Layout
+    shape: Shape
+    bytes_sent: dict[int, int]
+    kind: str = "rows"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire, summed over the ranks of ``bytes_sent``."""
+        return sum(self.bytes_sent.values())
+
 
 KIND = "all-to-all"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from workbench.core.sbp import Partial, broadcast
+from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local, to_local
@@ -50,10 +50,9 @@ def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
             f"Mismatch in shape: the gradient has shape {tuple(gradient.shape)} and the output {tuple(spec.shape)}. "
             "Both are logical shapes: give the gradient of the whole tensor."
         )
-    whole = spec.layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in spec.layout.sbp))
     if not isinstance(gradient, GlobalTensor):
         gradient = from_local(gradient, spec.world, spec.layout)
-    gradient = box(gradient, whole)
+    gradient = box(gradient, spec.layout.without_terms())
     with local_torch():
         if spec.is_placeholder and not gradient.requires_grad:
             return new_placeholder(spec.shape, loss.dtype, spec.world.device)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.explicit import Need, check_explicit
-from workbench.tensors.dispatch.keywords import parameters_of
+from workbench.tensors.dispatch.arguments import parameters_of
 from workbench.tensors.dispatch.planning import Plan
 from workbench.tensors.dispatch.registry import fold_name, handler
 from workbench.tensors.global_tensor import GlobalTensor

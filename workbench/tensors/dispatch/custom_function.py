@@ -26,7 +26,7 @@ from workbench.tensors import default_generator
 from workbench.tensors.dispatch.dispatcher import dispatch
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
 from workbench.tensors.dispatch.placeholder_calls import autocast_state, has_data, saving_as_ever
-from workbench.tensors.dispatch.plan_keys import key_of
+from workbench.tensors.dispatch.planning import key_of
 from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, Call, Resolution
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.random import draw_key

@@ -21,10 +21,9 @@ from workbench.core.sbp import Split, broadcast
 from workbench.tensors.boxing.box import box_implicitly, cached_boxing_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
+from workbench.tensors.dispatch.arguments import by_name, in_order, move_keywords, order_of, with_integers
 from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
 from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
-from workbench.tensors.dispatch.integers import with_integers
-from workbench.tensors.dispatch.keywords import by_name, in_order, move_keywords, order_of
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
@@ -34,8 +33,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
     write_placeholder,
 )
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
-from workbench.tensors.dispatch.plan_keys import PARAMETER, dtype_of, key_of
-from workbench.tensors.dispatch.planning import Plan, make_plan, operands_of
+from workbench.tensors.dispatch.planning import PARAMETER, Plan, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
 

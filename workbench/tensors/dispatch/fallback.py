@@ -24,8 +24,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
     recipe_of,
     write_placeholder,
 )
-from workbench.tensors.dispatch.plan_keys import key_of
-from workbench.tensors.dispatch.planning import Plan, itemsize_of
+from workbench.tensors.dispatch.planning import Plan, itemsize_of, key_of
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap

@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from workbench.core.layout import Layout
-from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
@@ -81,7 +80,7 @@ def with_whole_gradients(function: Callable[..., Any], args: tuple[Any, ...]) ->
             )
         num_copies[:] = [layout.num_replicas]
         dual = layout.dual()
-        whole = dual.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in dual.sbp))
+        whole = dual.without_terms()
         return leaf if whole == dual else box_gradient_of(leaf, dual, whole, "a backward that is not linear")
 
     return tree_map(make_whole, function(*tree_map(divide, args)))

@@ -21,9 +21,9 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, wrap
-from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.patch_table import patch
+from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World
 
 

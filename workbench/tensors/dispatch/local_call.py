@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
-from workbench.core.sbp import Partial, broadcast
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
@@ -38,14 +37,11 @@ def local_call(
     return wrap(result, spec)
 
 
-def sum_terms(tensor: Any) -> GlobalTensor:
-    """``tensor`` with its partial sums summed."""
-    layout = tensor._spec.layout
-    if not layout.has_partial:
-        result: GlobalTensor = tensor
-        return result
-    sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)
-    return box_implicitly(tensor, layout.with_sbp(sbp), "a function that is not linear")
+def sum_terms(tensor: Any, name: str = "a function that is not linear") -> GlobalTensor:
+    """``tensor`` with its partial sums summed, for the function ``name``."""
+    spec = tensor._spec
+    summed: GlobalTensor = box_implicitly(tensor, spec.layout.without_terms(), name) if spec.has_partial else tensor
+    return summed
 
 
 def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:

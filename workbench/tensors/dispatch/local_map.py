@@ -19,7 +19,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.checks import plain_operand_text, refuse_two_placements
 from workbench.tensors.dispatch.gradient_layout import box_gradient_of
 from workbench.tensors.dispatch.placeholder_calls import TENSOR, autocast_state, infer_outputs, placeholder_outputs
-from workbench.tensors.dispatch.plan_keys import key_of
+from workbench.tensors.dispatch.planning import key_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 
 _Arguments = ParamSpec("_Arguments")
@@ -308,9 +308,7 @@ def _whole_shape(shapes: dict[int, Shape], layout: Layout, where: str) -> Shape:
     placement = layout.placement
     whole = list(shapes[placement.grid[0]])
     for dim in range(len(whole)):
-        axes = layout.axes_splitting(dim)
-        line = [r for r in placement if all(c == 0 for a, c in enumerate(placement.coordinates(r)) if a not in axes)]
-        whole[dim] = sum(shapes[rank][dim] for rank in line)
+        whole[dim] = sum(shapes[rank][dim] for rank in layout.ranks_along(dim, placement.grid[0]))
     for rank in placement:
         expected = layout.local_shape(tuple(whole), rank)
         if shapes[rank] != expected:

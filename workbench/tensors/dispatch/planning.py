@@ -1,4 +1,6 @@
-"""Makes the plan for a function and one combination of specs: the cheapest of the rule's signatures."""
+"""Makes the plan for a function and one combination of specs: the cheapest of the rule's signatures; and the keys under
+which plans are kept.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,8 @@ from workbench.core.placement import Placement
 from workbench.core.rules import Equation, Operand, Signature, choose, signatures
 from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
-from workbench.tensors.dispatch.keywords import Order
+from workbench.tensors.dispatch.arguments import Order
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
-from workbench.tensors.dispatch.plan_keys import dtype_of
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
@@ -243,3 +244,38 @@ def _keeps_target(
     call: Call, accepts: Callable[..., bool] | None, inputs: tuple[NdSbp, ...], outputs: tuple[NdSbp, ...]
 ) -> bool:
     return inputs[0] == call.operands[0]._spec.layout.sbp and (accepts is None or accepts(inputs, outputs))
+
+
+# ---- keys under which plans and inferred results are kept: all of a call that they depend on, but no values --------
+
+PLAIN = object()
+"""In a key, represents a tensor that is not global; no plan has such a key."""
+PARAMETER = object()
+"""In a key, follows the spec of a parameter, which may not be boxed as others are."""
+
+
+def dtype_of(tensor: GlobalTensor) -> torch.dtype:
+    """Part of the key of a tensor that lies as terms: of bools, a sum is their "or"."""
+    with local_torch():
+        return tensor.dtype
+
+
+def key_of(value: Any) -> Any:
+    """The part of a key that an argument gives."""
+    kind = type(value)
+    if kind is GlobalTensor:
+        spec = value._spec
+        return (spec, value._is_param, dtype_of(value)) if spec.has_partial else (spec, value._is_param)
+    if kind is int or kind is str:
+        return value
+    if kind is bool or kind is float:
+        return (repr(value),)  # to a dictionary True, 1 and 1.0 are one key, and nan equals nothing
+    if isinstance(value, (list, tuple)):
+        return (kind, *map(key_of, value))
+    if isinstance(value, slice):
+        return ("slice", key_of(value.start), key_of(value.stop), key_of(value.step))
+    if isinstance(value, dict):
+        return tuple((name, key_of(item)) for name, item in value.items())
+    if isinstance(value, torch.Tensor):
+        return PLAIN
+    return value

@@ -12,9 +12,9 @@ Functions without a rule: Python functions of torch are decomposed, builtins fal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -70,6 +70,7 @@ class Resolution:
 
 
 RuleFunction = Callable[[Call], Resolution | None]
+F = TypeVar("F", bound=Callable[..., Any])
 RULES: dict[str, RuleFunction] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
@@ -83,52 +84,34 @@ VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
 """Functions whose rule depends on a float only by whether it is zero or infinite; all equations are among them."""
 
 
-def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a function ``Call -> Resolution`` under folded names; None means: this call has no rule, fall back."""
+def _registers(table: dict[str, F]) -> Callable[..., Callable[[F], F]]:
+    """A decorator that takes names, and registers a function under them."""
 
-    def register(function: RuleFunction) -> RuleFunction:
-        for name in names:
-            RULES[name] = function
-        return function
+    def under(*names: str) -> Callable[[F], F]:
+        def register(function: F) -> F:
+            table.update(dict.fromkeys(names, function))
+            return function
 
-    return register
+        return register
+
+    return under
 
 
-def equations(names: str, equation: str, filled: str = "") -> None:
+rule = _registers(RULES)
+"""Registers a function ``Call -> Resolution`` under folded names; None means: this call has no rule, fall back."""
+composite = _registers(COMPOSITES)
+"""Registers a function written with other functions on global tensors; same signature as torch's."""
+handler = _registers(HANDLERS)
+"""Registers a function ``(func, args, kwargs) -> result`` that takes over the whole call."""
+filler = _registers(FILLERS)
+"""Registers a function ``(args, options, out) -> result`` for ``torch.NAME(..., out=global)`` without operands."""
+
+
+def equations(names: str, equation: str) -> None:
     """Register one equation under several folded names."""
-    resolution = Resolution(equation, filled=filled)
+    resolution = Resolution(equation)
     VALUE_INDEPENDENT.update(names.split())
     rule(*names.split())(lambda call: resolution)
-
-
-def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function written with other functions on global tensors; same signature as torch's."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        COMPOSITES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def handler(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function ``(func, args, kwargs) -> result`` that takes over the whole call."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        HANDLERS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def filler(*names: str) -> Callable[[Callable[..., GlobalTensor]], Callable[..., GlobalTensor]]:
-    """Register a function ``(args, options, out) -> result`` for ``torch.NAME(..., out=global)`` without operands."""
-
-    def register(function: Callable[..., GlobalTensor]) -> Callable[..., GlobalTensor]:
-        FILLERS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 _DUNDERS = {
@@ -180,3 +163,44 @@ def fold_name(func: Any) -> Name:
     if name.endswith("_") and not name.startswith("_") and name not in _KEEP_UNDERSCORE:
         return Name(_ALIASES.get(name[:-1], name[:-1]), in_place=True)
     return Name(_ALIASES.get(name, name))
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def normalize_dims(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Dims counted from the front; None and an empty list mean all."""
+    if dims is None:
+        return list(range(ndim))
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    return [dim % max(1, ndim) for dim in listed] or list(range(ndim))
+
+
+def term(ndim: int, whole: Collection[int] = (), ones: Collection[int] = (), dropped: Collection[int] = ()) -> str:
+    """``term(3, whole=[1])`` is ``"aBc"``; ``ones`` become dims of size one, ``dropped`` ones are left out."""
+    names = []
+    for dim in range(ndim):
+        if dim in dropped:
+            continue
+        letter = _LETTERS[dim]
+        names.append("1" if dim in ones else letter.upper() if dim in whole else letter)
+    return "".join(names)
+
+
+def elementwise_except(ndim: int, whole: Collection[int], addend: bool = False) -> str:
+    """An equation for a function that keeps the shape and works along ``whole`` dims, like softmax or cumsum."""
+    return f"{'+' * addend}{term(ndim, whole)} -> {term(ndim, whole)}"
+
+
+def reduction(ndim: int, dims: Collection[int], keepdim: bool, whole: bool, addend: bool = False) -> str:
+    """An equation that removes ``dims``: summed over (``whole=False``), or reduced by a function that
+    needs all of them.
+    """
+    left = term(ndim, dims if whole else ())
+    right = term(ndim, ones=dims) if keepdim else term(ndim, dropped=dims)
+    return f"{'+' * addend}{left} -> {right}"
+
+
+def along(ndim: int, dim: int, letter: str) -> str:
+    """A term for broadcasting operands with one named dim: ``along(3, 1, "X")`` is ``"...Xa"``."""
+    return f"...{letter}{_LETTERS[: ndim - 1 - dim % max(1, ndim)]}"

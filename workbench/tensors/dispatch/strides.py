@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import LayoutError
-from workbench.tensors.dispatch.integers import with_integers
+from workbench.tensors.dispatch.arguments import with_integers
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 
 

@@ -14,7 +14,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split, broadcast, partial_sum
 from workbench.tensors import install  # noqa: F401 - installs the patches of torch
-from workbench.tensors.dispatch.keywords import in_order
+from workbench.tensors.dispatch.arguments import in_order
 from workbench.tensors.dispatch.registry import Name, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.simulated import Simulated

@@ -16,7 +16,7 @@ class LeafCollector(TorchDispatchMode):
     """Collects the leaves of autograd that a run works on."""
 
     lets_read = True
-    """Values may be looked at meanwhile (see ``ops.local.can_read``)."""
+    """Values may be looked at meanwhile (see ``dispatch.local_call.can_read``)."""
 
     def __init__(self) -> None:
         super().__init__()

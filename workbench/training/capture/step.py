@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from workbench.errors import CaptureWarning
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
-from workbench.tensors.gradient_state import gradient_state
+from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec

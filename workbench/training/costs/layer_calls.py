@@ -1,5 +1,5 @@
-"""The calls of layers in the order in which they run, for models that call some layers several times; and the layers
-that read an activation, to whose stages it is sent.
+"""The calls of layers in the order in which they run, for models that call some layers several times; the layers that
+read an activation, to whose stages it is sent; and what functions read and write if neighbours are one program.
 """
 
 from __future__ import annotations
@@ -125,18 +125,14 @@ class LayerCalls:
         found = []
         for call in self._calls:
             output = call.output if call.output is not None else call.first_made
-            given = extent(output)
-            is_batchless = given is not None and given.is_batchless
             work = [(entry.is_own, entry.work(num_samples)) for entry in call.entries if entry.is_work]
             row = LayerCost(
                 layers[call.layer],
                 tuple(cost for is_own, cost in work if is_own),
                 tuple(cost for is_own, cost in work if not is_own),
-                None if given is None or is_batchless else given.sizes,
+                extent(output),
                 4 if output is None else output.element_size(),
-                batchless_shape=given.sizes if given is not None and is_batchless else None,
                 pieces=pieces.get(call.layer, ()),
-                batch_dim=(given.batch_dim or 0) if given is not None else 0,
                 input_extent=extent(call.input),
             )
             number = numbers.setdefault(id(call.input), len(numbers))
@@ -202,3 +198,76 @@ def _add(found: dict[int, list[str]], address: int, layer: str) -> None:
     names = found.setdefault(address, [])
     if layer not in names:
         names.append(layer)
+
+
+@dataclass(eq=False)
+class _Result:
+    """A tensor that a program has made, and not written as long as nobody else reads it."""
+
+    maker: Entry
+    is_backward: bool
+    program: int
+    size_bytes: float
+    is_written: bool = False
+    is_read: bool = False
+
+
+@dataclass
+class Fusion:
+    """Counts the functions of one forward and backward, in their order, as in a compiled step: those between two matrix
+    products run together. A result that only they read is never written, and what several of them read is read once.
+    """
+
+    _program: int = 0
+    _results: dict[int, _Result] = field(default_factory=dict)  # by address
+    _taken: set[int] = field(default_factory=set)  # addresses that the present program has read
+    _held: list[torch.UntypedStorage] = field(default_factory=list)  # so that addresses stay theirs
+
+    def record_product(self, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
+        """A matrix product ends the program before it, and reads what that has written."""
+        self._program += 1
+        self._taken.clear()
+        for address in inputs:
+            self._write(address)
+        for address, tensor in outputs.items():
+            self._results.pop(address, None)
+            self._held.append(tensor.untyped_storage())
+
+    def record(
+        self,
+        entry: Entry,
+        is_backward: bool,
+        reads: Mapping[int, float],
+        makes: Mapping[int, tuple[float, torch.Tensor]],
+    ) -> None:
+        """A function that only moves memory.
+
+        Args:
+            entry: where its bytes are counted, in forward or backward.
+            is_backward: which of both.
+            reads, makes: bytes of its operands and results, by address; 0 for those that do not count.
+        """
+        for address, size in reads.items():
+            made = self._results.get(address)
+            if made is not None and made.program == self._program:
+                made.is_read = True
+                continue
+            self._write(address)
+            if address not in self._taken:
+                self._taken.add(address)
+                entry.add_fused(size, is_backward)
+        for address, (size, tensor) in makes.items():
+            self._results[address] = _Result(entry, is_backward, self._program, size)
+            self._held.append(tensor.untyped_storage())
+
+    def end(self) -> None:
+        """Write what nobody has read: it is a result of the step."""
+        for address, made in self._results.items():
+            if not made.is_read:
+                self._write(address)
+
+    def _write(self, address: int) -> None:
+        made = self._results.get(address)
+        if made is not None and not made.is_written:
+            made.is_written = True
+            made.maker.add_fused(made.size_bytes, made.is_backward)

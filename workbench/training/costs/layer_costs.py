@@ -8,8 +8,10 @@ the parameters that a function reads, say to which layer it belongs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +22,12 @@ from torch.func import functional_call
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
-from workbench.tensors.fake_mode import fake_mode
+from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
 from workbench.training.batches import Batch, arguments, own_loss
-from workbench.training.costs.even_experts import even_experts
 from workbench.training.costs.work_counter import WorkCounter
-from workbench.training.fake_tensors import FakeTensorConverter, fake_state, without_log
 from workbench.training.recompute import numbered_blocks
 from workbench.training.sample_rows import count_samples
+from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,3 +182,39 @@ def heads_of(module: nn.Module) -> set[int]:
     places = [place for part in module.modules() for place in (part, getattr(part, "config", None))]
     found = (getattr(place, name, None) for place in places if place is not None for name in HEADS)
     return {number for number in found if isinstance(number, int) and not isinstance(number, bool) and number > 0}
+
+
+@contextmanager
+def even_experts(module: nn.Module) -> Iterator[None]:
+    """A context in which fused experts whose forward reads values give a result of the right shape and work."""
+    found = [part for part in module.modules() if "forward" not in vars(part) and count_experts(part)]
+    for part in found:
+        part.forward = partial(_forward, part)
+    try:
+        yield
+    finally:
+        for part in found:
+            del vars(part)["forward"]
+
+
+def _forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return type(part).forward(part, *args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return _evenly(part, *args, *kwargs.values())
+
+
+def _evenly(part: nn.Module, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Each matrix of each expert takes its share of the rows; a gated result is cut to what the last matrix takes."""
+    matrices = [getattr(part, name) for name, parameter in part.named_parameters(recurse=False) if parameter.ndim == 3]
+    experts, num_rows = len(matrices[0]), numbers.numel()
+    rows = tokens.flatten(0, -2).repeat_interleave(numbers.shape[-1], 0)
+    rows = torch.cat([rows, rows.new_zeros(-num_rows % experts, rows.shape[1])]).view(experts, -1, rows.shape[1])
+    for matrix in matrices:
+        first, second = matrix.shape[1:]
+        taken = rows.shape[-1]
+        if matrix is matrices[-1]:  # gives the width of a token
+            taken = second if first == tokens.shape[-1] else first
+        rows = torch.bmm(rows[..., :taken], matrix if taken == first else matrix.transpose(1, 2))
+    results = rows.flatten(0, 1)[:num_rows] * weights.flatten()[:, None]
+    return results.view(*numbers.shape, -1).sum(-2)

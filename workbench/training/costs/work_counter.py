@@ -27,8 +27,7 @@ from workbench.training.aten_functions import (
     matmul_work,
     name_of,
 )
-from workbench.training.costs.fusion import Fusion
-from workbench.training.costs.layer_calls import ActivationReads, Entry, LayerCalls
+from workbench.training.costs.layer_calls import ActivationReads, Entry, Fusion, LayerCalls
 from workbench.training.strategies.state import ROOT
 
 
@@ -122,13 +121,11 @@ class WorkCounter(TorchDispatchMode):
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
-        given, left = self._extent(output), self._handed_on(layer.name)
-        shape = None if given is None or given.is_batchless else given.sizes
+        given, (passed, passed_itemsize) = self._extent(output), self._handed_on(layer.name)
         return LayerCost(
-            layer, tuple(own), tuple(after), shape, itemsize, None if left is None or left[0] == shape else left[0],
-            given.sizes if given is not None and given.is_batchless else None, self._pieces.get(layer.name, ()),
-            None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
-            (given.batch_dim or 0) if given is not None else 0, self._input_extent(layer.name),
+            layer, tuple(own), tuple(after), given, itemsize, None if passed == given else passed,
+            self._pieces.get(layer.name, ()), None if passed_itemsize == itemsize else passed_itemsize,
+            self._num_cast.get(layer.name, 0), self._input_extent(layer.name),
             self._reads.of(layer.name, self._order, self._num_samples),
         )  # fmt: skip
 
@@ -155,14 +152,14 @@ class WorkCounter(TorchDispatchMode):
             return Extent((*shape[:dim], *shape[dim + 1 :]), dim)
         return Extent((shape[0] // count, *shape[1:])) if shape and shape[0] % count == 0 else None
 
-    def _handed_on(self, name: str) -> tuple[tuple[int, ...], int] | None:
-        """Shape of one sample and bytes per element of the next layer's input; None if unknown."""
+    def _handed_on(self, name: str) -> tuple[Extent, int] | tuple[None, None]:
+        """Extent and bytes per element of the next layer's input; None if unknown."""
         place = self._order.index(name) + 1 if name in self._order else len(self._order)
         taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
         found = self._extent(taken)
         if taken is None or found is None or found.is_batchless or not taken.is_floating_point():
-            return None
-        return found.sizes, taken.element_size()
+            return None, None
+        return found, taken.element_size()
 
     def _input_extent(self, name: str) -> Extent | None:
         """A layer's input; unknown for a container, whose forward runs others first, and without a call."""

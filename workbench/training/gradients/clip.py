@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from workbench.core.sbp import Partial, broadcast
 from workbench.tensors.boxing.exchange import direct_exchange
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, spec_of
@@ -85,8 +84,8 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
 
 def _term_of(tensor: GlobalTensor) -> Term:
     spec, local = tensor._spec, plain(tensor)
-    whole = spec.layout.with_sbp(tuple(broadcast if isinstance(e, Partial) else e for e in spec.layout.sbp))
-    exchange = direct_exchange(spec, spec_of(spec.world, whole, spec.shape), local.dtype)
+    summed = spec_of(spec.world, spec.layout.without_terms(), spec.shape)
+    exchange = direct_exchange(spec, summed, local.dtype)
     return Term(tensor, local, exchange.group or (spec.world.rank,), exchange)
 
 

@@ -36,9 +36,8 @@ from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
-from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful
+from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful, part_of
 from workbench.training.gradients.state_on_host import state_on_host
-from workbench.training.gradients.state_parts import own_part
 
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
@@ -357,7 +356,7 @@ def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
     for parameter in swap.parameters if swap.elementwise else ():
         state = optimizer.state.get(parameter)
         if state:
-            state.update((name, own_part(parameter, value)) for name, value in state.items())
+            state.update((name, part_of(parameter, value)) for name, value in state.items())
 
 
 def adopt_loaded_state(optimizer: Optimizer) -> None:

@@ -26,8 +26,8 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import Broadcast
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
-from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import keep_grad_shard
+from workbench.tensors.tensor_state import gradient_state
 from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, start_bucket, term_of
 from workbench.training.gradients.shard import state_spec
 

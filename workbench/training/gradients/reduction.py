@@ -20,9 +20,8 @@ from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.bucketed import AT_A_TIME, BUCKET_BYTES, BoxingWork, cut_into_buckets, limit_unfinished
 from workbench.tensors.boxing.exchange import Exchange, direct_exchange
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
-from workbench.tensors.gradient_state import forget_sum, gradient_state
 from workbench.tensors.leaf_gradients import read_grad
-from workbench.tensors.tensor_state import version_of
+from workbench.tensors.tensor_state import forget_sum, gradient_state, version_of
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
 

@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import LayoutError
+from workbench.kernels.blocks import slice_region
+from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import REPLACED
-from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.global_tensor import GlobalTensor, Spec, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import state_spec
@@ -90,3 +92,32 @@ def check_state_layouts(optimizer: Optimizer, parameters: Sequence[GlobalTensor]
 
 def _is_per_element(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def part_of(parameter: GlobalTensor, value: Any) -> Any:
+    """A value of an optimizer's state, which may be global or that of the whole parameter, as this rank's part.
+
+    Raises:
+        LayoutError: it is the part of another layout.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _part_of_state(parameter, value).contiguous()
+
+
+def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
+    spec = state_spec(parameter)
+    if isinstance(value, GlobalTensor):
+        if tuple(value._spec.shape) != tuple(spec.shape):
+            return plain(value)
+        return plain(box(value.detach(), spec.layout))
+    if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
+        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
+            memory_format=torch.contiguous_format
+        )
+    if value.dim() == len(spec.shape) > 0 and tuple(value.shape) != tuple(spec.local_shape):
+        raise LayoutError(
+            f"optimizer.step(): state of shape {tuple(value.shape)} for a parameter of shape {tuple(spec.shape)}, of "
+            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). {MOVE_STATE}"
+        )
+    return value

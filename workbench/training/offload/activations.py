@@ -9,7 +9,8 @@ works on its pages; for a GPU ``DeviceCopies`` copies out and in.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
-from workbench.training.offload.device_copies import DeviceCopies
 from workbench.training.offload.host_memory import HostMemory, host_memory
 
 MIN_BYTES = 2**16
@@ -200,3 +200,59 @@ class OffloadedActivations:
     def _end(self) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+
+MAX_LEAVING = 4
+"""Number of storages that leave at a time."""
+
+
+class DeviceCopies:
+    """Storages of one rank on their way between a GPU and pinned memory, on a stream of their own.
+
+    The host waits for none of them. Forward keeps the last few storages until they are copied; from then on the main
+    stream waits for each, so that no more are alive. Backward has the next few come while it works on one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream()
+        self._leaving: deque[Stored] = deque()
+
+    def copy_out(self, stored: Stored, flat: torch.Tensor) -> None:
+        """Begin to copy the bytes of a storage to the host."""
+        self._stream.wait_stream(self._module.current_stream())
+        self._copy(stored, flat, stored.memory)
+        stored.here = flat
+        self._leaving.append(stored)
+        while len(self._leaving) > MAX_LEAVING:
+            self._forget(self._leaving.popleft())
+
+    def bring_back(self, stored: Stored, following: Sequence[Stored]) -> torch.Tensor:
+        """The bytes on the device, for the main stream; begins with those that are needed next."""
+        for one in (stored, *following):
+            self._begin(one)
+        if stored in self._leaving:  # they have never left
+            self._leaving.remove(stored)
+        else:
+            self._module.current_stream().wait_event(stored.event)
+        assert stored.here is not None
+        return stored.here
+
+    def _begin(self, stored: Stored) -> None:
+        if stored.here is None:
+            stored.here = torch.empty(stored.memory.numel(), dtype=torch.uint8, device=self._device)
+            if self._device.type == "cuda":
+                stored.here.record_stream(self._stream)
+            self._stream.wait_stream(self._module.current_stream())  # which has used this memory before
+            self._copy(stored, stored.memory, stored.here)
+
+    def _copy(self, stored: Stored, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        stored.event = self._module.Event()
+        stored.event.record(self._stream)
+
+    def _forget(self, stored: Stored) -> None:
+        """Free the memory on the device when it is copied: whatever gets it comes behind the copy."""
+        self._module.current_stream().wait_event(stored.event)
+        stored.here = None

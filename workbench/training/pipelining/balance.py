@@ -26,7 +26,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.strategies.state import STATE, describe, layers_of
 from workbench.training.traced_calls import describe_with_calls
-from workbench.transport.device_clock import Time, seconds
+from workbench.transport.traffic import Time, seconds
 
 
 @dataclass(frozen=True)

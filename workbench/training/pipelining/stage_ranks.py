@@ -22,9 +22,9 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import StrategyError
 from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
-from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import accumulate_grad, mark_placeholder, read_grad
 from workbench.tensors.simulated import Simulated
+from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.shard import Shard

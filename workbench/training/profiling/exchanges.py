@@ -17,7 +17,7 @@ import torch
 
 from workbench.tensors.world import World
 from workbench.training.capture.recorded_transport import RecordedTransport
-from workbench.transport.device_clock import Time
+from workbench.transport.traffic import Time
 
 
 @dataclass(slots=True, eq=False)

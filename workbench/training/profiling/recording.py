@@ -15,8 +15,7 @@ from workbench.tensors.world import World
 from workbench.training.profiling.exchanges import ExchangeRecorder, RecordedExchange
 from workbench.training.profiling.torch_events import TorchRecording, computes, nccl_kernels, on_tracks
 from workbench.training.recorded_actions import ActionTimer, RecordedAction, read_actions
-from workbench.transport.device_clock import seconds
-from workbench.transport.traffic import Moment
+from workbench.transport.traffic import Moment, seconds
 
 _STEPS, _ACTIONS, _CALLS, _IN_PROGRESS = 1, 2, 3, 4
 _BOXING = re.compile(r"boxing (?P<source>.*?) -> (?P<target>.*) of (?P<shape>\(.*?\))")

@@ -28,8 +28,14 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.runs.exact_dtypes import KeepsFloat64
-from workbench.training.runs.recorded_steps import values_in_plain_torch, values_on_one_rank, values_under
-from workbench.training.runs.recorded_values import LOSS, RecordedValue, ValueName
+from workbench.training.runs.recorded_values import (
+    LOSS,
+    RecordedValue,
+    ValueName,
+    values_in_plain_torch,
+    values_on_one_rank,
+    values_under,
+)
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart, perturb, precision_of
 from workbench.training.strategies.state import describe
 

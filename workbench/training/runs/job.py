@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS
+from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange
 from workbench.tensors import default_generator
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
-from workbench.training.datasets import Collate, check_dataset, first_batch, num_samples_of, take
+from workbench.training.datasets import Collate, check_dataset, epoch_by_epoch, first_batch, num_samples_of, take
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_functions,
@@ -112,18 +113,11 @@ class Job:
     def batches(self) -> Iterator[Batch]:
         """The batches of the run, epoch after epoch."""
         num_samples = num_samples_of(self.dataset)
-        generator = torch.Generator().manual_seed(self.seed)
-        step = 0
-        while step < self.num_steps:
-            order = (
-                torch.randperm(num_samples, generator=generator, device="cpu")
-                if self.shuffle
-                else torch.arange(num_samples, device="cpu")
-            )
-            used = num_samples - num_samples % self.batch_size if self.drop_last else num_samples
-            for indices in order[:used].split(self.batch_size)[: self.num_steps - step]:
-                yield Batch.of(self._cast(take(self.dataset, indices, self.collate_fn)), self.loss_fn)
-                step += 1
+        used = num_samples - num_samples % self.batch_size if self.drop_last else num_samples
+        epochs = epoch_by_epoch(num_samples, self.shuffle, self.seed)
+        batches = (indices for order in epochs for indices in order[:used].split(self.batch_size))
+        for indices in islice(batches, self.num_steps):
+            yield Batch.of(self._cast(take(self.dataset, indices, self.collate_fn)), self.loss_fn)
 
     def _cast(self, samples: Any) -> Any:
         if self.dtype is None:
@@ -144,12 +138,15 @@ class RankSegment:
 class RankResult:
     """One rank's result of a run.
 
+    ``changes`` has (step, strategy) for every change of the strategy. With several strategies, ``segments`` has the
+    figures of each; other figures are those of the whole run. ``layer_forward_s`` and ``layer_backward_s`` are the
+    layers' seconds of a step, see ``LayerTimes``. They are empty if there is no listener. ``uncompiled`` says why a run
+    that was to compile its step did not; else it is empty.
+
     ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), if it was asked for. ``course``
-    is that of a one-device run, and ``draws`` says whether its model drew random numbers. ``changes`` has (step,
-    strategy) for every change of the strategy. With several strategies, ``segments`` has the figures of each; other
-    figures are those of the whole run. ``layer_forward_s`` and ``layer_backward_s`` are the layers' seconds of a step,
-    see ``LayerTimes``. They are empty if there is no listener. ``uncompiled`` says why a run that was to compile its
-    step did not; else it is empty.
+    is that of a one-device run, and ``draws`` says whether its model drew random numbers. Weights are not sent to the
+    notebook: a result for it has in their place ``weight_difference`` and the differences of ``tensors`` from one
+    device after these steps, if this rank knows them. ``precision`` is the coarsest one in which the model computes.
     """
 
     losses: list[float]
@@ -164,6 +161,9 @@ class RankResult:
     course: WeightHistory | None = None
     draws: bool = False
     uncompiled: str = ""
+    weight_difference: float | None = None
+    tensors: tuple[TensorChange, ...] = ()
+    precision: str = "fp32"
 
 
 def seed_draws(job: Job) -> None:

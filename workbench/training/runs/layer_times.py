@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.tensors.global_tensor import local_torch
 from workbench.training.strategies.state import ROOT, layers_of
-from workbench.transport.device_clock import DeviceClock, Time, seconds
+from workbench.transport.traffic import DeviceClock, Time, seconds
 
 FIRST_STEP = 5
 """The first measured step, after those that plan and cache; then every step that is twice as late as the one before."""

@@ -14,6 +14,7 @@ from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.core.metrics import StepBlock
 from workbench.core.presets import StrategyLike
@@ -23,6 +24,7 @@ from workbench.tensors import default_generator
 from workbench.tensors.simulated import Simulated, world_of_one
 from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
+from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import compute_in
@@ -32,7 +34,7 @@ from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
-from workbench.transport.device_clock import Time, seconds
+from workbench.transport.traffic import Time, seconds
 
 _worlds_of_one: WeakKeyDictionary[World, World] = WeakKeyDictionary()
 """By this rank's world, a world of which it is the only rank: its plans serve the next run of that kind."""
@@ -199,3 +201,20 @@ def largest_difference(ours: State, truth: State) -> float:
             )
             worst = max(worst, math.inf if math.isnan(difference) else difference)
     return worst
+
+
+def flops_per_sample(job: Job) -> float:
+    """Multiplications and additions of matrix products, convolutions and attention, forward and backward, for a
+    sample. 0 where nobody asks, because the peak of this rank's device is not known.
+    """
+    device = current().device
+    return counted_flops(job) if "peak_flops_per_s" in DeviceMeter(device).read("fp32") else 0.0
+
+
+def counted_flops(job: Job) -> float:
+    """The same on any device, counted in one small step of plain torch."""
+    device = current().device
+    model, batch = job.model().to(device), job.first_batch().on_device(device)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(call(model, batch.inputs), batch.targets, job.loss_fn).backward()
+    return counter.get_total_flops() / batch.num_samples

@@ -1,8 +1,10 @@
-"""Input and output layout hooks: they box a layer's inputs and results, so layers need not know their neighbours."""
+"""Hooks of layers and modules. Input and output layout hooks box a layer's inputs and results, so layers need not know
+their neighbours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -214,3 +216,35 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
         module.register_forward_pre_hook(prepare_input, with_kwargs=True),
         module.register_forward_hook(restore_call, always_call=True),
     ]
+
+
+class Interruptible:
+    """Runs the calls of a module, and cleans up after an interrupt (Ctrl-C in a notebook) inside one: torch calls no
+    hooks then. Without it, autocast would stay on in every later cell, and gathered parameters in place of shards.
+
+    It is stored where ``nn.Module.compile`` puts a compiled call. Copies of the module do not have it.
+
+    Args:
+        module: the parallelized module.
+        on_interrupt: functions that undo what hooks have begun.
+    """
+
+    def __init__(self, module: nn.Module, on_interrupt: Sequence[Callable[[], None]]) -> None:
+        self.module, self.on_interrupt = module, on_interrupt
+        if module._compiled_call_impl is None:
+            module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Let torch run the module's calls again."""
+        if self.module._compiled_call_impl is self:
+            self.module._compiled_call_impl = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.module._call_impl(*args, **kwargs)
+        except Exception:  # hooks have run
+            raise
+        except BaseException:
+            for end in self.on_interrupt:
+                end()
+            raise

@@ -13,8 +13,9 @@ from torch import nn
 from workbench.core.layout import Region
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.object_collectives import run_on_all_ranks
 from workbench.tensors.tensor_state import forget_derived
-from workbench.tensors.world import World, current
+from workbench.tensors.world import current
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
 
 _MAX_LISTED = 20
@@ -37,15 +38,16 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
 
     >>> wb.checkpoint.load_safetensors(model, "gpt2/")  # doctest: +SKIP
     """
-    world = current()
-    error: CheckpointError | None = None
-    try:
-        with SafetensorsFiles(path) as files, torch.no_grad():
-            for wanted in find_weights(module, files, strict):
-                wanted.fill(files)
-    except (CheckpointError, OSError) as found:
-        error = found if isinstance(found, CheckpointError) else CheckpointError(f"load_safetensors: {found}.")
-    _agree(error, world)
+
+    def fill() -> None:
+        try:
+            with SafetensorsFiles(path) as files, torch.no_grad():
+                for wanted in find_weights(module, files, strict):
+                    wanted.fill(files)
+        except OSError as error:
+            raise CheckpointError(f"load_safetensors: {error}.") from error
+
+    run_on_all_ranks(fill, current(), "load_safetensors")
     return module
 
 
@@ -131,14 +133,3 @@ def _names_in(have: set[str], want: set[str], prefix: str) -> dict[str, str]:
     longer = {name: f"{prefix}.{name}" for name in want}
     found = ({name: other for name, other in names.items() if other in have} for names in (shorter, longer))
     return max(found, key=len)
-
-
-def _agree(error: CheckpointError | None, world: World) -> None:
-    """Raise on all ranks if one rank could not read; otherwise the others would wait for it."""
-    if world.world_size > 1:
-        flag = torch.tensor([int(error is not None)], device=world.device)
-        failed = [rank for rank, f in enumerate(world.transport.all_gather(flag, "load_safetensors")) if int(f)]
-        if failed and error is None:
-            error = CheckpointError(f"load_safetensors failed on ranks {failed}; their errors say why.")
-    if error is not None:
-        raise error

@@ -14,7 +14,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.fused import box_many
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
-from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import spread_zero
 from workbench.tensors.world import World
 from workbench.training.gradients.stale_optimizer import mark_replaced
 from workbench.training.strategies.layouts import StageLayouts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.errors import WorldError
-from workbench.transport.ipc.cuda import CudaDevice
+from workbench.transport.ipc.cuda import CudaDevice, first_line
 from workbench.transport.ipc.device import Device
 from workbench.transport.ipc.events import EventWaiter, LocalEvents, PeerEvents
 from workbench.transport.ipc.handles import HANDLE_TABLE_BYTES, NUM_EVENTS, ON_DEVICE, ON_HOST, HandleTable
@@ -125,7 +125,7 @@ def _make(rank: int, world_size: int, torch_device: torch.device) -> tuple[_Loca
             pool.free_when_unused({}, PeerProcesses({}))
         for memory in (page.memory, first):
             memory.close()
-        return None, _first_line(error)
+        return None, first_line(error)
     return _LocalState(page, handle_table, pool, events, _PageAddress(os.getpid(), page.memory.file, page.token)), ""
 
 
@@ -178,7 +178,7 @@ class _Attempt:
                     self._open_events(peer)
                 self._read_pattern(peer, kind)
             except (OSError, RuntimeError, WorldError) as error:
-                unreadable[peer] = _first_line(error)
+                unreadable[peer] = first_line(error)
         return {"refusal": self.refusal, "unreadable": unreadable, "without_events": self.without_events}
 
     def prepare_host(self, readers: Sequence[int]) -> dict[str, Any]:
@@ -239,7 +239,3 @@ class _Attempt:
         device.synchronize()
         if not torch.equal(found, _pattern(self.addresses[peer].token, device)):
             raise WorldError(f"memory of rank {peer} was opened, but other bytes were read than it has written")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -92,7 +92,7 @@ class CudaDevice:
             event = torch.cuda.Event.from_ipc_handle(self.torch_device, handle)
             event.query()
         except RuntimeError as error:
-            raise WorldError(f"a CUDA event of another process cannot be opened: {_first_line(error)}") from error
+            raise WorldError(f"a CUDA event of another process cannot be opened: {first_line(error)}") from error
         return CudaEvent(self, event)
 
     def copy(
@@ -176,7 +176,7 @@ class CudaEvent:
             with torch.cuda.device(self._device.torch_device):  # creates an event that was not recorded yet
                 return bytes(self.event.ipc_handle())
         except RuntimeError as error:
-            raise WorldError(f"CUDA events cannot be shared here: {_first_line(error)}") from error
+            raise WorldError(f"CUDA events cannot be shared here: {first_line(error)}") from error
 
 
 @cache
@@ -188,5 +188,6 @@ def _driver() -> Any:
         raise WorldError(f"the CUDA driver's library cannot be loaded: {error}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]

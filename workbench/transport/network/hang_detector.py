@@ -69,13 +69,7 @@ class HangDetector:
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rank, self.members = rank, rendezvous.members
         self._store = rendezvous.store
-        own = self.members[rank]
-        near = {
-            peer: member.pid
-            for peer, member in enumerate(self.members)
-            if peer != rank and (member.host, member.namespace) == (own.host, own.namespace)
-        }
-        self.processes = PeerProcesses(near)
+        self.processes = PeerProcesses(rendezvous.pids_beside(rank))
         self._heartbeat = Heartbeat(self._store, self.members, rank)
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()

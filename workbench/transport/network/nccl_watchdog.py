@@ -128,13 +128,7 @@ class NcclWatchdog:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, end: Callable[[str], None]) -> None:
         self.rank, self._store, self._timeout_s, self._end = rank, rendezvous.store, timeout_s, end
-        own = rendezvous.members[rank]
-        near = {
-            peer: member.pid
-            for peer, member in enumerate(rendezvous.members)
-            if peer != rank and (member.host, member.namespace) == (own.host, own.namespace)
-        }
-        self._processes = PeerProcesses(near)
+        self._processes = PeerProcesses(rendezvous.pids_beside(rank))
         self._calls: dict[str, tuple[int, deque[str]]] = {}
         self._pending: deque[Pending] = deque()
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.theme import Palette
-from workbench.ui.figure_parts import axis, base_layout
+from workbench.ui.figure_parts import axis, base_layout, titled
 
 ONE_ROW, WIDEST, NARROWEST = 1176, 1680, 600
 PANES_HEIGHT = 212
@@ -177,17 +177,12 @@ def notes(frame: Frame, full: int, colours: Palette) -> list[dict[str, Any]]:
         }
 
     corners = [frame.corner(index) for index in range(len(TITLES))]
-    titles = [note(x + 12, y + 10, title(name, "", colours), 13) for (x, y), name in zip(corners, TITLES, strict=True)]
-    titles.append(note(12, frame.panes_bottom + 10, title("Timeline", "", colours), 13))
+    titles = [note(x + 12, y + 10, titled(name, "", colours), 13) for (x, y), name in zip(corners, TITLES, strict=True)]
+    titles.append(note(12, frame.panes_bottom + 10, titled("Timeline", "", colours), 13))
     keys = zip(corners, _legends(colours), strict=True)
     legends = [note(x + 12, y + PANES_HEIGHT - 28, text) for (x, y), text in keys]
     beside = frame.panes_bottom + 11 if frame.num_columns == 4 else full - 22
     return [*titles, *legends, note(frame.width - 12, beside, _timeline_legend(colours), right=True)]
-
-
-def title(name: str, detail: str, colours: Palette) -> str:
-    """A bold name and a quiet detail."""
-    return f"<b>{name}</b>" + (f' <span style="font-size:12px;color:{colours.muted}">{detail}</span>' if detail else "")
 
 
 def rate_legend(colours: Palette, has_prediction: bool) -> str:

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from workbench.core.metrics import MEMORY_KINDS, RunRecord
 from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
-from workbench.ui.figure_parts import MEMORY_LABELS, byte_scale
+from workbench.ui.figure_parts import MEMORY_LABELS, byte_scale, titled
 from workbench.ui.live import figure_layout as figure_layout
 from workbench.ui.live.figure_layout import (
     LOSS_LEGEND,
@@ -28,7 +28,6 @@ from workbench.ui.live.figure_layout import (
     measured_y,
     shown_ranks,
     simulated_y,
-    title,
 )
 from workbench.ui.live.figure_traces import OTHER, curve_traces, memory_traces, split_traces, timeline_traces
 from workbench.ui.live.history import History, Split, running_medians
@@ -218,7 +217,7 @@ def _time_scale(longest_s: float) -> tuple[float, str]:
 
 
 def _entitle(figure: go.Figure, index: int, detail: str, colours: Palette, name: str | None = None) -> None:
-    text = title(name or TITLES[index], detail, colours)
+    text = titled(name or TITLES[index], detail, colours)
     if figure.layout.annotations[index].text != text:
         figure.layout.annotations[index].text = text
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from workbench.core.profile import MEMORY_KINDS, MemoryCurve, Profile
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.svg import Box, Picture, document, line, rect, text, text_width
+from workbench.ui.pictures.svg import Box, Picture, document, legend, line, rect, text
 from workbench.units import format_bytes, format_seconds
 
 MAX_RANKS = 16
@@ -44,7 +44,8 @@ def draw_memory(profile: Profile, *, theme: str = "light") -> Picture:
     for index, curve in enumerate(curves):
         parts += _row(curve, _TOP + index * (_ROW + _GAP), max(largest, 1), colours)
     bottom = _TOP + len(curves) * (_ROW + _GAP)
-    parts += _legend(kinds, bottom + 10, colours)
+    fills = {"other, of the allocator" if kind == "other" else kind: _colour(kind, colours) for kind in kinds}
+    parts += legend(fills, _LEFT, bottom + 10, colours, colours.line)
     return Picture(document((_LEFT + _WIDTH + 24, bottom + 36), description, colours, parts), description)
 
 
@@ -82,12 +83,3 @@ def _stairs(xs: Sequence[float], ys: Sequence[float]) -> Iterator[tuple[float, f
 
 def _colour(kind: str, colours: Palette) -> str:
     return colours.memory.get(kind, colours.idle)
-
-
-def _legend(kinds: Sequence[str], y: float, colours: Palette) -> Iterator[str]:
-    x = _LEFT
-    for kind in kinds:
-        yield rect(Box(x, y, 12, 12), _colour(kind, colours), colours.line)
-        name = "other, of the allocator" if kind == "other" else kind
-        yield text(x + 18, y + 10, name, anchor="start", fill=colours.muted)
-        x += text_width(name) + 40

@@ -125,6 +125,14 @@ def curve(start: tuple[float, float], end: tuple[float, float], stroke: str, wid
     )
 
 
+def legend(fills: Mapping[str, str], x: float, y: float, colours: Palette, stroke: str | None = None) -> Iterator[str]:
+    """Squares of these colours in a row, each with its name beside it."""
+    for name, fill in fills.items():
+        yield rect(Box(x, y, 12, 12), fill, stroke)
+        yield text(x + 18, y + 10, name, anchor="start", fill=colours.muted)
+        x += text_width(name) + 40
+
+
 def arrow(start: tuple[float, float], end: tuple[float, float], stroke: str) -> Iterator[str]:
     """A horizontal arrow."""
     step = 5 if end[0] > start[0] else -5

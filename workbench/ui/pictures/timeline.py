@@ -11,7 +11,7 @@ from typing import Any
 from workbench.core.metrics import ACTION_NAMES
 from workbench.pipeline.simulate import Timeline
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.svg import Box, Picture, document, line, rect, text, text_width
+from workbench.ui.pictures.svg import Box, Picture, document, legend, line, rect, text, text_width
 from workbench.units import format_seconds
 
 MAX_RANKS = 64
@@ -70,7 +70,8 @@ def timeline_picture(rows: Any, description: str, colours: Palette) -> str:
     parts += [line((_LEFT, bottom + 2), (_LEFT + _WIDTH, bottom + 2), colours.strong_line)]
     parts += [text(_LEFT, bottom + 18, "0", fill=colours.muted)]
     parts += [text(_LEFT + _WIDTH, bottom + 18, format_seconds(stop - start), anchor="end", fill=colours.muted)]
-    parts += _legend(kinds, _LEFT + 30, bottom + 8, colours)
+    fills = {f"{kind}: {ACTION_NAMES.get(kind, kind)}": _colour(kind, colours) for kind in kinds}
+    parts += legend(fills, _LEFT + 30, bottom + 8, colours)
     return document((_LEFT + _WIDTH + 24, bottom + 34), description, colours, parts)
 
 
@@ -92,11 +93,3 @@ def _bar(span: Any, box: Box, scale: float, colours: Palette) -> Iterator[str]:
 
 def _colour(kind: str, colours: Palette) -> str:
     return {"F": colours.forward, "W": colours.optimizer_step}.get(kind, colours.backward)
-
-
-def _legend(kinds: list[str], x: float, y: float, colours: Palette) -> Iterator[str]:
-    for kind in kinds:
-        yield rect(Box(x, y, 12, 12), _colour(kind, colours))
-        name = f"{kind}: {ACTION_NAMES.get(kind, kind)}"
-        yield text(x + 18, y + 10, name, anchor="start", fill=colours.muted)
-        x += text_width(name) + 40

@@ -14,7 +14,7 @@ from workbench.core.metrics import RunRecord
 from workbench.ui.assets import element
 from workbench.ui.number_text import signed_percent
 from workbench.ui.pictures import panel_svg
-from workbench.ui.runs.scatter_labels import place_labels
+from workbench.ui.runs.scatter_picture import place_labels
 from workbench.ui.runs.table_rows import Row, key_of
 from workbench.ui.short_names import short_name
 from workbench.units import counted, format_seconds

@@ -38,21 +38,18 @@ def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return sorted(runs, key=lambda run: (run.error is not None, -run.samples_per_s))
 
 
-def comparison_table_html(
-    runs: Sequence[RunRecord], baseline: RunRecord | None = None, selected: str | None = None
-) -> str:
+def comparison_table_html(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
     """The table as one HTML fragment that brings its own style and reads in both themes, fastest run first.
 
     The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why. Records of
     several seeds (``core.seeds.over_seeds``) have error bars.
     """
     truth = key_of(baseline) if baseline is not None else ""
-    rows = run_rows([*runs, *([baseline] if baseline is not None else [])], truth=truth)
+    everything = [*runs, *([baseline] if baseline is not None else [])]
+    rows = run_rows(everything, truth=truth)
     others = sorted_rows([row for row in rows if not row.is_truth])
-    chosen = next((row.key for row in rows if selected in (row.key, row.name)), "")
     listed = [*others, *(row for row in rows if row.is_truth)]
-    below = below_html(listed, [*runs, *([baseline] if baseline is not None else [])], chosen)
-    table = rows_table_html(listed, selected=chosen)
+    table, below = rows_table_html(listed), below_html(listed, everything)
     return element("div", table_style(), table, below, _footnote(rows), css="wb-comparison")
 
 

@@ -22,12 +22,12 @@ from workbench.errors import ExplicitBoxingError
 from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward
 from workbench.tensors import random
 from workbench.tensors.autocast import cast_for_product
-from workbench.tensors.boxing.account import Account
+from workbench.tensors.boxing.uneven import Account
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.global_tensor import Spec, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
-from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.rules.attention.with_dropout import Seed
+from workbench.tensors.tensor_state import spread_zero
 
 SEQUENCE = 2
 """The dim of queries, keys and values (batch, heads, sequence, width) that a ring splits."""

@@ -13,7 +13,7 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_and_bias
+from workbench.tensors.rules.reduction.empty_shards import zeros_and_bias, zeros_where_empty
 from workbench.tensors.rules.views.view import windows
 
 GROUPS_AT = 6
@@ -173,8 +173,4 @@ def _by_channel(
         found.insert(0, Signature((Split(before),), (Split(after),), "c"))
     if before == 1:
         found.insert(0, Signature((Split(0),), (Split(0),), "n"))
-    return Resolution(found, lambda call, inputs, outputs, letters: _empty(call, inputs, outputs))
-
-
-def _empty(call: Call, inputs: list[Spec], outputs: list[Spec]) -> LocalFunction | None:
-    return zeros(call, outputs) if any(0 in spec.local_shape for spec in inputs) else None
+    return Resolution(found, zeros_where_empty)

@@ -13,8 +13,8 @@ import torch
 from workbench.core.sbp import Partial, Sbp, Split, broadcast
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.arguments import read_integers
 from workbench.tensors.dispatch.dispatcher import call_by_plan
-from workbench.tensors.dispatch.integers import read_integers
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch

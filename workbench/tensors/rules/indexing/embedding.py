@@ -13,7 +13,7 @@ from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.embedding_rows import embedding_rows
 from workbench.kernels.launch import can_launch
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
-from workbench.tensors.dispatch.keywords import by_name
+from workbench.tensors.dispatch.arguments import by_name
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec

@@ -15,9 +15,8 @@ import torch
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.dispatcher import call_by_plan
-from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.local_call import can_read
-from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule
+from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.indexing.indexing import masked_lookup, shifted
 from workbench.tensors.rules.views.concatenation import splits_dim

@@ -13,8 +13,7 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
-from workbench.tensors.dispatch.equation_text import term
-from workbench.tensors.dispatch.registry import Call, Resolution, rule
+from workbench.tensors.dispatch.registry import Call, Resolution, rule, term
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
 from workbench.tensors.rules.views.row_moves import RowPlan, Segment, Side, own_rows, plan_rows

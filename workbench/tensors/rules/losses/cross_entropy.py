@@ -28,7 +28,6 @@ from workbench.tensors.rules.reduction.extrema import extremum
 from workbench.tensors.rules.reduction.two_stage import (
     Out,
     Stages,
-    complete,
     first_row,
     needs_grad,
     on_shards,
@@ -282,7 +281,7 @@ def _rows_of_split_classes(
     stages, dtype = stages_of(input, [class_dim]), input.dtype
     wide = accumulation_dtype(dtype)
     by_index = len(target._spec.shape) < len(input._spec.shape)
-    peak = complete(extremum(input, [class_dim], True, largest=True), "cross_entropy")
+    peak = sum_terms(extremum(input, [class_dim], True, largest=True), "cross_entropy")
     lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
     operands, layouts = _class_operands(input, target, weight, stages)
     smooths = label_smoothing > 0
@@ -314,7 +313,7 @@ def _rows_of_split_classes(
         return torch.where(t[0] == ignore_index, 0, loss).to(dtype)
 
     num_numbers = 3 + 2 * (by_index and smooths)
-    summed = complete(
+    summed = sum_terms(
         on_shards(
             terms_of, [peak, *operands], [stages.gathered, *layouts],
             [_stacked(stages.result(False, wide, "sum"), num_numbers)], "cross_entropy",

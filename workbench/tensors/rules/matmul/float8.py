@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.core.rules import Signature
-from workbench.core.sbp import Partial, Sbp, Split, broadcast, partial_max
+from workbench.core.sbp import Sbp, Split, broadcast, partial_max
 from workbench.kernels.float8 import float8_linear, largest
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
@@ -83,8 +83,7 @@ class _OnShards:
     @cached_property
     def _specs(self) -> tuple[Spec, Spec, Spec]:
         """Of the whole gradient, of the terms of its largest value, and of that value."""
-        layout, world = self.out.layout.dual(), self.out.world
-        whole = layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
+        whole, world = self.out.layout.dual().without_terms(), self.out.world
         terms = whole.with_sbp(tuple(partial_max if isinstance(entry, Split) else broadcast for entry in whole.sbp))
         return spec_of(world, whole, self.out.shape), spec_of(world, terms, ()), spec_of(world, terms.broadcast(), ())
 

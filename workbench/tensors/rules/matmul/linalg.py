@@ -12,8 +12,16 @@ import torch
 
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.dispatch.equation_text import along, elementwise_except, normalize_dims, reduction
-from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import (
+    Call,
+    Resolution,
+    along,
+    composite,
+    elementwise_except,
+    normalize_dims,
+    reduction,
+    rule,
+)
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.random.sampling import sample_of_shape
 

@@ -15,9 +15,8 @@ from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
 from workbench.tensors.dispatch.dispatcher import call_by_plan
-from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.placeholder_calls import has_data
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros_and_bias
 

@@ -33,9 +33,9 @@ from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of, write_placeholder
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.placeholder_storage import new_placeholder, spread_zero
 from workbench.tensors.rules.reduction.two_stage import needs_grad
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
+from workbench.tensors.tensor_state import new_placeholder, spread_zero
 
 
 @rule("batch_norm")

@@ -17,12 +17,11 @@ from workbench.core.layout import Layout
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.tensors.conversion import from_local
-from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.norms.batch_norm import move_running
-from workbench.tensors.rules.reduction.two_stage import complete, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.two_stage import on_shards, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
 
@@ -119,7 +118,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     def mean_square(t: torch.Tensor) -> torch.Tensor:
         return t.to(wide).square().sum(dims, keepdim=True) / count
 
-    square = complete(terms(mean_square, [x], [stages.layout], stages, True, wide, "rms_norm"), "rms_norm")
+    square = sum_terms(terms(mean_square, [x], [stages.layout], stages, True, wide, "rms_norm"), "rms_norm")
     return _apply(x, [square], [_as_global(weight, x)], None, lambda t, s: t * torch.rsqrt(s + tiny), "rms_norm")
 
 

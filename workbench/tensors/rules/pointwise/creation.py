@@ -12,13 +12,12 @@ import torch
 from workbench.core.layout import Shape
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
-from workbench.tensors.rules.random.sampling import without_partial
 
 
 def _constant_like(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        spec = spec_of(tensor._spec.world, without_partial(tensor), tensor._spec.shape)
+        spec = spec_of(tensor._spec.world, tensor._spec.layout.without_terms(), tensor._spec.shape)
         dtype, order = kwargs.get("dtype") or tensor.dtype, kwargs.get("memory_format") or torch.preserve_format
 
         def local() -> torch.Tensor:

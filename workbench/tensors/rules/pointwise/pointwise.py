@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, term
-from workbench.tensors.dispatch.registry import Call, Resolution, composite, equations, handler, rule
+from workbench.tensors.dispatch.registry import (
+    Call,
+    Resolution,
+    composite,
+    elementwise_except,
+    equations,
+    handler,
+    normalize_dims,
+    rule,
+    term,
+)
 from workbench.tensors.global_tensor import GlobalTensor
 
 _UNARY = """

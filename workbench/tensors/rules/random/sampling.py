@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from workbench.core.layout import Layout, Shape
-from workbench.core.sbp import Partial, Split, broadcast
+from workbench.core.sbp import Split, broadcast
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local
@@ -20,12 +20,6 @@ from workbench.tensors.dispatch.local_call import local_call, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import filler, handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, spec_of, wrap
-
-
-def without_partial(tensor: GlobalTensor) -> Layout:
-    """The layout of ``tensor``, with B for its partial sums."""
-    layout = tensor._spec.layout
-    return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
 
 def sample(
@@ -56,7 +50,7 @@ def _options(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
 def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
     dtype = options.get("dtype") or tensor.dtype
     shape = tensor._spec.shape
-    result = sample(tensor, without_partial(tensor), shape, sampler, dtype, options.get("generator"))
+    result = sample(tensor, tensor._spec.layout.without_terms(), shape, sampler, dtype, options.get("generator"))
     if options.get("requires_grad"):
         result.requires_grad_()
     return result
@@ -83,7 +77,8 @@ def randint_like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(tensor: GlobalTensor, sampler: random.Sampler, generator: torch.Generator | None) -> GlobalTensor:
-    return _write(tensor, sample(tensor, without_partial(tensor), tensor._spec.shape, sampler, tensor.dtype, generator))
+    layout, shape = tensor._spec.layout.without_terms(), tensor._spec.shape
+    return _write(tensor, sample(tensor, layout, shape, sampler, tensor.dtype, generator))
 
 
 def _write(tensor: GlobalTensor, values: GlobalTensor) -> GlobalTensor:
@@ -157,7 +152,7 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     shapes = [tuple(value.shape) for value in (mean, std) if isinstance(value, torch.Tensor)]
     shape = tuple(torch.broadcast_shapes(*shapes))
     like = next((tensor for tensor in tensors if tuple(tensor.shape) == shape), None)
-    layout = tensors[0]._spec.layout.broadcast() if like is None else without_partial(like)
+    layout = tensors[0]._spec.layout.broadcast() if like is None else like._spec.layout.without_terms()
     dtype = tensors[0].dtype
     noise = sample(tensors[0], layout, shape, random.normal_sampler(), dtype, options.get("generator"))
     values = noise * _constant(std) + _constant(mean)
@@ -315,4 +310,4 @@ def randperm(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTen
 
 
 def _sized(out: GlobalTensor, size: Any, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
-    return sample(out, without_partial(out), tuple(size), sampler, out.dtype, options.get("generator"))
+    return sample(out, out._spec.layout.without_terms(), tuple(size), sampler, out.dtype, options.get("generator"))

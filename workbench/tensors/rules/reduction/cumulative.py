@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from workbench.core.sbp import Split
-from workbench.tensors.dispatch.equation_text import normalize_dims, term
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import filled_shards
 from workbench.tensors.rules.reduction.two_stage import gathered_rows, on_shards, shard_sizes, splits, stages_of

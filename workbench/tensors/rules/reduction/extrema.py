@@ -11,14 +11,12 @@ import torch
 from workbench.core.boxing import plan_boxing
 from workbench.kernels.launch import identity_element
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.dispatch.equation_text import normalize_dims
 from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.planning import itemsize_of
-from workbench.tensors.dispatch.registry import composite
+from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import (
     Stages,
-    complete,
     dropped,
     first_row,
     gathered_rows,
@@ -65,7 +63,7 @@ def _amax(input: Any, dim: Dims = (), keepdim: bool = False, *, largest: bool, o
         return whole_number.to(torch.bool)
     if not needs_grad(x):
         return extremum(x, dims, keepdim, largest)
-    value = _differentiable(x, complete(extremum(x, dims, True, largest), "amax"), dims)
+    value = _differentiable(x, sum_terms(extremum(x, dims, True, largest), "amax"), dims)
     return value if keepdim else dropped(value, stages_of(x, dims))
 
 
@@ -82,7 +80,7 @@ def _differentiable(x: GlobalTensor, value: GlobalTensor, dims: Sequence[int]) -
             lambda t, v: attains(t, v).sum(list(dims), keepdim=True).to(t.dtype),
             [x, value], layouts, stages, True, x.dtype, "amax",
         )  # fmt: skip
-    count = complete(attained, "amax")
+    count = sum_terms(attained, "amax")
     parts = terms(
         lambda t, v, n: (attains(t, v).to(t.dtype) * t).sum(list(dims), keepdim=True) / n,
         [x, value, count], [*layouts, stages.gathered], stages, True, x.dtype, "amax",

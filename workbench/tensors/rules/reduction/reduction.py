@@ -14,9 +14,18 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast, partial_sum
-from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, reduction, term
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import (
+    Call,
+    LocalFunction,
+    Resolution,
+    composite,
+    elementwise_except,
+    normalize_dims,
+    reduction,
+    rule,
+    term,
+)
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION
@@ -199,9 +208,9 @@ def _histc(call: Call) -> Resolution:
     return Resolution([*counted, whole_only])
 
 
-def _along(call: Call, default: int | None = None, addend: bool = False) -> Resolution:
+def _along(call: Call, addend: bool = False) -> Resolution:
     ndim = len(call.shapes[0])
-    dim: Any = call.arg(1, "dim", call.kwargs.get("axis", default))
+    dim: Any = call.arg(1, "dim", call.kwargs.get("axis"))
     whole_dims = normalize_dims(dim, ndim) if ndim else []
     return Resolution(elementwise_except(ndim, whole_dims, addend))
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.dispatch.equation_text import normalize_dims
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import composite
+from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.two_stage import complete, dropped, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.two_stage import dropped, on_shards, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 
@@ -25,13 +24,13 @@ def shifted_sum_of_exp(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTens
     of x, but whole along the axes that split ``dims``.
     """
     stages = stages_of(x, dims)
-    peak = complete(extremum(x, dims, True, largest=True), "softmax")
+    peak = sum_terms(extremum(x, dims, True, largest=True), "softmax")
     dtype = accumulation_dtype(x.dtype)
     total = terms(
         lambda t, m: (t.to(dtype) - finite(m).to(dtype)).exp().sum(list(dims), keepdim=True),
         [x, peak], [stages.layout, stages.gathered], stages, True, dtype, "softmax",
     )  # fmt: skip
-    return peak, complete(total, "softmax")
+    return peak, sum_terms(total, "softmax")
 
 
 def finite(peak: torch.Tensor) -> torch.Tensor:
@@ -72,7 +71,7 @@ def _softmax(
     x = sum_terms(input if dtype is None else input.to(dtype))
     stages, out_dtype = stages_of(x, dims), x.dtype
     wide = accumulation_dtype(out_dtype)
-    peak = complete(extremum(x, dims, True, largest=True), "softmax")
+    peak = sum_terms(extremum(x, dims, True, largest=True), "softmax")
 
     def shifted(t: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         moved = t.to(wide) - m.to(wide)
@@ -86,7 +85,7 @@ def _softmax(
 
     own, shape = stages.layout, x._spec.shape
     weights = on_shards(shifted, [x, peak], [own, stages.gathered], [(own, shape, wide)], "softmax")[0]
-    total = complete(terms(add_up, [weights], [own], stages, True, wide, "softmax"), "softmax")
+    total = sum_terms(terms(add_up, [weights], [own], stages, True, wide, "softmax"), "softmax")
     return on_shards(finish, [weights, total], [own, stages.gathered], [(own, shape, out_dtype)], "softmax")[0]
 
 

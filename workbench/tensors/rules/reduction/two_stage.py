@@ -20,7 +20,7 @@ from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.tensor_state import spread_zero
 
 Out = tuple[Layout, Shape, torch.dtype]
 """Layout, logical shape and dtype of one result."""
@@ -180,13 +180,6 @@ def terms(
     out = stages.result(keepdim, dtype, reduction)
     shape = spec_of(operands[0]._spec.world, out[0], out[1]).local_shape
     return on_shards(lambda *shards: function(*shards).reshape(shape), operands, layouts, [out], name)[0]
-
-
-def complete(tensor: GlobalTensor, name: str) -> GlobalTensor:
-    """``tensor`` with the terms of all ranks combined."""
-    layout = tensor._spec.layout
-    sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)
-    return box_implicitly(tensor, layout.with_sbp(sbp), name)
 
 
 class _BoxWithKnownSum(torch.autograd.Function):

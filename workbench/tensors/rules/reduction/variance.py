@@ -15,9 +15,8 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.core.sbp import Split
-from workbench.tensors.dispatch.equation_text import normalize_dims
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import composite
+from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import Stages, dropped, on_shards, shard_sizes, splits, stages_of
 

@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, reduction, term
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, Resolution, composite, equations, rule
+from workbench.tensors.dispatch.registry import (
+    Call,
+    Resolution,
+    composite,
+    elementwise_except,
+    equations,
+    normalize_dims,
+    reduction,
+    rule,
+    term,
+)
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
 from workbench.tensors.rules.reduction.variance import accumulation_dtype

@@ -16,8 +16,7 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
-from workbench.tensors.dispatch.equation_text import term
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.row_moves import MAX_SEGMENTS, RowPlan, Segment, Side, move_rows, plan_rows
 from workbench.tensors.world import World

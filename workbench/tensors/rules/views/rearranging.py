@@ -9,9 +9,8 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
-from workbench.tensors.dispatch.equation_text import term
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
 from workbench.tensors.rules.views.concatenation import listed

@@ -18,7 +18,7 @@ import torch
 
 from workbench.core.layout import Layout, Shape
 from workbench.errors import ExplicitBoxingError
-from workbench.tensors.boxing.account import Account
+from workbench.tensors.boxing.uneven import Account
 from workbench.tensors.global_tensor import Spec, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World

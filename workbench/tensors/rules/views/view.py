@@ -10,8 +10,7 @@ import torch
 from workbench.core.layout import Layout, Region, Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import NdSbp, Split, broadcast, partial_sum
-from workbench.tensors.dispatch.equation_text import normalize_dims, term
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import Spec
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
