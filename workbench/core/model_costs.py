@@ -285,7 +285,7 @@ def find_blocks(rows: Sequence[LayerCost]) -> tuple[tuple[int, int, int], ...]:
     >>> find_blocks(rows)
     ((0, 2, 3),)
     """
-    keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output, row.layer.shapes) for row in rows]
+    keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output_shape, row.layer.shapes) for row in rows]
     return find_repeats(keys)
 
 

@@ -222,7 +222,7 @@ def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting:
     """(outputs, rows): the sizes over which the two products of a layer's backward sum."""
     weight = max(row.layer.shapes.values(), key=prod, default=())
     outputs = prod(weight) / work.inner if weight else 0.0
-    rows = setting.samples * prod(row.output_shape[:-1]) if row.output_shape else 0.0
+    rows = setting.samples * prod(row.output_shape[:-1]) if row.output_shape is not None else 0.0
     return outputs / (setting.model if choice.split == "column" else 1), rows
 
 

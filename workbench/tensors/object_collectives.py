@@ -18,9 +18,12 @@ _LENGTH_BYTES = 8
 
 
 def all_gather_object(value: Any, world: World, what: str) -> list[Any]:
-    """The values of all ranks, by rank. All ranks call it; it moves pickled bytes over the world's own transport."""
-    if world.world_size == 1:
-        return [value]
+    """The values of all ranks, by rank. All ranks call it; it moves pickled bytes over the world's own transport.
+
+    In a dry run, whose other ranks do not run, they have the value of this one.
+    """
+    if world.world_size == 1 or world.device.type == "meta":
+        return [value] * world.world_size
     pickled = pickle.dumps(value)
     data = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled
     parts = _gather_bytes(data[:_FIRST_BYTES], _FIRST_BYTES, world, what)

@@ -15,12 +15,13 @@ import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from tests.training.block_models import Chain
 from tests.training.models import CNN
-from workbench.errors import StrategyError
+from workbench.errors import CheckpointError, StrategyError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.step import forward_backward
+from workbench.training.strategies.state import state_of
 
 
 def perceptron():
@@ -71,7 +72,7 @@ def test_a_model_with_its_own_loss():
 
 
 def really_sent(name, strategy, num_ranks, batch_size=8):
-    """Bytes that simulated ranks send in a step, and by rank."""
+    """Bytes that simulated ranks send in a step in which layers box for those that are called next, and by rank."""
     make, inputs, targets, loss_fn = MODELS[name]
     torch.manual_seed(0)
     state = make().state_dict()
@@ -81,11 +82,14 @@ def really_sent(name, strategy, num_ranks, batch_size=8):
         model.load_state_dict(state)
         model = parallelize(model, strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        traffic = current().traffic
-        traffic.reset()
-        with wb.debug.trace() as trace:
-            forward_backward(model, loss_fn, inputs()[:batch_size], targets()[:batch_size])
-            optimizer.step()
+        traffic, plan = current().traffic, state_of(model).layouts.plan
+        for _ in range(2):
+            traffic.reset()
+            with wb.debug.trace() as trace:
+                forward_backward(model, loss_fn, inputs()[:batch_size], targets()[:batch_size])
+                optimizer.step()
+            if not plan.settle():
+                break  # else the next step is like all later ones
         return dict(traffic.by_kind), traffic.sent_bytes, trace.sent_bytes
 
     return run_ranks(program, num_ranks)
@@ -220,6 +224,20 @@ def test_einsum_is_counted_at_its_precision(precision, itemsize):
     batch = torch.empty(4, 6), torch.empty(4, 3)
     run = dry_run(Contraction, f"*: model:column | 1x1x2 {precision}", 2, *batch, lambda x, y: x.float().sum())
     assert run.by_kind == {"reduce-scatter": 12 * itemsize, "all-gather": 12 * itemsize}
+
+
+def test_a_model_that_loads_its_weights(tmp_path):
+    """Its ranks ask each other whether all of them could, and all but one do not run."""
+    file = tmp_path / "model.safetensors"
+    wb.checkpoint.export_safetensors(nn.Linear(4, 4), file)
+
+    def run(**options):
+        model_fn = lambda: wb.checkpoint.load_safetensors(nn.Linear(4, 4, **options), file)  # noqa: E731
+        return dry_run(model_fn, "*: data", 2, torch.ones(4, 4), torch.ones(4, 4), F.mse_loss)
+
+    assert sum(run(device="cpu").sent_bytes) > 0
+    with pytest.raises(CheckpointError, match="on meta, without storage"):
+        run()
 
 
 def test_a_strategy_that_does_not_fit_is_an_error():

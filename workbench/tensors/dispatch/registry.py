@@ -28,7 +28,7 @@ LocalFunction = Callable[..., Any]
 
 @dataclass
 class Call:
-    """One call of a torch function, with its keyword arguments moved to their positions (``keywords.in_order``).
+    """One call of a torch function, with its keyword arguments moved to their positions (``arguments.in_order``).
 
     ``operands`` are the tensors among the arguments, in order; ``outputs`` are (shape, dtype) of the results for the
     logical shapes, as torch itself infers them.
