@@ -16,11 +16,14 @@ from torch import nn
 
 import workbench as wb
 from tests.models.training import whole
-from tests.training.odd_models import MODELS, NUM_CLASSES, inputs_of
-from tests.training.training_runs import rows_of
+from tests.training.odd_models import MODELS, NUM_CLASSES, EncoderAndDecoder, inputs_of
+from tests.training.training_runs import num_stages_of, rows_of
+from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
+from workbench.training.parallel import describe
 
 NUM_STEPS, CHANGES_AT = 5, 3
 SHAPES = [
@@ -119,12 +122,20 @@ def draw(seed: int) -> Program:
     model = MODELS[draws.choice(sorted(MODELS))]().double()
     habits = frozenset(draws.sample(HABITS, draws.randint(0, 4)))
     num_ranks = draws.choice((2, 2, 3, 4))
-    shapes = [(parallel, options) for parallel, options, ranks in SHAPES if ranks == num_ranks]
+    shapes = [(parallel, options) for parallel, options, ranks in SHAPES if ranks == num_ranks and fits(model, options)]
     strategy = strategy_of(model, *draws.choice(shapes), draws)
     then = strategy_of(model, *draws.choice(shapes), draws) if "change" in habits else strategy
     return Program(
         model, strategy, then, num_ranks, draws.choice(sorted(LOSSES)), draws.choice(sorted(OPTIMIZERS)), habits
     )
+
+
+def fits(model: nn.Module, options: str) -> bool:
+    """Whether a V finds two stages for each rank. A block that runs again there takes nothing of other stages."""
+    if not {*options.split()} & {*V_SCHEDULES}:
+        return True
+    takes_of_others = "recompute" in options and isinstance(model, EncoderAndDecoder)
+    return len(describe(model)) >= num_stages_of(options) and not takes_of_others
 
 
 def strategy_of(model: nn.Module, parallel: str, options: str, draws: random.Random) -> str:
@@ -233,3 +244,16 @@ def test_the_comparison_notices_a_wrong_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(f"{__name__}.by_hand", lambda *given: by_one_device(*given) + 1e-6)
     with pytest.raises(AssertionError):
         assert_like_one_device(0)
+
+
+def test_a_block_that_asks_another_stage_of_its_rank_again_is_an_error() -> None:
+    """A decoder takes what the encoder has made; in a V both may be on one rank."""
+    model = EncoderAndDecoder().double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    strategy = rows_of(model, "2x1x1 mb=3 zero_bubble_v recompute", lambda: "data")
+    inputs, targets = inputs_of(model.takes, 6, torch.Generator().manual_seed(0)), torch.zeros(6, dtype=torch.long)
+    with pytest.raises(StrategyError, match=r"recompute: a block on rank \d takes a tensor of another of its stages"):
+        run_ranks(
+            lambda rank: wb.forward_backward(wb.parallelize(models[rank], strategy), F.cross_entropy, inputs, targets),
+            2,
+        )

@@ -231,8 +231,9 @@ class GlobalTensor(TensorState):
             shard = self._gradient.shard
             with local_torch():
                 local = plain(value)
-                if self.requires_grad and self.is_leaf and self.shape != local.shape:
-                    # A living graph keeps the old shape. Data of another dtype makes torch forget it.
+                if self.is_leaf and self.shape != local.shape:
+                    # A living graph keeps the old shape, also of one that is frozen now. Data of another dtype makes
+                    # torch forget it.
                     other = torch.float32 if self.dtype == torch.float64 else torch.float64
                     _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
                 _data_slot.__set__(self, local)

@@ -8,6 +8,7 @@ import torch
 
 import workbench as wb
 from tests.models.training import whole
+from tests.training.strategies.scaled import ON_TWO_STAGES, Scaled, train_scaled
 from tests.training.training_runs import OPTIMIZERS, Run, Setup, assert_runs_agree, on_one_device, strategy_text, train
 from workbench.errors import LayoutError, StrategyError
 from workbench.tensors.world import current
@@ -184,6 +185,36 @@ def test_a_change_of_strategy_exchanges_all_tensors_together():
     assert run_ranks(program, 2) == [together] * 2
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, lr_decay=0.3),  # has state from the beginning
+        lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+    ],
+)
+def test_state_comes_from_the_stage_that_has_used_it(make, is_read):
+    """Also if somebody has looked for it on other ranks, where that makes an empty one."""
+    torch.manual_seed(0)
+    one = Scaled().double()
+
+    def trained(model, then=None):
+        optimizer, losses = make(model.parameters()), []
+        for strategy in (None, then):
+            if is_read:
+                assert not any("exp_avg" in optimizer.state[parameter] for parameter in model.parameters())
+            if strategy is not None:
+                wb.parallelize(model, strategy, optimizer=optimizer)
+            losses += train_scaled(model, optimizer, 3)
+        return losses
+
+    alone = copy.deepcopy(one)
+    [expected] = run_ranks(lambda: trained(wb.parallelize(alone, "data")), 1)
+    models = [copy.deepcopy(one) for _ in range(2)]
+    for found in run_ranks(lambda rank: trained(wb.parallelize(models[rank], ON_TWO_STAGES), "data"), 2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_an_optimizer_of_another_model_is_an_error():
     setup = Setup("mlp")
     models, others = ([setup.model() for _ in range(2)] for _ in range(2))
@@ -277,12 +308,17 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_an_error(steps_before)
     run_ranks(program, 2)
 
 
-def test_a_loss_that_is_still_held_does_not_hold_on_to_the_old_shards():
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_loss_that_is_still_held_does_not_hold_on_to_the_old_shards(freezes):
+    """Nor if the weight is frozen while the strategy changes."""
+
     def train(module, texts, optimizer):
         losses = []
         for text in texts:
+            module.weight.requires_grad_(not freezes)
             if text:
                 wb.parallelize(module, text, optimizer=optimizer)
+            module.weight.requires_grad_(True)
             optimizer.zero_grad()
             loss = module(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean()  # alive in the next round
             loss.backward()

@@ -121,6 +121,14 @@ class StageTransport(Transport):
     def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
         waiting = self.queues.get((source, self.own, tag))
         if not waiting:
+            if (
+                torch._C._current_graph_task_id() >= 0
+            ):  # in backward only a block that runs again takes what is not sent
+                raise StrategyError(
+                    f"recompute: a block on rank {self.rank_of[self.own]} takes a tensor of another of its stages and "
+                    f"would ask for it again in its second run ({header}), when that stage does not run. Leave "
+                    "recompute out, or use a schedule with 1 stage per rank: 1f1b, zero_bubble, gpipe."
+                )
             raise CollectiveAborted(
                 f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
                 f"later in its table. Stages hand over forward only; use the schedule gpipe with one stage per rank."

@@ -35,20 +35,14 @@ def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
         _name(parameter, names, part): {
             key: _wrapped(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()
         }
-        for parameter, values in _states(optimizer)
+        for parameter in _with_state(optimizer)
+        if (values := optimizer.state.get(parameter))
     }
     groups = [
         {**group, "params": [_name(parameter, names, part) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
-
-
-def _states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                yield parameter, optimizer.state[parameter]
 
 
 def _name(parameter: torch.Tensor, names: Names, part: str) -> str:
@@ -108,7 +102,9 @@ def targets(
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters with state on this rank; those of placeholders only if the step itself runs on placeholders."""
+    """Parameters with state on this rank; those of placeholders only if the step itself runs on placeholders: else what
+    an optimizer makes for them when it is made stays as it was.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             is_placeholder = isinstance(parameter, GlobalTensor) and parameter._spec.is_placeholder

@@ -32,6 +32,14 @@ class _Element:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """State without dims, whole on every rank: a count of steps, or what belongs to a parameter without dims."""
+
+    value: torch.Tensor
+    is_on_device: bool
+
+
 class OptimizerState:
     """The state of an optimizer while its parameters change their layouts."""
 
@@ -54,10 +62,13 @@ class OptimizerState:
         self.described = [next((d for d in found if d is not None), None) for found in zip(*every, strict=True)]
 
     def _described(self, parameter: torch.Tensor, spec: Spec | None) -> dict[str, Any] | None:
-        """Per-element state by its dtype, the rest by its value; None on ranks that have none."""
-        if parameter not in self.optimizer.state:
+        """Per-element state by its dtype, the rest by its value; None on ranks that have none, or of another stage:
+        what an optimizer makes when it is made is there too, and stays as it was.
+        """
+        state = self.optimizer.state.get(parameter)
+        if not state or (spec is not None and spec.is_placeholder):
             return None
-        return {key: _describe(key, value, parameter, spec) for key, value in self.optimizer.state[parameter].items()}
+        return {key: _describe(key, value, parameter, spec) for key, value in state.items()}
 
     def reshard(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Bring the state to where the parameters are now; ``replaced`` has the new ones by the old."""
@@ -82,6 +93,10 @@ class OptimizerState:
         moved: dict[str, Any] = {}
         for key, what in described.items():
             value = values.get(key, what)
+            if not isinstance(what, _Element) and (value is what or (spec is not None and spec.is_placeholder)):
+                value = what
+                if isinstance(what, _Scalar):
+                    value = what.value.to(self.world.device) if what.is_on_device else what.value
             is_global = isinstance(value, GlobalTensor)
             if isinstance(what, _Element) and isinstance(parameter, GlobalTensor):
                 if is_global or spec is not None:
@@ -119,7 +134,7 @@ def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) 
     if value.dim() and tuple(value.shape) == local_shape:
         return _Element(value.dtype)
     if value.dim() == 0 or spec is None or spec.layout.is_broadcast:
-        return value.detach().cpu()
+        return _Scalar(value.detach().cpu(), value.device.type != "cpu")
     raise StrategyError(
         f"parallelize: optimizer state {key!r} of a parameter {tuple(parameter.shape)} has shape {tuple(value.shape)} "
         f"on this rank, which holds {local_shape} of it. Only scalars and state per element can be split again. "
