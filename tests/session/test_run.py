@@ -44,9 +44,8 @@ def test_an_error_that_comes_late_on_a_busy_machine_is_not_lost():
     request, nobody = Request([0]), Any
     failure = Failure("ValueError", "planned", (), 0.0)
     request.put("reply", 0, ValueError("planned"))
-    timers = [Timer(1.3, request.put, event) for event in (("data", 0, failure), ("idle", 0, None))]
-    for timer in timers:
-        timer.start()
+    late = Timer(1.3, lambda: [request.put("data", 0, failure), request.put("idle", 0, None)])  # in their order
+    late.start()
     outcome = Run(nobody, request, NullListener(), nobody).wait()
     assert outcome.failures == {0: failure}
     assert outcome.elapsed_s < 5, "the end of the output ends the run"

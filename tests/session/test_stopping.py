@@ -71,6 +71,16 @@ def test_a_rank_with_a_message_on_its_way_is_not_killed_and_one_that_is_stuck_is
     assert played.run(SILENCE_LIMIT_S) == [0, 1]
 
 
+def test_a_rank_that_is_ahead_may_be_slow_to_answer():
+    """Its answers wait for a core where the machine is busy, while its nanny's come at once."""
+    played = Played({0: IS_AHEAD, 1: RUNS}, nannies={0, 1})
+    assert played.run(STEPS_S - 0.3) == []
+    played.engines.statuses = {1: RUNS}
+    assert played.run(5.0) == [1]
+    played.pending = [0]
+    assert played.run(SILENCE_LIMIT_S) == [0, 1]
+
+
 def test_a_message_that_takes_seconds_to_the_hosts_costs_the_ranks_none_of_their_time():
     played = Played({})
     assert played.run(8.0) == [] and played.sent("interrupt") == [(0, 1)]

@@ -147,7 +147,8 @@ class Stop:
     def _kill_unless_spared(self, ranks: Sequence[int], now: float) -> None:
         """Kill ranks, but give those time that cannot react to an interrupt now; the steps then begin anew."""
         found = {rank: self._known[rank] for rank in ranks if rank in self._known}
-        on_way = [rank for rank, status in found.items() if not status.is_handling and not self._is_silent(rank)]
+        # also while it is silent: its answer waits for a core when the machine is busy, and the nanny's does not tell
+        on_way = [rank for rank, status in found.items() if not status.is_handling]
         # also while it is silent: the loading of a library holds the interpreter
         importing = [rank for rank, status in found.items() if status.is_handling and status.importing]
         stopped_s = now - self._started_s
