@@ -1,4 +1,4 @@
-"""What a session costs: the round trip of an empty cell, its start, and a flood of output.
+"""What a session costs: the round trip of an empty cell, its start, a flood of output, and the end of a cell.
 
 An empty ``%%global`` cell stands beside ipyparallel's ``view.execute`` and ``%%px`` on the same engines, the start of a
 session beside ipyparallel's own cluster whose engines then import torch. Where nbdistributed is installed, its empty
@@ -26,11 +26,13 @@ import workbench as wb
 from benchmarks import nbdistributed_cells
 from benchmarks.harness import interleave, medians
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from workbench.errors import CellError
 
 CELL = "pass"
 ROUND_TRIP, FASTER = Target(1.3), Target(1.0, at_least=True)
 START = Target(1.5, unit="s")
 GROWTH = Target(50, unit="MB")
+STOP = Target(2.0, unit="s")
 NUM_LINES = 100_000
 
 
@@ -117,12 +119,39 @@ def measure_flood(num_engines: int, num_lines: int) -> tuple[float, float, int]:
         return took, growth, lines
 
 
+STOPPED_CELLS = {
+    "rank 1 fails, rank 0 sleeps": "if wb.rank() == 1: raise KeyError('lost')\ntime.sleep(60)",
+    "rank 1 fails, rank 0 waits in a barrier": "if wb.rank() == 1: raise KeyError('lost')\nwb.barrier()",
+    "a time limit of 0.3 s, ranks sleep": "time.sleep(60)",
+    "a time limit of 0.3 s, rank 1 is stuck in C": (
+        "if wb.rank() == 1: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 200_000_000)"
+    ),
+}
+"""Cells that end because they must. A rank that is stuck in C is killed and started again."""
+
+
+def measure_stops(rounds: int) -> dict[str, float]:
+    """Median seconds from a cell's fault, or its time limit, to the error in the notebook."""
+    seconds: dict[str, list[float]] = {name: [] for name in STOPPED_CELLS}
+    with wb.Session(engines=2) as session:
+        for _ in range(rounds):
+            for name, code in STOPPED_CELLS.items():
+                session.run("import time, hashlib; wb.barrier()")
+                limit_s = 0.3 if "limit" in name else None
+                started = time.perf_counter()
+                with contextlib.suppress(CellError):
+                    session.run(code, timeout=limit_s)
+                seconds[name].append(time.perf_counter() - started - (limit_s or 0.0))
+    return {name: median(each) for name, each in seconds.items()}
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--calls", type=int, default=2, help="cells per round")
     parser.add_argument("--starts", type=int, default=3, help="starts of each")
+    parser.add_argument("--stops", type=int, default=5, help="cells of each kind that must end")
     parser.add_argument("--lines", type=int, default=NUM_LINES, help="lines that every rank prints")
     args = parser.parse_args()
     parts, judged, cell_s = [], list[Comparison](), dict[int, float]()
@@ -152,6 +181,10 @@ def main() -> int:
         f"{lines} of {4 * args.lines} lines are on disk."
     )
     judged.append(Comparison("growth of the notebook's process in a flood", growth, GROWTH))
+    stops = measure_stops(args.stops)
+    parts.append(f"A cell that must end, until its error is in the notebook, medians of {args.stops}:")
+    parts.append(table(["", "s"], [[name, f"{value:.2f}"] for name, value in stops.items()]))
+    judged += [Comparison(f"stop: {name}", value, STOP) for name, value in stops.items()]
     publish("session", "Sessions", "\n\n".join(parts), judged)
     return 0
 

@@ -15,6 +15,8 @@ PROGRAM_TIMEOUT_S = 240.0
 """For a program of its own, which loads torch, and may start engines that load it again."""
 PAGE_TIMEOUT_S = 240.0
 """For a page, its server and its kernel, which load half of what is installed."""
+PROMPT_S = 15.0
+"""For an end that must not wait for what it ends, which takes twice as long. How soon: ``benchmarks.session``."""
 
 
 def wait_until(condition: Callable[[], object], what: object = "what was waited for") -> None:

@@ -8,7 +8,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from tests.session.traces import Traces
-from tests.timeouts import WAIT_TIMEOUT_S
+from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.engines
 
@@ -110,5 +110,5 @@ def test_a_notebook_is_closed(notebook):
     assert len(traces.processes) >= 3 and traces.ports and traces.folders
     began = time.monotonic()
     notebook.manager.shutdown_kernel(now=False)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PROMPT_S
     traces.assert_gone()

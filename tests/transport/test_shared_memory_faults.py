@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.timeouts import PROMPT_S
 from tests.transport.shared_ranks import ThreadGather, assert_all_returned, run_on_threads, run_shared
 from workbench.errors import CollectiveAborted, WorldError
 from workbench.transport import selection
@@ -316,7 +317,7 @@ def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
     ranks.tell("gather", 0, 1)
     answers = [ranks.answer(rank) for rank in (0, 1)]
     ranks.signal(signal.SIGCONT, 2)
-    assert all("the test's gather" in answer["error"] and answer["time_s"] < 2 for answer in answers)
+    assert all("the test's gather" in answer["error"] and answer["time_s"] < PROMPT_S for answer in answers)
     assert any("is stopped (SIGSTOP)" in answer["error"] for answer in answers)
     ranks.ask("leave", 0, 1, 2)
 
@@ -326,7 +327,7 @@ def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
     sent_s = time.perf_counter()
     ranks.signal(signal.SIGINT, 0)
     assert "KeyboardInterrupt" in ranks.answer(0)["error"]
-    assert time.perf_counter() - sent_s < 0.1
+    assert time.perf_counter() - sent_s < PROMPT_S
     assert "rank 0 gave up: KeyboardInterrupt" in ranks.answer(1)["error"]
     ranks.ask("leave", 0, 1, 2)
 
@@ -337,7 +338,7 @@ def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
     killed_s = time.perf_counter()
     ranks.signal(signal.SIGKILL, 2)
     answers = [ranks.answer(rank) for rank in (0, 1)]
-    assert time.perf_counter() - killed_s < 2
+    assert time.perf_counter() - killed_s < PROMPT_S
     assert all(f"process {ranks.processes[2].pid} of rank 2 has ended" in answer["error"] for answer in answers)
 
     ranks.signal(signal.SIGKILL, 0, 1)

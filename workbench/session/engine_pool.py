@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,8 +36,19 @@ _JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
 _MAX_NAMES = 12
-_run_numbers = itertools.count(time.time_ns() // 1_000_000)
-"""Numbers of runs. They rise also from one notebook to the next on the same engines, which remember runs by number."""
+_numbering = threading.Lock()
+_last_run = 0
+
+
+def _next_run() -> int:
+    """The number of a new run: above those of all runs before it, also of other notebooks on the same engines.
+
+    An engine stops no run that is later than the one it is asked to stop, and knows that by their numbers.
+    """
+    global _last_run
+    with _numbering:
+        _last_run = max(_last_run + 1, time.time_ns() // 1_000)
+        return _last_run
 
 
 class EnginePool:
@@ -267,7 +278,7 @@ class EnginePool:
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
         """The tag of the next request to these ranks."""
         num_targets = len(tuple(targets))
-        return protocol.CellTag(next(_run_numbers), num_targets == self.num_engines, wants_values, label)
+        return protocol.CellTag(_next_run(), num_targets == self.num_engines, wants_values, label)
 
     def leave(self) -> None:
         """Disconnect from the engines, which go on running."""
