@@ -1,5 +1,8 @@
 """Strategies that cannot be: errors that say both numbers, the rule and the fix, on every rank, and change nothing."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.models.zoo import batch_for, make
 from tests.training.training_runs import Setup
-from workbench.errors import StrategyError
+from workbench.errors import CheckpointError, StrategyError
 from workbench.testing import run_ranks
 
 
@@ -86,3 +89,21 @@ def test_more_ranks_than_features_or_samples():
                 torch.testing.assert_close(found, parameter.grad)
         for model in models[:3]:
             model.zero_grad()
+
+
+@pytest.mark.parametrize("options", ["", " | zero=3 bf16", " | offload=activations recompute"])
+def test_a_parallelized_module_is_copied_but_not_pickled(options):
+    """Its hooks belong to the ranks of a world; torch's message named one of them."""
+    torch.manual_seed(0)
+    models, x = [nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)) for _ in range(2)], torch.randn(2, 5)
+    models[1].load_state_dict(models[0].state_dict())
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"0: model; 2: data{options}")
+        for part in (model, *([] if options else model[::2])):
+            with pytest.raises(CheckpointError, match=r"cannot be pickled.*wb\.checkpoint\.save\(path, model=model\)"):
+                torch.save(part, io.BytesIO())
+        return model(x).tolist(), copy.deepcopy(model)(x).tolist()
+
+    for expected, found in run_ranks(program, 2):
+        assert found == expected

@@ -32,7 +32,7 @@ from workbench.tensors.world import current
 from workbench.training import offload_option, precision, recompute
 from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
-from workbench.training.strategies.layout_hooks import Interruptible, hook_layer, hook_root
+from workbench.training.strategies.layout_hooks import Interruptible, RootHooks, hook_layer
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
@@ -139,7 +139,7 @@ def place(
         if experts and (choice.split == "expert" or resolved.stage_width(choice.stage)[1] == 1):
             state.handles.append(ExpertForward(layer, state.in_use, choice, experts))
     replicate_buffers(module, layouts)
-    state.handles += hook_root(module, state.in_use, state.on_interrupt)
+    state.handles += RootHooks(state.in_use).register(module, state.on_interrupt)
     module.__dict__[STATE] = state
     if not hasattr(module, PLAN):
         module.__dict__[PLAN] = plan

@@ -168,6 +168,7 @@ BEFORE = {
 }  # fmt: skip
 MADE = {
     "several optimizers": ({"optimizer_fn": lambda p: [torch.optim.SGD(p, 0.1)] * 2}, r"a list of 2; .*groups"),
+    "a closure": ({"optimizer_fn": torch.optim.LBFGS}, r"a LBFGS, whose step.*several times, by a closure.*own"),
     "no optimizer": ({"optimizer_fn": lambda p: None}, r"returned a NoneType; a run has 1 torch.optim.Optimizer"),
     "another model's": (
         {"optimizer_fn": lambda p: torch.optim.SGD([*p, *perceptron().parameters()], 0.1)},

@@ -137,6 +137,10 @@ class OffloadedActivations:
             module.register_forward_hook(lambda *_: self._end(), always_call=True),
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
+        """A copied module shares its host memory."""
+        return self
+
     def end_all(self) -> None:
         """End calls that were broken off."""
         while self._open:

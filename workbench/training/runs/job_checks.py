@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
@@ -89,7 +90,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that an optimizer trains the parameters of the model, and no others.
 
     Raises:
-        RunError: it is no optimizer, it is several optimizers, or it has tensors that are not the model's.
+        RunError: it is no optimizer, it is several optimizers, its step needs a closure, or it has tensors that are not
+            the model's.
     """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -97,6 +99,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise RunError(
             f"optimizer_fn(parameters) returned {described}; a run has 1 torch.optim.Optimizer. Return one; different "
             "settings for different parameters are its groups: torch.optim.SGD([{'params': ..., 'lr': ...}, ...])."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RunError(
+            f"optimizer_fn(parameters) returned a {kind}, whose step() evaluates the loss several times, by a closure. "
+            "A run has 1 forward and 1 backward in each step, as on one device: train with it in an own loop, by "
+            "optimizer.step(closure), or give another optimizer."
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

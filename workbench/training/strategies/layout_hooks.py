@@ -184,15 +184,27 @@ def _is_first_forward() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
 
-def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callable[[], None]]) -> list[Any]:
-    """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
-    latest of them.
+class RootHooks:
+    """The hooks of the parallelized module: inside its call, the rows of its inputs are the samples, and operands on
+    different stages meet on the latest of them.
     """
 
-    def prepare_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, in_use: LayoutsInUse) -> None:
+        self._in_use = in_use
+
+    def register(self, module: nn.Module, on_interrupt: list[Callable[[], None]]) -> list[Any]:
+        """The handles. ``on_interrupt`` gets the function that cleans up after an interrupted call."""
+        on_interrupt.append(self.end)
+        return [
+            module.register_forward_pre_hook(self.begin, with_kwargs=True),
+            module.register_forward_hook(self.end, always_call=True),
+        ]
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a call."""
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         leaves = args if is_one else batch_leaves((args, kwargs))
-        layouts = in_use.layouts
+        layouts = self._in_use.layouts
         context = layouts.world.context
         calls = layouts.plan.calls
         if context.running is None:  # a scheduled step does both before its ranks go their own ways
@@ -204,18 +216,13 @@ def hook_root(module: nn.Module, in_use: LayoutsInUse, on_interrupt: list[Callab
             context.begin_action("F", layouts.own_stage)
         context.call = ModuleCall(layouts.stage_order, count_samples(leaves), calls.are_followed)
 
-    def restore_call(module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
-        context = in_use.layouts.world.context
+    def end(self, module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
+        """After a call, also after one that has failed."""
+        context = self._in_use.layouts.world.context
         context.call = OUTSIDE
-        in_use.layouts.plan.calls.end(has_returned=output is not None)
+        self._in_use.layouts.plan.calls.end(has_returned=output is not None)
         if _is_first_forward():
             context.end_action("F")
-
-    on_interrupt.append(restore_call)
-    return [
-        module.register_forward_pre_hook(prepare_input, with_kwargs=True),
-        module.register_forward_hook(restore_call, always_call=True),
-    ]
 
 
 class Interruptible:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from workbench.core.placement import Placement
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import ResolvedLayer
+from workbench.errors import CheckpointError
 from workbench.tensors.execution_context import ModuleCall
 from workbench.tensors.world import World
 
@@ -88,3 +89,11 @@ class LayoutsInUse:
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutsInUse:
         """A copied module has the layouts of the module."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Hooks belong to the ranks of a world, and a pickled module would take them along."""
+        raise CheckpointError(
+            "a parallelized module cannot be pickled: its hooks belong to the ranks of this world. Save its weights: "
+            "wb.checkpoint.save(path, model=model), which can be loaded under any strategy, or "
+            "torch.save(model.state_dict(), file), a file for each rank."
+        )
