@@ -7,6 +7,7 @@ not do what a new interpreter does, it becomes that interpreter.
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -69,10 +70,15 @@ def main() -> None:
         os.close(file)  # else nobody sees that the program has closed them
     answers = connection.makefile()
     pid = int(answers.readline())
+    wakes, is_woken = os.pipe()
+    os.set_blocking(is_woken, False)
+    signal.set_wakeup_fd(is_woken)  # a signal just before a read does not end it
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    while connection not in select.select([connection, wakes], [], [])[0]:
+        os.read(wakes, 1000)
     code = int(answers.readline() or -signal.SIGKILL)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None

@@ -88,7 +88,9 @@ def test_the_first_program_does_not_choose_for_the_others(monkeypatch: pytest.Mo
 
 
 def test_a_signal_reaches_the_program_which_ends_with_its_command() -> None:
-    program = "import os, time\ntry: print(os.getpid(), flush=True); time.sleep(600)\nexcept KeyboardInterrupt: "
+    program = (
+        "import os, time\ntry:\n print(os.getpid(), flush=True)\n while 1: time.sleep(0.1)\nexcept KeyboardInterrupt: "
+    )
     for number, last in ((signal.SIGINT, "print('interrupted')"), (signal.SIGTERM, "pass"), (signal.SIGKILL, "pass")):
         command = [executable(), "-c", program + last]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
