@@ -1,15 +1,17 @@
 """An interrupt of the notebook while a request is sent: all ranks get it, and the loop that follows it stops it."""
 
+import os
 import signal
 import threading
+import time
 
 import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import CellError
 from workbench.session.adapter import Engines, Request
-from workbench.session.held_interrupt import HeldInterrupt
 from workbench.session.run import Run
+from workbench.transport.held_interrupt import HeldInterrupt
 
 
 def test_an_interrupt_is_held_until_it_may_come():
@@ -55,6 +57,27 @@ def test_other_threads_hold_nothing():
     thread.start()
     thread.join(WAIT_TIMEOUT_S)
     assert seen == [before]
+
+
+@pytest.mark.engines
+def test_interrupts_at_any_moment_of_a_join_leave_engines_with_their_variables(session):
+    """A rank waited in C++ for one that had left, or under another number of the group, and was killed."""
+    session.run("import time; kept = 7")
+    for number in range(20):
+        session._pool._world_is_stale = True
+
+        def interrupt(number=number):
+            while not session.is_busy:
+                time.sleep(0.001)
+            time.sleep(0.004 * number)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run("time.sleep(60)")
+        thread.join(WAIT_TIMEOUT_S)
+        assert session.run("kept").values == [7] * session.num_engines
 
 
 @pytest.mark.engines

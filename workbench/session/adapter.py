@@ -23,7 +23,7 @@ from typing import Any
 import ipyparallel as ipp
 
 from workbench.session import protocol
-from workbench.session.held_interrupt import HeldInterrupt
+from workbench.transport.held_interrupt import HeldInterrupt
 
 
 @dataclass(frozen=True, slots=True)

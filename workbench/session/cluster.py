@@ -15,7 +15,6 @@ from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.engine_pool import EnginePool, raise_unless_ok
-from workbench.session.held_interrupt import HeldInterrupt
 from workbench.session.offer_magics import offer_magics
 from workbench.session.outcome import CellResult, Outcome
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
@@ -30,6 +29,7 @@ from workbench.session.ranks import check_ranks
 from workbench.session.recovery import Recovered, Resized, SetupCells
 from workbench.session.remote_call import RemoteCall
 from workbench.session.request_queue import RequestQueue
+from workbench.transport.held_interrupt import HeldInterrupt
 from workbench.units import counted
 
 _open: list[Session] = []

@@ -17,6 +17,7 @@ from workbench.tensors.execution_context import ExecutionContext
 from workbench.transport import selection
 from workbench.transport.base import Transport
 from workbench.transport.closed import ClosedTransport
+from workbench.transport.held_interrupt import HeldInterrupt
 from workbench.transport.launchers import default_init_method, launcher_value
 from workbench.transport.rendezvous import Rendezvous, join_rendezvous
 from workbench.transport.threads import ThreadHub, ThreadTransport
@@ -24,6 +25,8 @@ from workbench.transport.traffic import Traffic
 from workbench.units import format_ranks
 
 DEFAULT_TIMEOUT_S = 300.0
+_HELD_AT_MOST_S = 5.0
+"""How long an interrupt waits for ranks that connect to one another; it takes some milliseconds."""
 _MAKE_ANEW = "Make it anew on the ranks that are left, or load a checkpoint."
 
 
@@ -188,20 +191,21 @@ def init(
     chosen = _use(torch.device(device)) if device is not None else _default_device(world_size)
     transport: Transport
     requested = selection.requested_transport(chosen, backend)
-    if world_size > 1:
-        place, known_as = init_method or default_init_method(), selection.device_name(chosen)
-        rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, known_as, requested)
-        transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
-        generation = rendezvous.generation
-        atexit.unregister(shutdown)
-        atexit.register(shutdown)  # gloo's threads must end before the interpreter does
-        run_backward_in_calling_thread(chosen)
-    else:
-        transport = ThreadTransport(ThreadHub(1), 0, chosen)
-    _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
-    _process_world.generation = generation or 0
-    patches.install()
-    _joined_by = {"init_method": init_method, "backend": backend, "timeout_s": timeout_s}
+    with HeldInterrupt(at_most_s=_HELD_AT_MOST_S) as interrupt:
+        if world_size > 1:
+            place, known_as = init_method or default_init_method(), selection.device_name(chosen)
+            rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, known_as, requested, interrupt)
+            transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
+            generation = rendezvous.generation
+            atexit.unregister(shutdown)
+            atexit.register(shutdown)  # gloo's threads must end before the interpreter does
+            run_backward_in_calling_thread(chosen)
+        else:
+            transport = ThreadTransport(ThreadHub(1), 0, chosen)
+        _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
+        _process_world.generation = generation or 0
+        patches.install()
+        _joined_by = {"init_method": init_method, "backend": backend, "timeout_s": timeout_s}
     return _process_world
 
 
@@ -313,12 +317,13 @@ def shutdown() -> None:
         return
     for finish in _at_shutdown:
         finish()
-    _process_world.transport.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch.autograd.set_multithreading_enabled(True)
-    patches.remove()
-    _process_world, _left_world = None, _process_world
+    with HeldInterrupt(at_most_s=_HELD_AT_MOST_S):
+        _process_world.transport.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.autograd.set_multithreading_enabled(True)
+        patches.remove()
+        _process_world, _left_world = None, _process_world
 
 
 def run_backward_in_calling_thread(device: torch.device) -> None:

@@ -23,9 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from workbench.errors import WorldError
+from workbench.transport.held_interrupt import HeldInterrupt
 
 HOST_VARIABLE = "WORKBENCH_HOST"
 """Overrides the name of this rank's host: ranks of hosts with different names never share memory."""
+_DECISION, _GO_ON = "decision", "all go on"
 _FIRST_NAP_S, _LONGEST_NAP_S = 1e-3, 50e-3
 _last: tuple[str, Store] | None = None
 _num_joined: dict[str, int] = {}
@@ -97,16 +99,23 @@ def join_rendezvous(
     timeout_s: float,
     device: str = "cpu",
     requested: str = "auto",
+    interrupt: HeldInterrupt | None = None,
 ) -> Rendezvous:
     """Join a world and return when all ranks have joined; the wait can be interrupted.
+
+    Then the ranks connect to one another, and wait in C++ for each other. So they decide together, by a key of the
+    store that is set once, whether all go on: a rank that is interrupted leaves if it is the first to set it.
 
     Args:
         init_method: an init method of ``torch.distributed``: ``env://``, ``file://``, ``tcp://``.
         generation: the number of the world under this init method; default: how many this process has joined.
         device, requested: published about this rank (see ``Member``).
+        interrupt: what is held back while this rank joins.
 
     Raises:
-        WorldError: some ranks did not join in time (they are named), or this rank has joined already.
+        WorldError: some ranks did not join in time (they are named), one was interrupted, or this rank has joined
+            already.
+        KeyboardInterrupt: an interrupt was held, and others can do without this rank.
     """
     generation = _num_joined.get(init_method, 0) if generation is None else generation
     store = PrefixStore(f"workbench-{generation}", _store_of(init_method, rank, world_size, timeout_s))
@@ -118,8 +127,32 @@ def join_rendezvous(
     _num_joined[init_method] = generation + 1
     store.set(f"member/{rank}", json.dumps(asdict(_own_member(device, requested))))
     keys = [f"member/{peer}" for peer in range(world_size)]
-    _wait_for_all(store, keys, f"rank {rank} of {world_size} at {init_method}", timeout_s)
+    who = f"rank {rank} of {world_size} at {init_method}"
+
+    def leave_if_interrupted() -> None:
+        if interrupt is not None and interrupt.has_come and _decide(store, f"rank {rank} was interrupted") != _GO_ON:
+            interrupt.take()
+            raise KeyboardInterrupt
+        _check_decision(store, who)
+
+    try:
+        _wait_for_all(store, keys, who, timeout_s, leave_if_interrupted)
+    except WorldError:
+        if _decide(store, f"rank {rank} has waited for {timeout_s:g} s") != _GO_ON:
+            raise
+    _decide(store, _GO_ON)
+    _check_decision(store, who)
     return Rendezvous(store, generation, tuple(Member(**json.loads(store.get(key))) for key in keys))
+
+
+def _decide(store: Store, text: str) -> str:
+    """What all ranks do when they have joined: the text of the first rank that calls this."""
+    return store.compare_set(_DECISION, "", text).decode()
+
+
+def _check_decision(store: Store, who: str) -> None:
+    if store.check([_DECISION]) and (found := store.get(_DECISION).decode()) != _GO_ON:
+        raise WorldError(f"{who}: {found} before all ranks had joined, so none of them goes on. Join again.")
 
 
 def host_name() -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from workbench.errors import WorldError
 from workbench.transport.base import Transport
@@ -32,6 +33,8 @@ from workbench.transport.shared.transport import FIRST_CHUNK_BYTES, SharedTransp
 VARIABLE = "WORKBENCH_TRANSPORT"
 NAMES = ("auto", "gloo", "shared", "mixed", "ipc", "nccl")
 _log = logging.getLogger(__name__)
+_has_failed = False
+"""Whether the last default group of torch.distributed was left half made."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,16 @@ def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int,
     """Make torch.distributed's default group. With a ``device_id`` torch would run all of NCCL's single sends on one
     communicator, where pipelines stall.
     """
+    global _has_failed
     timeout = datetime.timedelta(seconds=timeout_s)
     if backend == "nccl":
         disarm_torch()
         timeout = torch_timeout(timeout_s)
+    if _has_failed:
+        # torch numbers the groups, and counts one that it could not make: the others would wait under another number.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    _has_failed = True
     dist.init_process_group(
         backend,
         store=rendezvous.sub_store("group"),
@@ -179,6 +188,7 @@ def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int,
         world_size=world_size,
         timeout=timeout,
     )
+    _has_failed = False
 
 
 def connect_distributed(
