@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from workbench.errors import WorldError
 from workbench.transport.base import Transport
@@ -178,7 +177,7 @@ def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int,
         timeout = torch_timeout(timeout_s)
     if _has_failed:
         # torch numbers the groups, and counts one that it could not make: the others would wait under another number.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.destroy_process_group()
     _has_failed = True
     dist.init_process_group(
