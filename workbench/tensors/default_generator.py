@@ -7,11 +7,15 @@ be nested. No exchange may happen inside: the ranks that it waits for may be wai
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from workbench.tensors.patch_table import patch
 
 _turn = threading.RLock()
 _WITHOUT_GENERATOR = ("cpu", "meta")
@@ -76,3 +80,21 @@ def watched(device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
     with _turn:
         before = states(device)
         yield lambda: not all(map(torch.equal, before, states(device)))
+
+
+def _in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def in_turn(*args: Any, **options: Any) -> Any:
+        with _turn:
+            return original(*args, **options)
+
+    return in_turn
+
+
+for _place in ("torch.get_rng_state", "torch.set_rng_state"):
+    patch(
+        _place,
+        "torch locks the generator while it makes the tensor of the state, and a collection of garbage meanwhile runs "
+        "Python code: another simulated rank would wait for the generator, and this one for the interpreter",
+        _in_turn,
+    )
