@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.timeouts import PAGE_TIMEOUT_S
+from workbench.session.processes.ports import free_ports
 
 TOKEN = "workbench-test"
 CHROMIUM_OPTIONS = [
@@ -86,7 +85,7 @@ class LabServer:
 def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[LabServer]:
     """A server that ends with the context, and with it its kernels and their engines."""
     _refuse_news(folder)
-    port, log = _free_port(), folder / LOG
+    [port], log = free_ports(1), folder / LOG
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(port, folder),
@@ -140,15 +139,6 @@ def _refuse_news(folder: Path) -> None:
     settings = folder / "jupyter_config_dir" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
-
-
-def _free_port() -> int:
-    """One below those that the system and ZeroMQ choose from, so that nobody takes it before the server does."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -11,6 +10,7 @@ import pytest
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import EngineStartError, WorldError
 from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.ports import free_ports
 from workbench.session.processes.rendezvous_address import (
     INTERFACE_VARIABLES,
     RendezvousAddress,
@@ -28,12 +28,6 @@ def _own_environment(monkeypatch):
     for name in INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_ranks_of_this_host_meet_in_a_file_others_at_the_address_of_rank_0(tmp_path):
@@ -64,7 +58,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 
 
 def test_the_store_listens_at_its_address_and_nowhere_else():
-    place, timeout = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=WAIT_TIMEOUT_S)
+    place, timeout = f"tcp://127.0.0.1:{free_ports(1)[0]}", datetime.timedelta(seconds=WAIT_TIMEOUT_S)
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
     stores[0].set("key", "value")

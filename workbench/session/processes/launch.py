@@ -28,6 +28,7 @@ from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
 from workbench.session.processes import fork_server, oom_kills, watchdog
 from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
+from workbench.session.processes.ports import free_ports
 from workbench.session.processes.rendezvous_address import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import describe_ranks
 from workbench.units import counted
@@ -35,6 +36,7 @@ from workbench.units import counted
 START_TIMEOUT_S = 120
 _POLL_S = 0.05
 _LOG_LINES = 12
+_NUM_PORTS = 20  # of a controller
 WATCHDOG = [sys.executable, "-m", "workbench.session.processes.watchdog"]
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
@@ -158,7 +160,7 @@ class LocalProcesses:
         Raises:
             EngineStartError: the controller or an engine ended. The message quotes the last lines it wrote.
         """
-        self._write_security_settings()
+        self._write_controller_settings()
         self._find_fork_server()  # it loads torch while the controller starts
         self._cluster.start_controller_sync(environment=self._environment())
         assert self._cluster.controller is not None
@@ -305,8 +307,8 @@ class LocalProcesses:
             environment[watchdog.CONTROLLER] = str(self._controller)
         return environment
 
-    def _write_security_settings(self) -> None:
-        """Encrypt and sign messages. Without this key ipyparallel does not sign where it encrypts."""
+    def _write_controller_settings(self) -> None:
+        """Encrypt, sign (ipyparallel signs no message that it encrypts unless it gets a key), and choose the ports."""
         path = self.folder.path / "profile" / "ipcontroller_config.py"
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.touch(mode=0o600)
@@ -314,6 +316,7 @@ class LocalProcesses:
             f"c = get_config()\n"
             f"c.Session.key = {secrets.token_hex(32).encode()!r}\n"
             f"c.IPController.enable_curve = True\n"
+            f"c.IPController.ports = {free_ports(_NUM_PORTS)}\n"
         )
 
     def how_ended(self, rank: int) -> str:

@@ -7,6 +7,9 @@ whose own watch could not run.
 
 Engines that are kept for another notebook watch their controller instead of their parent. Their controller watches no
 process.
+
+A controller without one of its threads would forward some kinds of messages and not others: cells would run, and no
+interrupt would come. So it ends when one of them cannot listen.
 """
 
 from __future__ import annotations
@@ -72,6 +75,22 @@ def end_children() -> None:
             continue
 
 
+def end_with_threads() -> None:
+    """End this process when a thread ends because its socket has failed, such as by a port that is taken."""
+    import zmq
+
+    report = threading.excepthook
+
+    def end(error: threading.ExceptHookArgs) -> None:
+        report(error)
+        if isinstance(error.exc_value, zmq.ZMQError):
+            sys.stderr.flush()
+            end_children()
+            os._exit(1)
+
+    threading.excepthook = end
+
+
 def has_parent(pid: int) -> Callable[[], bool]:
     """Whether this process is still a child of the one that started it."""
     return lambda: os.getppid() == pid
@@ -110,7 +129,9 @@ def main(argv: list[str]) -> None:
         watch(has_parent(int(os.environ[OWNER])), on_orphaned)
     elif CONTROLLER in os.environ:
         watch(is_running(os.environ[CONTROLLER]), end_this_process)
-    if CONNECTION in os.environ and not is_controller:
+    if is_controller:
+        end_with_threads()
+    elif CONNECTION in os.environ:
         prepare_engine(os.environ[CONNECTION])
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,72 @@
+"""The ports of a controller: no program gets them by chance, and a controller that cannot listen ends."""
+
+import json
+import os
+import socket
+import subprocess
+
+import pytest
+
+from tests.timeouts import PROGRAM_TIMEOUT_S
+from workbench.session.processes import launch, ports, watchdog
+from workbench.session.processes.ports import free_ports
+
+pytestmark = pytest.mark.engines
+
+
+@pytest.fixture
+def taken():
+    """A port on which somebody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def lowest_chosen():
+    """The first port that this system may give to a program that connects somewhere."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        given = probe.getsockname()[1]
+    found = [int(each) for each in ports._CHOSEN_BY_SYSTEM.read_text().split()]
+    assert found[0] <= given <= found[1]
+    return found[0]
+
+
+def test_ports_are_free_and_none_that_the_system_chooses(taken, monkeypatch):
+    found = free_ports(50)
+    assert len(set(found)) == 50 and max(found) < lowest_chosen()
+    monkeypatch.setattr(ports.secrets.SystemRandom, "sample", lambda *_: [taken, found[0]])
+    assert free_ports(1) == [found[0]]
+    with pytest.raises(OSError, match=r"2 ports of 127\.0\.0\.1 were asked for, but only 1 are free"):
+        free_ports(2)
+
+
+def test_a_system_that_chooses_from_all_ports_and_one_that_does_not_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(ports, "_CHOSEN_BY_SYSTEM", tmp_path / "range")
+    assert max(free_ports(9)) < 49_152
+    (tmp_path / "range").write_text("1024\t65535\n")
+    assert min(free_ports(9)) >= 10_000
+
+
+def test_a_controller_listens_on_such_ports_only(session):
+    for name in ("client", "engine"):
+        path = session._folder.path / "profile" / "security" / f"ipcontroller-{name}.json"
+        numbers = [each for value in json.loads(path.read_text()).values() for each in numbers_in(value)]
+        assert len(numbers) >= 6 and max(numbers) < lowest_chosen()
+
+
+def numbers_in(value):
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+
+
+def test_a_controller_that_cannot_listen_for_all_messages_ends(taken, tmp_path):
+    """Without its control channel all seems to be well, until an interrupt does not come and ranks are killed."""
+    registration, *others = free_ports(20)
+    settings = f"c = get_config()\nc.IPController.ports = {[registration, taken, *others]}\n"
+    (tmp_path / "ipcontroller_config.py").write_text(settings)
+    command = [*launch.WATCHDOG, "ipyparallel.controller", *launch._CONTROLLER_OPTIONS, f"--profile-dir={tmp_path}"]
+    environment = {name: value for name, value in os.environ.items() if name != watchdog.OWNER}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    assert ended.returncode == 1
+    assert f"Address already in use (addr='tcp://127.0.0.1:{taken}')" in ended.stderr
