@@ -1,4 +1,4 @@
-"""Ports for servers that are told their port before they listen.
+"""Chooses ports for servers that get their port some time before they listen.
 
 A port that the system has chosen may be chosen again until the server listens: any program that connects somewhere gets
 one. So these are ports that the system gives only to who asks for their numbers.

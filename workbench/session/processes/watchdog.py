@@ -86,7 +86,7 @@ def end_with_threads() -> None:
         if isinstance(error.exc_value, zmq.ZMQError):
             sys.stderr.flush()
             end_children()
-            os._exit(1)
+            end_this_process()
 
     threading.excepthook = end
 
