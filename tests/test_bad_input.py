@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import workbench as wb
+from workbench import api
+from workbench.core.placement import Placement
 from workbench.testing import run_ranks
 
 
@@ -23,6 +27,10 @@ def test_errors_say_what_to_write() -> None:
             (lambda: x.to_global("B"), "placement='B' is a str.*by name: sbp="),
             (lambda: wb.to_global(torch.ones(2), [0, 1], "B"), r"placement=\[0, 1\] is a list. Write wb.placement"),
             (lambda: wb.ones(2, placement=[0, 1], sbp="B"), r"placement=\[0, 1\] is a list. Write wb.placement"),
+            (
+                lambda: wb.placement([0, 1]),
+                r"placement\(\[0, 1\]\): which ranks\? Name some of 0 to 1, as in wb.placement\(r",
+            ),
             (lambda: wb.randint(5, 2, (3,), placement=here, sbp="B"), r"no integer lies in \[5, 2\)"),
             (lambda: wb.debug.boxing_plan("S(0)", "B", (4, 4)), "'S.0.' is a str, not a layout.*layout_on_ranks"),
             (lambda: wb.draw.network(x), r"layer 0 is a GlobalTensor, not \(x, w, out\).*wb.draw.network\(\("),
@@ -39,6 +47,15 @@ def test_errors_say_what_to_write() -> None:
                 mistake()
 
     run_ranks(program, 2)
+
+
+def test_a_placement_is_on_the_device_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda:1"):
+        world = SimpleNamespace(device=torch.device(device), world_size=4)
+        monkeypatch.setattr(api, "current", lambda world=world: world)
+        kind = world.device.type
+        assert wb.placement(ranks=[[3], [1]]) == Placement.of(kind, [[3], [1]]) != wb.placement("meta", [[3], [1]])
+        assert wb.placement.all() == Placement.of(kind, range(4))
 
 
 def test_a_single_global_tensor_keeps_what_is_left_out() -> None:

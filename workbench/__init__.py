@@ -2,7 +2,7 @@
 
     import workbench as wb
     wb.init()
-    p = wb.placement("cpu", ranks=[0, 1])
+    p = wb.placement(ranks=[0, 1])
     x = wb.randn(4, 5, placement=p, sbp=wb.sbp.split(0))
     w = wb.randn(5, 8, placement=p, sbp=wb.sbp.broadcast)
     (x @ w).shape                       # (4, 8), computed in two halves

@@ -12,7 +12,7 @@ from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement, RanksLike
 from workbench.core.sbp import SbpLike
-from workbench.errors import LayoutError
+from workbench.errors import LayoutError, PlacementError
 from workbench.tensors import conversion
 from workbench.tensors.boxing.calibration import calibrate
 from workbench.tensors.boxing.fused import to_global_many
@@ -32,32 +32,37 @@ from workbench.training.pipelining.step import evaluate, forward_backward
 
 
 class _PlacementFactory:
-    """``wb.placement("cpu", ranks=[0, 1])``. Nested lists of ranks make a grid; the order counts."""
+    """``wb.placement(ranks=[0, 1])``. Nested lists of ranks make a grid; the order counts."""
 
-    def __call__(self, type: str, ranks: RanksLike) -> Placement:
-        placement = Placement.of(type, ranks)
-        placement.check_world(current().world_size)
+    def __call__(self, type: str | None = None, ranks: RanksLike | None = None) -> Placement:
+        world = current()
+        if ranks is None:
+            raise PlacementError(
+                f"placement({'' if type is None else repr(type)}): which ranks? Name some of 0 to "
+                f"{world.world_size - 1}, as in wb.placement(ranks=[0]), or take all: wb.placement.all()."
+            )
+        placement = Placement.of(world.device.type if type is None else type, ranks)
+        placement.check_world(world.world_size)
         return placement
 
-    def all(self, type: str) -> Placement:
-        """All ranks of the world on one axis: ``wb.placement.all("cpu")``."""
-        return Placement.of(type, list(range(current().world_size)))
+    def all(self, type: str | None = None) -> Placement:
+        """All ranks of the world on one axis: ``wb.placement.all()``."""
+        return self(type, list(range(current().world_size)))
 
 
 placement = _PlacementFactory()
-"""``wb.placement("cpu", ranks=[0, 1])``: a ``Placement`` on ranks of the current world.
+"""``wb.placement(ranks=[0, 1])``: a ``Placement`` on ranks of the current world.
 
-Nested lists of ranks make a grid with several axes. The order of ranks counts. ``wb.placement.all("cpu")`` takes all
-ranks.
+Nested lists of ranks make a grid with several axes. The order of ranks counts. ``wb.placement.all()`` takes all ranks.
 
 Args:
-    type: ``"cpu"`` or ``"cuda"``.
+    type: ``"cpu"`` or ``"cuda"``. Default: the device on which this world's ranks work.
     ranks: a list, or nested lists of equal lengths.
 
 Raises:
-    PlacementError: a rank that does not exist, or appears twice.
+    PlacementError: no rank, one that does not exist, or one that appears twice.
 
->>> wb.placement("cpu", ranks=[[0], [1]]).shape
+>>> wb.placement(ranks=[[0], [1]]).shape
 (2, 1)
 """
 
@@ -73,7 +78,7 @@ def boxing_plan(
     The plan is for this world's transport: one exchange, or a path of several where that is faster. A layout is a
     ``(placement, sbp)`` pair, or ``x.layout_on_ranks``.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
     64
     """
@@ -87,7 +92,7 @@ def _layout_of(value: LayoutLike) -> Layout:
     if not isinstance(value, tuple) or len(value) != 2:
         raise LayoutError(
             f"boxing_plan: {value!r} is a {type(value).__name__}, not a layout. Give placement and sbp, e.g. "
-            '(wb.placement("cpu", ranks=[0, 1]), "S(0)"), or x.layout_on_ranks of a tensor.'
+            '(wb.placement(ranks=[0, 1]), "S(0)"), or x.layout_on_ranks of a tensor.'
         )
     return Layout.of(*value)
 
@@ -159,7 +164,7 @@ def to_global(
         missing = "placement=" if placement is None else "sbp="
         raise LayoutError(
             f"to_global: a plain tensor {tuple(tensor.shape)} without {missing}. Say which ranks hold it and how: "
-            'wb.to_global(x, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").'
+            'wb.to_global(x, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").'
         )
     return conversion.to_global(tensor, placement, sbp, broadcast_from=broadcast_from)
 

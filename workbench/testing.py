@@ -1,7 +1,7 @@
 """Simulated ranks for tests: a whole SPMD program in one process, in milliseconds.
 
 >>> def program(rank):
-...     x = wb.ones(7, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+...     x = wb.ones(7, 3, placement=wb.placement(ranks=[0, 1]), sbp="S(0)")
 ...     return tuple(x.to_local().shape)
 >>> run_ranks(program, num_ranks=2)
 [(4, 3), (3, 3)]

@@ -51,7 +51,7 @@ class Layout:
         """
         if not isinstance(placement, Placement):
             raise PlacementError(
-                f'placement={placement!r} is a {type(placement).__name__}. Write wb.placement("cpu", ranks=[0, 1]); an '
+                f"placement={placement!r} is a {type(placement).__name__}. Write wb.placement(ranks=[0, 1]); an "
                 'sbp is given by name: sbp="S(0)".'
             )
         entries = as_nd_sbp(sbp)

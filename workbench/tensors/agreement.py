@@ -43,7 +43,7 @@ def check_agreement() -> Iterator[None]:
     Raises:
         LayoutError: the ranks disagree. It names the function, the argument, the ranks, both values and the fix.
 
-    >>> x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B")
+    >>> x = wb.ones(4, placement=wb.placement(ranks=[0]), sbp="B")
     >>> with wb.debug.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP
     ...     y = x + torch.ones(4)
     """

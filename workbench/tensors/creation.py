@@ -77,7 +77,7 @@ def zeros(
 ) -> GlobalTensor:
     """``torch.zeros`` as a global tensor.
 
-    >>> wb.zeros(7, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    >>> wb.zeros(7, 4, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
     torch.Size([4, 4])
     """
     return _constant(torch.zeros, size, placement, sbp, dtype, requires_grad)
@@ -88,7 +88,7 @@ def ones(
 ) -> GlobalTensor:
     """``torch.ones`` as a global tensor. As a partial sum one rank holds the ones, and the others hold zeros.
 
-    >>> wb.ones(2, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="P").shape
+    >>> wb.ones(2, 3, placement=wb.placement(ranks=[0, 1]), sbp="P").shape
     torch.Size([2, 3])
     """
     return _constant(torch.ones, size, placement, sbp, dtype, requires_grad)
@@ -99,7 +99,7 @@ def empty(
 ) -> GlobalTensor:
     """``torch.empty`` as a global tensor: the values are undefined and differ between ranks.
 
-    >>> wb.empty(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    >>> wb.empty(4, 5, placement=wb.placement(ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
     torch.Size([4, 3])
     """
     return _constant(torch.empty, size, placement, sbp, dtype, requires_grad)
@@ -116,7 +116,7 @@ def full(
 ) -> GlobalTensor:
     """``torch.full`` as a global tensor.
 
-    >>> wb.full((4, 5), 0.5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").dtype
+    >>> wb.full((4, 5), 0.5, placement=wb.placement(ranks=[0, 1]), sbp="B").dtype
     torch.float32
     """
     shape, kind = tuple(size), dtype or torch.tensor(fill_value).dtype
@@ -143,7 +143,7 @@ def arange(
 ) -> GlobalTensor:
     """``torch.arange`` as a global tensor.
 
-    >>> wb.arange(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    >>> wb.arange(7, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
     tensor([0, 1, 2, 3])
     """
     return _cut(torch.arange(*args, dtype=dtype), placement, sbp, requires_grad)
@@ -160,7 +160,7 @@ def eye(
 ) -> GlobalTensor:
     """``torch.eye`` as a global tensor.
 
-    >>> wb.eye(3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    >>> wb.eye(3, placement=wb.placement(ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
     torch.Size([3, 2])
     """
     return _cut(torch.eye(n, n if m is None else m, dtype=dtype), placement, sbp, requires_grad)
@@ -171,7 +171,7 @@ def tensor(
 ) -> GlobalTensor:
     """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank.
 
-    >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
     tensor([[1, 2]])
     """
     return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
@@ -193,7 +193,7 @@ def randn(
 ) -> GlobalTensor:
     """Standard normal numbers, the same for every layout.
 
-    >>> wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
+    >>> wb.randn(4, 5, placement=wb.placement(ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
     torch.Size([4, 5])
     """
     kind = dtype or torch.get_default_dtype()
@@ -205,7 +205,7 @@ def rand(
 ) -> GlobalTensor:
     """Uniform numbers in [0, 1), the same for every layout.
 
-    >>> wb.rand(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").shape
+    >>> wb.rand(4, 5, placement=wb.placement(ranks=[0, 1]), sbp="B").shape
     torch.Size([4, 5])
     """
     kind = dtype or torch.get_default_dtype()
@@ -223,7 +223,7 @@ def randint(
 ) -> GlobalTensor:
     """Random integers in [low, high), or in [0, low) without ``high``; the same for every layout.
 
-    >>> wb.randint(10, (4, 5), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").dtype
+    >>> wb.randint(10, (4, 5), placement=wb.placement(ranks=[0, 1]), sbp="S(0)").dtype
     torch.int64
     """
     if not isinstance(high, int):
@@ -235,7 +235,7 @@ def randint(
 def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
     """The numbers from 0 to n - 1 in random order, the same for every layout.
 
-    >>> wb.randperm(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    >>> wb.randperm(7, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
     torch.Size([4])
     """
     return _cut(random.permutation(random.draw_key(current()), n).to(dtype), placement, sbp, requires_grad=False)

@@ -60,7 +60,7 @@ class GlobalTensor(TensorState):
     Creators such as ``wb.randn(..., placement=, sbp=)``, ``wb.to_global`` and ``wb.parallelize`` make it. torch's
     functions work on it and give the numbers of one device. Where layouts do not fit, an operation boxes its operands.
 
-    >>> x = wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0))
+    >>> x = wb.randn(4, 5, placement=wb.placement(ranks=[0, 1]), sbp=wb.sbp.split(0))
     >>> x.shape, x.to_local().shape
     (torch.Size([4, 5]), torch.Size([2, 5]))
     """
@@ -290,7 +290,7 @@ class GlobalTensor(TensorState):
     def boxing_plan(self, placement: Placement | None = None, sbp: SbpLike | None = None) -> BoxingPlan | BoxingPath:
         """The plan of ``to_global`` with the same arguments. It can be printed, and moves nothing.
 
-        >>> p = wb.placement("cpu", ranks=[0, 1])
+        >>> p = wb.placement(ranks=[0, 1])
         >>> wb.ones(4, 4, placement=p, sbp="S(0)").boxing_plan(sbp="B").bytes_sent
         {0: 32, 1: 32}
         """
@@ -327,7 +327,7 @@ class GlobalTensor(TensorState):
             StrategyError: inside a scheduled step whose stages cannot wait for the value.
             ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, if a rank holds no part of the tensor.
 
-        >>> last = wb.placement("cpu", ranks=[0])
+        >>> last = wb.placement(ranks=[0])
         >>> wb.ones(2, 3, placement=last, sbp="B").full_tensor().sum()
         tensor(6.)
         """

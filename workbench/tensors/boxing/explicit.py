@@ -37,7 +37,7 @@ def explicit_boxing() -> Iterator[None]:
         ExplicitBoxingError: the code needs such a boxing. The message names the function, the argument, both layouts
             and the ``to_global`` to add.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> x, w = wb.ones(4, 6, placement=p, sbp="S(0)"), wb.ones(6, 2, placement=p, sbp="B")
     >>> with wb.debug.explicit_boxing():
     ...     y = x @ w                   # S(0) with B moves nothing

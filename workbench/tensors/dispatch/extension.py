@@ -92,7 +92,7 @@ def register_rule(
     >>> @wb.register_rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
     ... def soft_scale(x, weight):
     ...     return torch.softmax(x, -1) * weight
-    >>> x = wb.randn(5, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+    >>> x = wb.randn(5, 4, placement=wb.placement(ranks=[0, 1]), sbp="S(0)")
     >>> soft_scale(x, torch.ones(4)).sbp
     (S(0),)
     """

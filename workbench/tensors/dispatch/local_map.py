@@ -62,7 +62,7 @@ def local_map(
         SbpError: another number of entries than arguments, results or axes; a split dim out of range.
         LayoutError: results that are not tensors, or whose shapes on the ranks do not fit the declared layout.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> halves = wb.local_map(lambda x, k: (x * k, x.sum(0)), in_sbp=["S(0)", None], out_sbp=["S(0)", "P"])
     >>> y, total = halves(wb.ones(5, 3, placement=p, sbp="S(0)"), 2.0)
     >>> y.shape, total.shape, total.sbp

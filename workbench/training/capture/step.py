@@ -152,7 +152,7 @@ def capture(
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
             values, steps an optimizer with a closure, steps a scheduler, or keeps tensors for its next call.
 
-    >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
+    >>> x = wb.ones(2, 2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
     >>> [double(x).shape for _ in range(3)]
     [torch.Size([2, 2]), torch.Size([2, 2]), torch.Size([2, 2])]

@@ -192,7 +192,7 @@ def trace() -> Iterator[BoxingTrace]:
         a ``BoxingTrace``: ``print`` it, or read ``records``, ``by_function``, ``sent_bytes`` (of this rank) and
         ``wire_bytes`` (of all ranks).
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> with wb.debug.trace() as t:
     ...     x = wb.ones(4, placement=p, sbp="B").to_global(sbp="S(0)")
     >>> t.by_function

@@ -30,7 +30,7 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     Raises:
         ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps. Draw each of its ``steps``.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
     >>> picture.save("/dev/null")
     """

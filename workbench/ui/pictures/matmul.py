@@ -41,7 +41,7 @@ def draw_matmul(x: Tensor, w: Tensor, out: Tensor, *, names: Sequence[str] = NAM
         ValueError: the shapes are not those of a product, or there are more than 16 ranks.
         LayoutError: the layout of ``out`` cannot come from ``x @ w``.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B")
     >>> wb.draw.matmul(x, w, x @ w)
     x[4, 5] S(0) @ w[5, 8] B = out[4, 8] S(0): data parallel on 2 ranks

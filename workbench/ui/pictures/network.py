@@ -43,7 +43,7 @@ def draw_network(
         ValueError: no layer, a layer's ``x`` has another shape than the ``out`` before it, or more than 16 ranks.
         LayoutError: the layout of an ``out`` cannot come from ``x @ w``.
 
-    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> p = wb.placement(ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B").requires_grad_()
     >>> wb.draw.network((x, w, x @ w))
     layer 0: data parallel on 2 ranks
