@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,7 @@ import pytest
 
 from workbench import cli
 from workbench.cli import lab, results
+from workbench.core.extras import packages_of
 from workbench.errors import CommandError, StrategyError
 
 COMMANDS = tuple(cli._COMMANDS)
@@ -133,7 +135,8 @@ def test_what_is_not_installed_is_told_with_the_command_that_installs_it(
     assert cli.main(command.split()) == cli.USER_ERROR
     said = capsys.readouterr().err
     assert said.startswith(f"workbench {command.split()[0]}: {module} not installed here")
-    assert f"pip install 'workbench[{extra}]'" in said
+    assert {"pip", "install", *packages_of(extra)} <= set(shlex.split(said.partition("needs: ")[2]))
+    assert "workbench" not in said.partition("needs: ")[2], "another project on PyPI has this name"
 
 
 def test_a_report_needs_plotly_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

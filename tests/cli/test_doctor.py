@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import socket
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +34,19 @@ def test_an_engine_starts() -> None:
 def test_a_needed_package_that_is_missing_is_bad() -> None:
     finding = checks.check_package("no-such-package")
     assert (finding.state, finding.text) == (BAD, "not installed")
-    assert finding.fix == "pip install 'workbench'"
+    assert finding.fix == "pip install no-such-package"
 
 
-def test_an_optional_package_that_is_missing_is_a_warning() -> None:
-    finding = checks.check_package("no-such-package", extra="lab")
-    assert finding.state == WARNING
-    assert finding.fix == "pip install 'workbench[lab]'"
+def _missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_an_optional_package_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, wanted in (("no-such-package", "no-such-package"), ("ipywidgets", "'ipywidgets")):
+        monkeypatch.setattr(checks, "version", _missing)
+        finding = checks.check_package(package, extra="lab")
+        assert finding.state == WARNING
+        assert finding.fix.startswith(f"pip install {wanted}")
 
 
 def test_checks_of_missing_packages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_trackio(tmp_path, monkeypatch):
         ("tensorbord:runs/", ("log='tensorbord:runs/'", "Did you mean 'tensorboard'?", "jsonl, mlflow")),
         (3, ("log=3", "int")),
         (["jsonl", None], ("log=None",)),
-        ("missing:place", ("the package no_such_package is not installed", "pip install 'workbench[no_such_package]'")),
+        ("missing:place", ("the package no_such_package is not installed", "pip install no_such_package")),
     ],
 )
 def test_a_wrong_log_says_what_is_right(log, words, monkeypatch):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from workbench.core.cores import num_cores
+from workbench.core.extras import install_command
 from workbench.units import format_bytes, format_count, format_seconds
 
 GOOD, WARNING, BAD = "ok", "warn", "FAIL"
@@ -37,11 +38,10 @@ def check_python() -> Finding:
 
 def check_package(name: str, extra: str = "") -> Finding:
     """Whether a package is installed, and its version. Without ``extra`` the workbench requires it."""
-    wanted = f"workbench[{extra}]" if extra else "workbench"
     try:
         return Finding(name, GOOD, version(name))
     except PackageNotFoundError:
-        return Finding(name, WARNING if extra else BAD, "not installed", f"pip install '{wanted}'")
+        return Finding(name, WARNING if extra else BAD, "not installed", install_command(extra, name))
 
 
 def check_machine() -> Finding:

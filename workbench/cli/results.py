@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.extras import install_command
 from workbench.errors import CommandError
 from workbench.units import counted
 
@@ -42,7 +43,7 @@ def require(extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(
-            f"{' and '.join(missing)} not installed here. Install what it needs: pip install 'workbench[{extra}]'"
+            f"{' and '.join(missing)} not installed here. Install what it needs: {install_command(extra)}"
         )
 
 

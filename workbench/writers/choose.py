@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from workbench.core.extras import install_command
 from workbench.core.suggest import suggest
 from workbench.errors import RunError
 from workbench.writers import kinds
@@ -61,6 +62,6 @@ def _writer(log: Any) -> Writer:
     begin, package = WRITERS[name]
     if package and importlib.util.find_spec(package) is None:
         raise RunError(
-            f"log={log!r}: the package {package} is not installed. Install it: pip install 'workbench[{package}]'."
+            f"log={log!r}: the package {package} is not installed. Install it: {install_command(package, package)}"
         )
     return partial(begin, place)

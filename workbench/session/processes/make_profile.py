@@ -183,8 +183,10 @@ def environment_problems(facts: HostFacts) -> list[tuple[str, str]]:
     wrong = {name: own for name, own in wanted.items() if there.get(name) != own}
     if wrong:
         said = ", ".join(f"{name} {there.get(name, 'missing')}, here {own}" for name, own in wrong.items())
-        install = " ".join(shlex.quote(f"{name}=={own}") for name, own in wrong.items())
-        found.append((said, f"Install there what is here: python -m pip install {install}"))
+        of_pypi = [f"{name}=={own}" for name, own in wrong.items() if name != "workbench"]
+        installed = of_pypi if "workbench" not in wrong else ["PATH", *of_pypi]
+        where = ", where PATH is this project's checkout or wheel" if "workbench" in wrong else ""
+        found.append((said, f"Install there what is here: python -m pip install {shlex.join(installed)}{where}"))
     return found
 
 
