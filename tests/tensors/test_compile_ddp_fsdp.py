@@ -1,4 +1,4 @@
-"""torch.compile, DistributedDataParallel and FSDP around a parallelized module: an error that says what to do."""
+"""torch.compile and torch's DataParallel, DDP and FSDP around a parallelized module: an error that says what to do."""
 
 import functools
 
@@ -30,13 +30,19 @@ def compiled_in_place(module):
 
 
 REFUSED = {
+    "DataParallel": nn.DataParallel,
     "DistributedDataParallel": DistributedDataParallel,
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "fully_shard": fully_shard,
     "torch.compile": compiled,
     "torch.compile ": compiled_in_place,
 }
-INSTEAD = {"DistributedDataParallel": "data", "FullyShardedDataParallel": "zero=3", "fully_shard": "zero=3"}
+INSTEAD = {
+    "DataParallel": "data",
+    "DistributedDataParallel": "data",
+    "FullyShardedDataParallel": "zero=3",
+    "fully_shard": "zero=3",
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -69,6 +75,10 @@ def _parallelized_when_wrapped(what):
     ):
         wb.parallelize(module, "*: data")
     return True
+
+
+def test_a_module_in_data_parallel_is_not_parallelized():
+    run_ranks(lambda: _parallelized_when_wrapped("DataParallel"), 1)
 
 
 @pytest.mark.procs

@@ -208,7 +208,9 @@ def plain_operands_of_global_indices(make):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
-@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:Converting a tensor with requires_grad")
+@pytest.mark.filterwarnings(
+    "ignore:To copy construct", "ignore:Converting a tensor with requires_grad", "ignore:torch.save or pickle"
+)
 def test_as_one_device(program, turn):
     assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
 
@@ -269,10 +271,12 @@ def test_copies_keep_shared_storage():
 
 
 def test_a_file_is_of_one_rank_of_one_world():
-    def save():
-        return pickle.dumps(wb.ones(5, 3, placement=wb.placement.all("cpu"), sbp="S(0)"))
+    def save(sbp):
+        return pickle.dumps(wb.ones(5, 3, placement=wb.placement.all("cpu"), sbp=sbp))
 
-    files = run_ranks(save, 2)
+    with pytest.warns(UserWarning, match=r"keeps this rank's shard.*export_safetensors\(model, folder\) on all ranks"):
+        files = run_ranks(lambda: save("S(0)"), 2)
+    assert len(run_ranks(lambda: save("B"), 2)) == 2  # whole, so without a warning
     assert run_ranks(lambda rank: pickle.loads(files[rank]).sum().item(), 2) == [15.0] * 2
     with pytest.raises(LayoutError, match=r"\(5, 3\).*rank 1 of 2 saved it, this is rank 0 of 2.*full_tensor"):
         run_ranks(lambda rank: pickle.loads(files[1 - rank]) if rank == 0 else None, 2)

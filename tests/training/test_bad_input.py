@@ -91,6 +91,7 @@ def test_more_ranks_than_features_or_samples():
             model.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:torch.save or pickle")
 @pytest.mark.parametrize("options", ["", " | zero=3 bf16", " | offload=activations recompute"])
 def test_a_parallelized_module_is_copied_but_not_pickled(options):
     """Its hooks belong to the ranks of a world; torch's message named one of them."""

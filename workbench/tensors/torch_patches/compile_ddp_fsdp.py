@@ -1,4 +1,4 @@
-"""Refuses modules with global parameters in torch.compile, DistributedDataParallel and FSDP.
+"""Refuses modules with global parameters in torch.compile, DataParallel, DistributedDataParallel and FSDP.
 
 An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
 
@@ -26,13 +26,20 @@ from workbench.tensors.patch_table import install_loaded, patch
 
 _INSTEAD = {
     "DistributedDataParallel": 'Leave it out: wb.parallelize(module, "*: data") sums gradients during backward.',
+    "DataParallel": 'Leave it out: wb.parallelize(module, "*: data") spreads the batch over the ranks, each with a GPU '
+    "of its own. A library that wraps the module by itself must see one GPU: set CUDA_VISIBLE_DEVICES to LOCAL_RANK "
+    "before CUDA is used.",
     "FullyShardedDataParallel": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
     "fully_shard": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
     "torch.compile": 'Write step = wb.capture(step, backend="inductor"), which compiles a whole step between its '
     "exchanges; or compile functions of "
     "plain tensors, and call them through wb.local_map.",
 }
-_REFUSED = {"DistributedDataParallel": "DistributedDataParallel", "OptimizedModule": "torch.compile"}
+_REFUSED = {
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "OptimizedModule": "torch.compile",
+}
 
 
 def refuse(what: str, module: nn.Module) -> None:
@@ -168,6 +175,7 @@ patch("torch._dynamo.convert_frame.CatchErrorsWrapper.__call__", _WHY, _leaving_
 _REFUSED_AT = {
     "torch.compile": ("torch.compile", 0),
     "torch.nn.Module.compile": ("torch.compile", 0),
+    "torch.nn.DataParallel.__init__": ("DataParallel", 1),
     "torch.nn.parallel.DistributedDataParallel.__init__": ("DistributedDataParallel", 1),
     "torch.distributed.fsdp.FullyShardedDataParallel.__init__": ("FullyShardedDataParallel", 1),
     # Many modules import the name ``fully_shard``, so the patch replaces its first step.

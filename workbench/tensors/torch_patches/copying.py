@@ -1,22 +1,31 @@
 """Copies of global tensors: copy, deepcopy, pickle, torch.save.
 
 A copy is local: every rank copies or saves its own shard, with the layout and its place in the world. What is loaded
-must be loaded by the same rank of a world of the same size.
+must be loaded by the same rank of a world of the same size. ``if rank == 0: torch.save(...)`` so keeps a part of the
+weights, which a warning says.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.tensor_state import DECLARED, share_memory
 from workbench.tensors.world import current
+
+_KEEPS_A_SHARD = (
+    "torch.save or pickle of a global tensor that is split: it keeps this rank's shard, and only the same rank of as "
+    "many loads it. For whole weights that any program reads, call wb.checkpoint.export_safetensors(model, folder) on "
+    "all ranks; to go on later, wb.checkpoint.save(folder, model=model, optimizer=optimizer)."
+)
 
 
 def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
@@ -72,6 +81,8 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...]:
         local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)
         needs_grad = tensor.requires_grad
     placement = spec.layout.placement
+    if spec.world.world_size > 1 and any(entry != broadcast for entry in spec.layout.sbp):
+        warnings.warn(_KEEPS_A_SHARD, stacklevel=2)
     return rebuild, (
         local.clone() if local.untyped_storage().nbytes() > 2 * local.nbytes else local,
         (placement.device_type, _plain_lists(placement), [str(entry) for entry in spec.layout.sbp]),
