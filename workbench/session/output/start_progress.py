@@ -29,19 +29,24 @@ def print_progress(text: str) -> None:
 
 
 class StartProgress:
-    """Overwrites its line in terminals and notebooks. In other streams, writes one line at the start and at the end."""
+    """Overwrites its line in terminals and notebooks. In other streams, writes one line at the start and at the end, and
+    one when a batch system says something else about its jobs."""
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._started_s = self._written_s = time.monotonic()
         self._stream = progress_stream()
         self._overwrites = in_notebook() or self._stream.isatty()
+        self._jobs = ""
         self._width = 0  # of the text in the line, which a shorter text must overwrite
         self._doing = f"starting {counted(num_engines, 'engine')}"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
 
     def engines_up(self, num_up: int, jobs: str = "") -> None:
         """``jobs``: what a batch system says about the others."""
+        if jobs and jobs != self._jobs and not self._overwrites:
+            self._write(jobs, end="\n")
+        self._jobs = jobs
         up = f"{num_up} of {self._num_engines} engines are up"
         self._update(f"{up}; {jobs}" if jobs else up)
 

@@ -10,7 +10,8 @@ from ipyparallel.cluster.launcher import BaseLauncher, SlurmLauncher
 
 _TIMEOUT_S = 2.0
 _POLL_S = 0.1
-_ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "REQUEUED", "SIGNALING"}
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED"}
+_ALIVE = _WAITING | {"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class BatchJob:
     def has_ended(self) -> bool:
         """Whether no engine of this job runs, or will run."""
         return self.state not in _ALIVE
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has no nodes yet, or these are being started."""
+        return self.state in _WAITING
 
     def __str__(self) -> str:
         known = self.reason not in ("", "None")

@@ -31,7 +31,8 @@ from workbench.session.processes.rendezvous_address import ENGINE_SET, Rendezvou
 from workbench.session.processes.ssh_engines import SshEngineSet
 from workbench.units import counted
 
-START_TIMEOUT_S = 600  # batch systems queue
+START_TIMEOUT_S = 600
+"""Of engines without SSH, which a batch system may let wait. The wait of a Slurm job does not count."""
 _SSH_START_TIMEOUT_S = 120
 _STOP_TIMEOUT_S = 30
 _POLL_S = 0.1
@@ -235,7 +236,8 @@ class ProfileProcesses:
     ) -> list[int]:
         """Start the engine sets of all hosts at the same time; returns the ids of their engines."""
         before, wanted = set(client.ids), sum(hosts.values())
-        deadline_s = time.monotonic() + (_SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S)
+        limit_s = _SSH_START_TIMEOUT_S if self._capacity else START_TIMEOUT_S
+        deadline_s = time.monotonic() + limit_s
         sets = {str(next(self._set_numbers)): each for each in _engine_sets(hosts)}
         self._set_hosts |= {name: host for name, (host, _) in sets.items()}
         pool = ThreadPoolExecutor(len(sets), "workbench-launch")
@@ -247,6 +249,8 @@ class ProfileProcesses:
             while len(found := sorted(set(client.ids) - before)) < wanted:
                 if time.monotonic() > ask_s:
                     jobs, ask_s = self._jobs(sets), time.monotonic() + _ASK_PERIOD_S
+                    if any(job.is_waiting for job in jobs):
+                        deadline_s = time.monotonic() + limit_s
                 is_over = time.monotonic() > deadline_s or any(job.has_ended for job in jobs)
                 self._check_launches(launches, len(found), wanted, is_over)
                 on_progress(len(found), ", ".join(map(str, jobs)))
