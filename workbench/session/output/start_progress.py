@@ -29,8 +29,9 @@ def print_progress(text: str) -> None:
 
 
 class StartProgress:
-    """Overwrites its line in terminals and notebooks. In other streams, writes one line at the start and at the end, and
-    one when a batch system says something else about its jobs."""
+    """Overwrites its line in terminals and notebooks. In other streams, writes a line at the start, at the end, and when a
+    batch system says something else about its jobs.
+    """
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
