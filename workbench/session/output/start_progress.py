@@ -29,8 +29,8 @@ def print_progress(text: str) -> None:
 
 
 class StartProgress:
-    """Overwrites its line in terminals and notebooks. In other streams, writes a line at the start, at the end, and when a
-    batch system says something else about its jobs.
+    """Overwrites its line in terminals and notebooks. In other streams, writes a line at the start, at the end, and
+    when a batch system says something else about its jobs.
     """
 
     def __init__(self, num_engines: int) -> None:
