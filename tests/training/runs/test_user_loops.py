@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch.nn.functional as F
-from torch import nn, ones, optim, tensor
+from torch import nn, ones, optim, tensor, zeros
 
 import workbench as wb
 from workbench.core.metrics import LastSteps, LossTerm, StepBlock, StepSpans, joined
@@ -43,6 +43,26 @@ def test_steps_losses_and_samples_are_reported(received):
     assert [block.first_step for block in found] == [0, 1, 2] and found[0].samples == (64,)
     assert found[0].step_times_s == (0.0,) and found[1].step_times_s[0] > 0, "the first call starts the clock"
     assert found[0].num_ranks == 2 and found[0].memory_bytes[0]["peak"] >= 0
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("interval_s", [0.0, 1000.0])
+def test_a_loss_is_its_value_at_the_call(received, monkeypatch, shape, is_global, interval_s):
+    """A loop may keep one tensor for all losses: an average, or the static output of a CUDA graph."""
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", interval_s)
+
+    def program():
+        kept = zeros(shape)
+        if is_global:
+            kept = wb.to_global(kept, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.broadcast)
+        for step in range(5):
+            kept.fill_(step)
+            wb.log(loss=kept, samples=64)
+        user_loops._loops[user_loops.current()].report(user_loops._listener)
+
+    run_ranks(program)
+    assert [loss for block in blocks(received) for loss in block.losses] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_model_gives_memory_by_kind_and_its_timeline(received):
@@ -269,10 +289,11 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
     [
         ({"step": 3}, "counts steps itself"),
         ({"phase": "warm-up"}, "a str"),
+        ({"loss": ones(2)}, r"wb.log\(loss=...\): a Tensor of shape \(2,\)"),
         ({"a": {"b": ones(2)}}, r"wb.log\(a/b=...\): a Tensor of shape \(2,\)"),
         ({"to": "jsn:x"}, "Did you mean 'jsonl'"),
     ],
 )
 def test_what_is_no_value_is_an_error(received, given, words):
     with pytest.raises(RunError, match=words):
-        run_ranks(lambda: wb.log(loss=1.0, **given))
+        run_ranks(lambda: wb.log(**{"loss": 1.0, **given}))

@@ -65,7 +65,8 @@ def log(
     nothing.
 
     Args:
-        loss: loss of the step: a number, or a scalar tensor, global or not.
+        loss: loss of the step: a number, or a tensor with one element, global or not. Its value at the call counts: the
+            loop may change the tensor in place afterwards.
         samples: samples of the step, over all ranks, for samples per second.
         tokens: tokens of the step, over all ranks, for tokens per second.
         model: the trained model. With it and ``optimizer`` the view also shows memory by kind.
@@ -77,7 +78,7 @@ def log(
             belongs to no step.
 
     Raises:
-        RunError: a value that is neither a number nor one element, a value called ``step``, an unknown writer in
+        RunError: a loss or value that is neither a number nor one element, a value called ``step``, an unknown writer in
             ``to``, or one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
@@ -90,6 +91,8 @@ def log(
         return
     world = current()
     found = dict(_checked(values))
+    if loss is not None:
+        loss = _kept("loss", loss)
     loop = _loops.get(world)
     if loop is not None and loop.is_another(_number(), model):
         loop.report(_listener)
@@ -109,13 +112,14 @@ def _checked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             raise RunError("wb.log(step=...): wb.log counts steps itself, one per call. Leave step= out.")
         if isinstance(value, Mapping):
             yield from _checked(value, f"{prefix}{name}/")
-        elif isinstance(value, torch.Tensor) and value.numel() == 1:
-            yield f"{prefix}{name}", value.detach().reshape(()).clone()  # the loop may go on to add to it
         elif value is not None:
-            yield f"{prefix}{name}", _number_of(f"{prefix}{name}", value)
+            yield f"{prefix}{name}", _kept(f"{prefix}{name}", value)
 
 
-def _number_of(name: str, value: Any) -> float:
+def _kept(name: str, value: Any) -> torch.Tensor | float:
+    """A value as it is now: a scalar tensor of its own, since the loop may change its tensor in place; or a number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(()).clone()
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -201,8 +205,7 @@ class _Loop:
         self._model, self._optimizer = model, optimizer
         rate, norm = self._read_optimizer()
         measured = MeasuredStep(samples, self._before or now, now, tokens, norm)  # the first step has no beginning
-        detached = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self._collector.add(measured, detached, {**rate, **values})
+        self._collector.add(measured, loss, {**rate, **values})
         self._actions = self._timer.take()
         if self._collector.is_due:
             self.report(listener)
