@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.core.odd_names import odd_names
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Strategy
@@ -25,11 +26,12 @@ def row(choice: str, stage: int | None = None) -> Row:
 def assert_says(names: list[str], rows: list[Row]) -> None:
     """The covering rows decide for every layer what its row does."""
     strategy = Strategy.from_rows(compress_patterns(names, rows))
-    for name, wanted in zip(names, rows, strict=True):
-        found = strategy.row_of(Layer(name, ""))
-        assert found is not None
+    assert Strategy(str(strategy)) == strategy, "in this form strategies go to engines"
+    assert Strategy(" ".join(str(strategy).split())) == strategy, "as files are read"
+    decide = strategy.rows_of([Layer(name, "", experts=8) for name in names])
+    for name, wanted, found in zip(names, rows, decide, strict=True):
+        assert found == strategy.row_of(Layer(name, "", experts=8))
         assert (found.parallel, found.split, found.stage) == (wanted.parallel, wanted.split, wanted.stage), name
-    assert Strategy(str(strategy)) == strategy
 
 
 def test_all_alike_is_one_row():
@@ -74,3 +76,26 @@ def test_whatever_the_layers_do(seed: int):
 def test_layers_of_the_digits_keep_their_names():
     layers = [Layer(f"fc{n}", "Linear") for n in range(3)]
     assert len(compress_patterns([layer.name for layer in layers], [row("data"), row("data"), row("model")])) == 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_names_are(seed: int):
+    rng = random.Random(seed)
+    names = odd_names(rng)
+    choices = [row("data"), row("model"), row("model:row", 1), row("expert")][: rng.randint(2, 3)]
+    by_part = {name.split(".")[0]: rng.choice(choices) for name in names}
+    assert_says(names, [by_part[name.split(".")[0]] if rng.random() < 0.9 else rng.choice(choices) for name in names])
+
+
+def test_numbers_keep_their_width():
+    names = [f"blocks.{n:02d}.fc" for n in range(12)]
+    written = compress_patterns(names, [row("data", n // 6) for n in range(12)])
+    assert [str(r) for r in written] == ["blocks.[00-05]: data@0", "blocks.[06-11]: data@1"]
+    assert [name for name in names if written[1].matches(name)] == names[6:]
+    assert Row("blocks.[0-11]").matches("blocks.9") and not Row("blocks.[0-11]").matches("blocks.09")
+
+
+def test_numbers_that_no_range_says_are_rows_of_their_own():
+    for names in (["08", "9"], ["3", "1"], ["0", "20261127"], ["1", "01", "2"]):
+        rows = compress_patterns([*names, "head"], [*(row("model") for _ in names), row("data")])
+        assert [r.pattern for r in rows] == [*names, "head"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from tests.core.odd_names import odd_names
 from tests.ui.models import gpt, linear
 from workbench.core.rows import Layer, Row
 from workbench.ui.strategy.grouping import find, fold, tree, visible, walk
@@ -57,6 +60,23 @@ def test_patterns_cover_exactly_the_layers_of_their_rows():
     for node in walk(tree(layers, choices)):
         matched = tuple(index for index, layer in enumerate(layers) if Row(node.pattern).matches(layer.name))
         assert matched == tuple(sorted(node.layers)), node.pattern
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_patterns_cover_their_layers_whatever_the_names_are(seed: int):
+    rng = random.Random(seed)
+    names = odd_names(rng)
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    layers = [linear(name, 8, rng.choice([8, 8, 16])) for name in names]
+    for node in walk(tree(layers, [rng.choice([0, 0, 1]) for _ in layers])):
+        matched = tuple(index for index, layer in enumerate(layers) if Row(node.pattern).matches(layer.name))
+        assert matched == tuple(sorted(node.layers)), node.pattern
+
+
+def test_a_row_of_numbers_with_zeros_in_front():
+    names = [f"blocks.{n:02d}.{part}" for n in range(12) for part in ("a", "b")]
+    block = tree([linear(name, 8, 8) for name in names], [0] * 24)[0]
+    assert (block.pattern, block.label, block.copies) == ("blocks.[00-11]", "blocks.00-11 \u00d712", 12)
 
 
 def test_finding_gives_single_layers():

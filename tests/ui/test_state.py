@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.ui.models import GPT_HYBRID, gpt
+from tests.core.odd_names import odd_names
+from tests.ui.models import GPT_HYBRID, gpt, linear
 from tests.ui.models import MLP as LAYERS
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
@@ -363,3 +364,21 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     assert state.text == "*: data | 1x2x2"
     state.undo()
     assert state.can_run and "expert" in state.text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_edits_reach_their_layers_whatever_the_names_are(seed: int):
+    rng = random.Random(seed)
+    names = odd_names(rng)
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    state = PanelState([linear(name, 8, 8) for name in names], 2)
+    for _ in range(8):
+        row = rng.choice(state.rows).node
+        given = names[row.layers[0]] if len(row.layers) == 1 and rng.random() < 0.5 else row.pattern
+        wanted = [choice.parallel for choice in state.choices]
+        parallel = rng.choice(["data", "model"])
+        for index in row.layers:
+            wanted[index] = parallel
+        state.set_parallel([given], parallel)
+        assert [choice.parallel for choice in state.choices] == wanted and state.can_run, state.mistakes
+        assert PanelState(state.layers, 2, state.text).choices == state.choices

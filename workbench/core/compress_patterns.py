@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from workbench.core.rows import Row
+from workbench.core.rows import Row, quoted, range_of
 
 
 @dataclass
@@ -66,16 +66,7 @@ def _parts(module: _Module, usual: Row | None = None) -> list[Row]:
         names = [name for name, _ in group]
         if rows == (usual,):
             continue
-        for name in _as_range(names, module) or names:
-            found += [replace(row, pattern=f"{name}.{row.pattern}" if row.pattern else name) for row in rows]
+        found_range = range_of(names, module.parts)
+        for pattern in [found_range] if found_range else map(quoted, names):
+            found += [replace(row, pattern=f"{pattern}.{row.pattern}" if row.pattern else pattern) for row in rows]
     return found
-
-
-def _as_range(names: Sequence[str], module: _Module) -> list[str]:
-    """Numbered neighbours as one pattern, if it matches no other part of the module; else an empty list."""
-    if len(names) < 2 or not names[0].isdecimal():
-        return []
-    numbers = {int(name) for name in module.parts if name.isdecimal()}
-    first, last = int(names[0]), int(names[-1])
-    inside = {number for number in numbers if first <= number <= last}
-    return [f"[{first}-{last}]"] if inside == {int(name) for name in names} else []

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from urllib.parse import quote, unquote
 
 from workbench.core.options import PRESETS
 from workbench.core.suggest import suggest
@@ -75,6 +76,39 @@ class Row:
         return _pattern(self.pattern).fullmatch(name) is not None
 
 
+_IN_QUOTES = re.compile(r"[%;|*\[\]\s]")
+_MOST_NUMBERS = 10_000
+"""In a range that is written for a model."""
+
+
+def quoted(path: str) -> str:
+    """The pattern of one module: its path, with ``%`` and two digits for each character that means something in a strategy.
+
+    >>> quoted("experts.a;b"), quoted("blocks.0")
+    ('experts.a%3Bb', 'blocks.0')
+    """
+    return _IN_QUOTES.sub(lambda odd: quote(odd[0], safe=""), path)
+
+
+def range_of(names: Sequence[str], siblings: Iterable[str]) -> str | None:
+    """Numbered neighbours as one range, if it matches them and none other of their siblings; else None.
+
+    >>> range_of(["08", "09", "10"], ["07", "08", "09", "10"]), range_of(["0", "2"], ["0", "1", "2"])
+    ('[08-10]', None)
+    """
+    if len(names) < 2 or not (names[0].isdecimal() and names[-1].isdecimal()):
+        return None
+    if int(names[-1]) - int(names[0]) >= _MOST_NUMBERS:
+        return None
+    inside = set(_numbers(names[0], names[-1])).intersection(siblings)
+    return f"[{names[0]}-{names[-1]}]" if inside == set(names) else None
+
+
+def _numbers(first: str, last: str) -> list[str]:
+    """The names in a range. They are as wide as its first one: ``[08-10]`` is 08, 09, 10."""
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
 @lru_cache(maxsize=1024)
 def _pattern(text: str) -> re.Pattern[str]:
     parts = re.split(r"(\*|\[\d+-\d+\])", text)
@@ -82,10 +116,10 @@ def _pattern(text: str) -> re.Pattern[str]:
     for part in parts:
         bounds = re.fullmatch(r"\[(\d+)-(\d+)\]", part)
         if bounds:
-            regex += "(?:" + "|".join(map(str, range(int(bounds[1]), int(bounds[2]) + 1))) + ")"
+            regex += "(?:" + "|".join(_numbers(bounds[1], bounds[2])) + ")"
         else:
-            regex += "[^.]*" if part == "*" else re.escape(part)
-    return re.compile(regex + r"(?:\..*)?")
+            regex += "[^.]*" if part == "*" else re.escape(unquote(part))
+    return re.compile(regex + r"(?:\..*)?", re.DOTALL)
 
 
 _CHOICE = re.compile(r"(data|model(?::column|:row)?|expert(?::\d+)?)(?:@(\d+))?")
@@ -106,11 +140,8 @@ def parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tup
     rows = []
     written = [clause for part in clauses if (clause := part.strip())]
     for clause in written:
-        pattern, colon, choice = (part.strip() for part in clause.partition(":"))
-        if _CHOICE.fullmatch(clause) and "@" not in clause:
-            pattern, colon, choice = "*", ":", clause
-        match = _CHOICE.fullmatch(choice.replace(" ", ""))
-        if not colon or not pattern or match is None:
+        pattern, match = _cut(clause)
+        if match is None or not pattern:
             hint = _hint(clause, options if len(written) == 1 else None)
             mistakes.append(f"row {clause!r} is not 'pattern: {_FORMS} [@stage]'{hint}")
             continue
@@ -123,6 +154,16 @@ def parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tup
     if not rows and not mistakes:
         mistakes.append("no row; write e.g. '*: data'")
     return tuple(rows)
+
+
+def _cut(clause: str) -> tuple[str, re.Match[str] | None]:
+    """The pattern and the choice of a row: the text behind the last colon that is one, since names may have colons."""
+    if "@" not in clause and (match := _CHOICE.fullmatch(clause)):
+        return "*", match
+    for colon in reversed([place for place, letter in enumerate(clause) if letter == ":"]):
+        if match := _CHOICE.fullmatch(clause[colon + 1 :].replace(" ", "")):
+            return clause[:colon].strip(), match
+    return "", None
 
 
 def _hint(clause: str, options: str | None) -> str:

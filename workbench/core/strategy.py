@@ -3,9 +3,10 @@
     conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b
 
 A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``, ``expert``,
-``expert:N``. A pattern is a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the
-last matching row wins, and ``expert`` is for experts only. A layer without a stage lives on the stage of its
-predecessor, the first on stage 0; what no row matches is ``data``.
+``expert:N``. A pattern is a module path with ``*`` and numeric ranges (``blocks.[4-11]``, and ``blocks.[04-11]`` for
+04, 05 ... 11) and covers its subtree; a character of a name that would mean something else is written as in a web
+address (``a%3Bb`` for ``a;b``). The last matching row wins, and ``expert`` is for experts only. A layer without a stage
+lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
 by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``shards=`` (ZeRO splits over
 groups of so many data ranks, and groups hold copies), ``recompute``
@@ -20,17 +21,17 @@ with the product of the next), ``bf16``, ``fp16`` or ``fp8`` (products of linear
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 from workbench.core.degrees import mistakes_of_degrees, mistakes_of_overlap
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
-from workbench.core.rows import Layer, Row, in_order_of_calls, parse_rows
+from workbench.core.row_mistakes import mistakes_of_rows
+from workbench.core.rows import Layer, Row, in_order_of_calls, parse_rows, quoted
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
@@ -251,14 +252,10 @@ class Strategy:
         )
 
 
-_OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
-"""Syntax of patterns in other programs."""
-
-
 @lru_cache(maxsize=64)
 def _deciding_rows(rows: tuple[Row, ...], names: tuple[str, ...]) -> tuple[Row, ...]:
     """Patterns that are paths are looked up, so that a row for each of a thousand layers is not a million matches."""
-    plain = {row.pattern: place for place, row in enumerate(rows) if not set("*[") & set(row.pattern)}
+    plain = {unquote(row.pattern): place for place, row in enumerate(rows) if not set("*[") & set(row.pattern)}
     others = [(place, row) for place, row in enumerate(rows) if set("*[") & set(row.pattern)]
     found = []
     for name in names:
@@ -267,7 +264,7 @@ def _deciding_rows(rows: tuple[Row, ...], names: tuple[str, ...]) -> tuple[Row, 
         place = max((plain[path] for path in paths if path in plain), default=-1)
         later = (at for at, row in reversed(others) if at > place and row.matches(name))
         place = next(later, place)
-        found.append(rows[place] if place >= 0 else Row(name))
+        found.append(rows[place] if place >= 0 else Row(quoted(name)))
     return tuple(found)
 
 
@@ -298,22 +295,7 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
 
 
 def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    names = [layer.name for layer in layers]
-    known = {".".join(name.split(".")[: n + 1]) for name in names for n in range(name.count(".") + 1)}
-    paths = sorted(known)
-    mistakes = []
-    for row in strategy.rows:
-        if row.pattern == "*" or row.pattern in known or any(row.matches(name) for name in names):
-            continue
-        if _OTHER_CLASS.search(row.pattern):
-            message = f"no layer matches {row.pattern!r}: a pattern knows * and ranges of numbers, as in blocks.[0-3]"
-            mistakes.append(Mistake(None, message, ("write a row for each, or a range",)))
-            continue
-        near = difflib.get_close_matches(row.pattern, paths, n=3, cutoff=0.3) or paths[:3]
-        fixes = tuple(f"write {str(replace(row, pattern=name))!r}" for name in near)
-        message = f"no layer matches {row.pattern!r}; nearest: {', '.join(near)}"
-        mistakes.append(Mistake(None, message, fixes))
-    return mistakes
+    return [Mistake(None, *each) for each in mistakes_of_rows(strategy.rows, layers, strategy.rows_of(layers))]
 
 
 def _check_stages(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
@@ -366,7 +348,7 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
             f"{cut[1]}: one tensor lies in one way"
         )
         same = next((s for s in ("column", "row") if split_dim(two.kind, s) == dims[0]), None)
-        fix = f"{two.name}: model:{same}" if dims[0] is not None else f"{two.name}: data"
+        fix = f"{quoted(two.name)}: " + (f"model:{same}" if dims[0] is not None else "data")
         mistakes.append(Mistake(two.name, message, (f"write {fix!r}",)))
     return mistakes
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core.options import V_SCHEDULES
 from workbench.core.presets import balanced_cuts, block_of, stage_parts
-from workbench.core.rows import Row
+from workbench.core.rows import Row, quoted
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import make_table
@@ -113,7 +113,7 @@ def partition_stages(
     units = [
         (unit, stage) for part, stage in zip(parts, cuts, strict=True) for unit in dict.fromkeys(map(block_of, part))
     ]
-    rows = [Row(unit, "data", None, stage) for unit, stage in units]
+    rows = [Row(quoted(unit), "data", None, stage) for unit, stage in units]
     num_ranks = num_stages // 2 if schedule in V_SCHEDULES else num_stages
     options = Options((num_ranks, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
     strategy = Strategy.from_rows(rows, options)

@@ -78,8 +78,8 @@ def log(
             belongs to no step.
 
     Raises:
-        RunError: a loss or value that is neither a number nor one element, a value called ``step``, an unknown writer in
-            ``to``, or one whose package is not installed.
+        RunError: a loss or value that is neither a number nor one element, a value called ``step``, an unknown
+            writer in ``to``, or one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.

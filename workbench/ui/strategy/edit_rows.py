@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import parse_options
-from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row, quoted
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 
@@ -72,8 +72,8 @@ def _repaired(rows: list[Row], layers: Sequence[Layer], wanted: Sequence[Row]) -
     wrong = [i for i, row in enumerate(said) if not _same(row, wanted[i])]
     if not wrong:
         return rows
-    rows = [row for row in rows if row.pattern not in {layers[i].name for i in wrong}]
-    return [*rows, *(replace(wanted[i], pattern=layers[i].name) for i in wrong)]
+    rows = [row for row in rows if row.pattern not in {quoted(layers[i].name) for i in wrong}]
+    return [*rows, *(replace(wanted[i], pattern=quoted(layers[i].name)) for i in wrong)]
 
 
 def _same(one: Row, other: Row) -> bool:

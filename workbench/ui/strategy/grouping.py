@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from workbench.core.presets import block_of
-from workbench.core.rows import Layer
+from workbench.core.rows import Layer, quoted, range_of
 from workbench.ui.number_text import TIMES
 
 _SINGLES_WORTH_FOLDING = 4
@@ -103,15 +103,20 @@ def _group_key(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
 
 
 def _runs(blocks: Sequence[_Block], layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
-    """Equal blocks as one row per stretch of equal choices, under a head if there are many stretches."""
-    stretches = [list(group) for _, group in groupby(blocks, key=lambda block: [choices[i] for i in block.layers])]
-    nodes = [_segment(stretch, layers) for stretch in stretches]
-    if len(nodes) < _SEGMENTS_WORTH_A_HEAD:
+    """Equal blocks as one row per stretch of equal choices, under a head if there are many stretches.
+
+    Blocks whose names are no range are rows of their own.
+    """
+    nodes: list[Node] = []
+    for _, group in groupby(blocks, key=lambda block: [choices[i] for i in block.layers]):
+        stretch = list(group)
+        node = _segment(stretch, layers)
+        nodes += [node] if node else [one for block in stretch if (one := _segment([block], layers))]
+    found = _range(blocks, layers)
+    if len(nodes) < _SEGMENTS_WORTH_A_HEAD or found is None:
         return nodes
-    pattern, label = _range(blocks)
     head = Node(
-        pattern,
-        label,
+        *found,
         tuple(i for block in blocks for i in block.layers),
         len(blocks),
         (f"{blocks[0].parent}.*",),
@@ -120,32 +125,37 @@ def _runs(blocks: Sequence[_Block], layers: Sequence[Layer], choices: Sequence[A
     return [head]
 
 
-def _segment(blocks: Sequence[_Block], layers: Sequence[Layer]) -> Node:
-    pattern, label = _range(blocks)
+def _segment(blocks: Sequence[_Block], layers: Sequence[Layer]) -> Node | None:
+    found = _range(blocks, layers)
+    if found is None:
+        return None
+    pattern, label = found
     first = blocks[0]
     children: list[Node] = []
     if len(first.layers) > 1:
         for place, index in enumerate(first.layers):
             name = layers[index].name.removeprefix(f"{first.path}.")
-            children.append(
-                Node(f"{pattern}.{name}", name, tuple(block.layers[place] for block in blocks), len(blocks))
-            )
+            below = tuple(block.layers[place] for block in blocks)
+            children.append(Node(f"{pattern}.{quoted(name)}", name, below, len(blocks)))
     indices = tuple(i for block in blocks for i in block.layers)
     return Node(pattern, label, indices, len(blocks), tuple(block.path for block in blocks), tuple(children))
 
 
-def _range(blocks: Sequence[_Block]) -> tuple[str, str]:
-    """Pattern and label of neighbouring blocks: ``("blocks.[0-3]", "blocks.0-3 x4")``."""
+def _range(blocks: Sequence[_Block], layers: Sequence[Layer]) -> tuple[str, str] | None:
+    """Pattern and label of neighbouring blocks: ``("blocks.[0-3]", "blocks.0-3 x4")``; None if no range is theirs."""
     first, last = blocks[0], blocks[-1]
     if len(blocks) == 1:
-        return first.path, first.path
+        return quoted(first.path), first.path
     prefix = f"{first.parent}." if first.parent else ""
-    numbers = f"{first.number}-{last.number}"
-    return f"{prefix}[{numbers}]", f"{prefix}{numbers} {TIMES}{len(blocks)}"
+    below = (layer.name.removeprefix(prefix) for layer in layers if layer.name.startswith(prefix))
+    found = range_of([block.number for block in blocks], [name.partition(".")[0] for name in below])
+    if found is None:
+        return None
+    return quoted(prefix) + found, f"{prefix}{first.number}-{last.number} {TIMES}{len(blocks)}"
 
 
 def _leaf(layers: Sequence[Layer], index: int) -> Node:
-    return Node(layers[index].name, layers[index].name, (index,))
+    return Node(quoted(layers[index].name), layers[index].name, (index,))
 
 
 def visible(nodes: Sequence[Node], unfolded: Collection[str], depth: int = 0) -> list[Row]:

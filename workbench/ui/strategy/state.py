@@ -14,7 +14,7 @@ from functools import partial
 from workbench.core.ineffective_choices import IneffectiveChoice, find_ineffective_choices
 from workbench.core.options import parse_options
 from workbench.core.presets import PRESETS, StrategyLike, preset_name, strategy_of
-from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row, quoted
 from workbench.core.strategy import Mistake, Options, ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.ui.strategy import edit_rows
@@ -299,7 +299,9 @@ class PanelState:
         return Choice(layer.parallel, None if layer.split == "expert" else layer.split, layer.stage)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row], experts_only: bool = False) -> None:
-        targets = {name: self._layers_of(name) for name in names}
+        found = {name: self._layers_of(name) for name in names}
+        known = {layer.name for layer in self.layers}
+        targets = {quoted(name) if name in known else name: indices for name, indices in found.items()}
         if experts_only:
             having = {name: [i for i in indices if self.layers[i].experts] for name, indices in targets.items()}
             targets = {name: tuple(having[name]) or indices for name, indices in targets.items()}
@@ -309,7 +311,7 @@ class PanelState:
 
     def _layers_of(self, name: str) -> tuple[int, ...]:
         """Indices of the layers that a row of the grid stands for; its pattern names it."""
-        exact = tuple(index for index, layer in enumerate(self.layers) if layer.name == name)
+        exact = tuple(index for index, layer in enumerate(self.layers) if name in (layer.name, quoted(layer.name)))
         if exact:
             return exact
         node = next((node for node in walk(self.nodes) if node.pattern == name), None)
