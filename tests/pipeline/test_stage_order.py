@@ -178,7 +178,7 @@ def test_rows_in_the_order_of_calls_run_under_1f1b(is_tied):
 
 def test_rows_that_go_back_are_refused_by_their_layer():
     with pytest.raises(StrategyError, match=r"'body.1' is on stage 0, but its input comes from stage 1.*1f1b"):
-        trained(HeadFirst(), "body.0: data@1; *: data@0; body.0: data@1 | mb=2 1f1b", 2)
+        trained(HeadFirst(), "*: data@0; body.0: data@1 | mb=2 1f1b", 2)
 
 
 def test_optimizers_that_have_state_already_go_on(tmp_path):

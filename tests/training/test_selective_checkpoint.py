@@ -80,7 +80,7 @@ def make(name):
 STAGES = "emb: data; blocks.0*: data; blocks.1*: data@1; head: data@1 | "
 STRATEGIES = [
     ("*: data", 2), ("*: model", 2), ("*: model | 1x2x2", 4), ("*: data | zero=3", 2),
-    ("blocks.*.fc1: model:column; blocks.*.fc2: model:row; *: data | 1x1x2", 2), (f"{STAGES}2x1x1 mb=2 1f1b", 2),
+    ("*: data; blocks.*.fc1: model:column; blocks.*.fc2: model:row | 1x1x2", 2), (f"{STAGES}2x1x1 mb=2 1f1b", 2),
     (f"{STAGES}2x1x1 mb=2 zero_bubble", 2), (f"{STAGES}2x1x1", 2),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.ui.strategy.choices import Choice, Degrees
+from workbench.ui.strategy.edit_rows import clauses
 from workbench.ui.strategy.state import PanelState
 
 
@@ -382,3 +383,11 @@ def test_edits_reach_their_layers_whatever_the_names_are(seed: int):
         state.set_parallel([given], parallel)
         assert [choice.parallel for choice in state.choices] == wanted and state.can_run, state.mistakes
         assert PanelState(state.layers, 2, state.text).choices == state.choices
+
+
+def test_a_row_that_a_later_one_covers_is_shown_as_a_mistake():
+    state = make("fc1: model; *: data")
+    assert not state.can_run and "decides no layer" in state.mistakes[0].message
+    assert clauses(state.text, [], LAYERS) == [("fc1: model", "wrong"), ("; ", "quiet"), ("*: data", "")]
+    state.set_parallel(["fc1"], "model")
+    assert state.can_run and state.choices[0].parallel == "model" and state.choices[1].parallel == "data"

@@ -3,7 +3,7 @@
 The file is as for workbench compare: model_fn, dataset, and if needed loss_fn, optimizer_fn, collate_fn and count. The
 script imports it.
 
-    workbench script mine.py "blocks: model; *: data" --ranks 8 --out train.py
+    workbench script mine.py "*: data; blocks: model" --ranks 8 --out train.py
     workbench script mine.py "*: data | zero=3" --ranks 8 --torch
 """
 

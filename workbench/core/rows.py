@@ -82,7 +82,7 @@ _MOST_NUMBERS = 10_000
 
 
 def quoted(path: str) -> str:
-    """The pattern of one module: its path, with ``%`` and two digits for each character that means something in a strategy.
+    """The pattern of one module: its path, with ``%`` and two digits for what means something else in a strategy.
 
     >>> quoted("experts.a;b"), quoted("blocks.0")
     ('experts.a%3Bb', 'blocks.0')

@@ -74,7 +74,9 @@ def test_the_strategy_in_the_script_is_the_one_given() -> None:
 
 
 def test_a_row_that_decides_nothing_says_so() -> None:
-    assert '# no layer: later rows decide\n    "*: data"' in wb.planner.script("*: data; *: model", 2, **words_of(mlp))
+    assert '# no layer: later rows decide\n    "*: data"' in wb.planner.script(
+        "*: data; 0: model; 2: model", 2, **words_of(mlp)
+    )
 
 
 def test_functions_of_a_notebook_have_a_place_to_fill_in() -> None:

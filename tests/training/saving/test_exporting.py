@@ -101,7 +101,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(tmp_path, limit):
 
     def program():
         model = copy.deepcopy(one).train()  # transformers swaps torch's initializers meanwhile, for all threads
-        wb.parallelize(model, "*.h.*: model; *: data")
+        wb.parallelize(model, "*: data; *.h.*: model")
         wb.checkpoint.export_safetensors(model, tmp_path, max_shard_bytes=limit)
 
     run_ranks(program, 2)

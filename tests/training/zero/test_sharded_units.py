@@ -43,7 +43,7 @@ CASES = {
     "accumulation": (Chain, {"parts": 2}),
     "recomputed": (Chain, {"options": "recompute"}),
     "recomputed twice": (Twice, {"options": "recompute"}),
-    "model": (Chain, {"row": "blocks.*: model; *: data", "options": "1x2x2", "num_ranks": 4}),
+    "model": (Chain, {"row": "*: data; blocks.*: model", "options": "1x2x2", "num_ranks": 4}),
     "uneven": (Chain, {"options": "1x4x1", "num_ranks": 4}),
 }
 MORE = {"recomputed twice", "uneven", "nested", "frozen blocks", "model"}

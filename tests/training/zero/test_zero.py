@@ -171,7 +171,7 @@ def test_bytes_per_rank_follow_the_formula(options, num_ranks, copies, stage):
     models = [Wide() for _ in range(num_ranks)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
-    split_model = "a: model:column; b: model:row; *: data" if copies != num_ranks else "*: data"
+    split_model = "*: data; a: model:column; b: model:row" if copies != num_ranks else "*: data"
     ids = torch.arange(12).reshape(4, 3)
 
     def program(rank):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import parse_options
+from workbench.core.row_mistakes import hidden_rows
 from workbench.core.rows import Layer, Row, quoted
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
@@ -35,7 +36,7 @@ def edited(
         found = {wanted[index] for index in indices}
         if len(found) == 1:
             rows = _with_row(rows, replace(found.pop(), pattern=pattern), layers)
-    rows = _repaired(rows, layers, wanted)
+    rows = without_hidden(_repaired(rows, layers, wanted), layers)
     short = compress_patterns([layer.name for layer in layers], wanted)
     unmatched = [row for row in rows if not _decides(row, layers)]
     return (*short, *unmatched) if len(short) + len(unmatched) < len(rows) else tuple(rows)
@@ -76,6 +77,12 @@ def _repaired(rows: list[Row], layers: Sequence[Layer], wanted: Sequence[Row]) -
     return [*rows, *(replace(wanted[i], pattern=quoted(layers[i].name)) for i in wrong)]
 
 
+def without_hidden(rows: list[Row], layers: Sequence[Layer]) -> list[Row]:
+    """The rows without those of which a later one covers all layers."""
+    hidden = {row for row, _ in hidden_rows(rows, layers, Strategy.from_rows(rows).rows_of(layers))}
+    return [row for row in rows if row not in hidden]
+
+
 def _same(one: Row, other: Row) -> bool:
     return replace(one, pattern="") == replace(other, pattern="")
 
@@ -93,7 +100,8 @@ def first_unmatched(rows: Sequence[Row], layers: Sequence[Layer]) -> int | None:
 def clauses(text: str, wrong_layers: Sequence[str], layers: Sequence[Layer]) -> list[tuple[str, str]]:
     """A strategy's text in pieces, each with its role: ``""``, ``"wrong"`` or ``"quiet"`` (options).
 
-    A clause is wrong if it does not parse, matches no layer, or decides for one of ``wrong_layers``.
+    A clause is wrong if it does not parse, matches no layer, decides for one of ``wrong_layers``, or has no effect as a
+    later one covers its layers.
 
     >>> clauses("fc1: data; fc2: dta | mb=2", [], [Layer("fc1", "Linear"), Layer("fc2", "Linear")])
     [('fc1: data', ''), ('; ', 'quiet'), ('fc2: dta', 'wrong'), (' | ', 'quiet'), ('mb=2', 'quiet')]
@@ -103,6 +111,7 @@ def clauses(text: str, wrong_layers: Sequence[str], layers: Sequence[Layer]) -> 
     rows = [_row_or_none(part) for part in parts]
     decisive = Strategy.from_rows([row for row in rows if row is not None])
     blamed = {decisive.row_of(layer) for layer in layers if layer.name in wrong_layers}
+    blamed |= {row for row, _ in hidden_rows(decisive.rows, layers, decisive.rows_of(layers))}
     pieces: list[tuple[str, str]] = []
     for part, row in zip(parts, rows, strict=True):
         is_wrong = row is None or row in blamed or not (row.pattern == "*" or _decides(row, layers))

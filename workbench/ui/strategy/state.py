@@ -320,10 +320,11 @@ class PanelState:
         return tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
 
     def _write(self, row: Row) -> None:
-        """Put a row in the place of the first that matches no layer, or at the end."""
+        """Put a row in the place of the first that matches no layer, or at the end, without rows that it hides."""
         rows = list(self.strategy.rows)
         wrong = edit_rows.first_unmatched(rows, self.layers)
         rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
+        rows = edit_rows.without_hidden(rows, self.layers)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def _become(self, moment: _UndoEntry) -> None:
