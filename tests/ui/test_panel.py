@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -261,8 +262,6 @@ def test_a_copy_without_widgets_is_displayed_too(panel: Panel, shell: Interactiv
 
 @pytest.mark.parametrize("shape", [(64,), (3, 8, 8)])
 def test_sample_shape_of_every_kind_of_data(shape: tuple[int, ...]):
-    import torch
-
     inputs, targets = torch.zeros(5, *shape), torch.zeros(5)
     columns, samples = {"x": inputs, "label": targets}, [{"x": inputs[0].numpy(), "label": 1}]
     pairs = [(inputs, targets), (inputs.numpy(), targets.numpy()), torch.utils.data.TensorDataset(inputs, targets)]
@@ -368,7 +367,6 @@ def test_the_order_of_compare_is_a_mistake_with_its_fix():
 
 
 def test_a_real_model_is_counted_on_metadata():
-    import torch
     from torch import nn
     from torch.nn.functional import cross_entropy
 
@@ -384,8 +382,34 @@ def test_a_real_model_is_counted_on_metadata():
     assert estimate is not None and estimate.boxed_bytes > 0
 
 
+def raises(parameters: Any) -> Any:
+    raise RuntimeError("no GPU & no state")
+
+
+@pytest.mark.parametrize(
+    ("optimizer_fn", "predicted", "note"),
+    [
+        (None, "momentum", ""),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), "sgd", ""),
+        (lambda ps: torch.optim.AdamW([{"params": list(ps), "lr": 0.1}]), "adamw", ""),
+        (lambda ps: torch.optim.Adam([p for p in ps if p.ndim == 2]), "adam", ""),
+        (
+            lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.02),
+            "adamw",
+            "For AdamW: what Muon takes is not known. Known are SGD, Adam, AdamW and AdamW8bit.",
+        ),
+        (raises, "adamw", "For AdamW: optimizer_fn on meta tensors raised RuntimeError: no GPU &amp; no state"),
+    ],
+)
+def test_predictions_are_for_the_run_s_optimizer_or_say_which(optimizer_fn: Any, predicted: str, note: str):
+    costs, shape = gpt(1), (32, 64)
+    panel = Panel(None, make_mlp, shape, num_ranks=2, costs=costs, hardware="h200", optimizer_fn=optimizer_fn)
+    assert editor(panel)._predictor.optimizer == predicted
+    html = editor(panel).predictions_html()
+    assert note in html if note else "For AdamW" not in html
+
+
 def test_a_model_with_its_own_loss_is_counted_on_metadata():
-    import torch
 
     from tests.models.zoo import batch_for, make
 

@@ -136,8 +136,8 @@ class Panel(widgets.VBox):
                 collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
             )  # fmt: skip
         trained = trainer
-        optimizer = offline_trainer.optimizer_name(optimizer_fn)
-        predictor = Predictor(hardware, batch_size, optimizer, lambda: trained.compiles)
+        optimizer, note = offline_trainer.optimizer_name(optimizer_fn, trainer.layers)
+        predictor = Predictor(hardware, batch_size, optimizer, lambda: trained.compiles, note)
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._job: dict[str, Any] = {
             "model_fn": model_fn, "dataset": None if offline_trainer.is_shape(dataset) else dataset, "loss_fn": loss_fn,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
+from workbench.core.rows import Layer
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.planning import SentCounter, first_batch, layer_costs
@@ -61,17 +62,27 @@ def is_shape(dataset: Any) -> bool:
     return isinstance(dataset, tuple) and all(isinstance(size, int) for size in dataset)
 
 
-def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
-    """The cost model's name of an optimizer; the default optimizer of runs has momentum."""
+def optimizer_name(optimizer_fn: Callable[[Any], Any] | None, layers: Sequence[Layer]) -> tuple[str, str]:
+    """The cost model's name of an optimizer, and why it is another one than the run's; empty if it is not.
+
+    The default optimizer of runs has momentum. ``optimizer_fn`` gets parameters like those of ``layers``, on meta.
+    """
     if optimizer_fn is None:
-        return "momentum"
+        return "momentum", ""
     import torch
 
-    made = optimizer_fn([torch.nn.Parameter(torch.zeros(1))])
-    name = type(made).__name__.lower()
-    if name == "sgd":
-        return "momentum" if made.defaults.get("momentum") else "sgd"
-    return name if name in ("adam", "adamw", "adamw8bit") else "adamw"
+    shapes = [shape for layer in layers for shape in layer.shapes.values()]
+    parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    try:
+        made = optimizer_fn(iter(parameters))
+    except Exception as error:  # noqa: BLE001 - any function may fail on meta, and runs all the same
+        return "adamw", f"For AdamW: optimizer_fn on meta tensors raised {type(error).__name__}: {error}"
+    name = type(made).__name__
+    if name == "SGD":
+        return ("momentum" if made.defaults.get("momentum") else "sgd"), ""
+    if name.lower() in ("adam", "adamw", "adamw8bit"):
+        return name.lower(), ""
+    return "adamw", f"For AdamW: what {name} takes is not known. Known are SGD, Adam, AdamW and AdamW8bit."
 
 
 class OfflineTrainer:

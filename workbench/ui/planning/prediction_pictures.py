@@ -44,6 +44,7 @@ class Prediction:
         limit_bytes: memory of one rank; None if unknown.
         is_old: whether the strategy has mistakes, and the estimate is of the last valid one.
         before_label: the name of ``before``.
+        note: what the estimate assumes, if the run differs.
     """
 
     estimate: Estimate
@@ -52,6 +53,7 @@ class Prediction:
     limit_bytes: float | None = None
     is_old: bool = False
     before_label: str = "before the last change"
+    note: str = ""
 
 
 def predictions_html(prediction: Prediction, ident: str = "live") -> str:
@@ -106,7 +108,8 @@ def _time(prediction: Prediction, ident: str) -> str:
     )
     detail = f"{grouped_rate(estimate.samples_per_s)} samples/s"
     picture = panel_svg.svg(width, 98, summary, *parts)
-    return panel_svg.section("Predicted step time", detail, picture, panel_svg.legend(legend), css="time")
+    note = [element("div", text=prediction.note, css="wb-quiet")] if prediction.note else []
+    return panel_svg.section("Predicted step time", detail, picture, panel_svg.legend(legend), *note, css="time")
 
 
 def grouped_rate(rate: float) -> str:

@@ -30,6 +30,7 @@ class Predictor:
         batch_size: samples per step.
         optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         compiles: whether the next run compiles its step.
+        note: what the predictions assume, if the run differs.
 
     Attributes:
         machine: the unchanged machine; ``assumed`` has the sliders' factors, ``hardware`` is the machine with them.
@@ -45,8 +46,9 @@ class Predictor:
         batch_size: int,
         optimizer: str = "momentum",
         compiles: Callable[[], bool] = bool,
+        note: str = "",
     ) -> None:
-        self._compiles = compiles
+        self._compiles, self._note = compiles, note
         self.machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
         self.assumed = MachineFactors()
         self.batch_size, self.optimizer = batch_size, optimizer
@@ -146,6 +148,7 @@ class Predictor:
             hardware.memory_bytes,
             is_old,
             self._before_label,
+            self._note,
         )
 
     def _compare_with_before(self, resolved: ResolvedStrategy) -> None:
