@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -329,3 +330,48 @@ def test_the_whole_run_is_saved_exported_and_loaded_again(tmp_path):
     assert RunRecord.from_dict(exported) == kept and len(table.rows) == 2
     table.rename(table.rows[0].key, "mine")
     assert "mine" in names(table.rows) and saved[kept.run_id].name == "data", "a part has its name on the page only"
+
+
+# ---- runs that are on no disk ---------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_name_that_are_on_no_disk_are_rows_of_their_own(tmp_path):
+    one, other = make_record("data", losses=(3.0, 2.0)), make_record("data", losses=(2.5, 1.5), batch_size=200)
+    view = show_runs([one, other])
+    view.table.add([one, replace(other)])
+    assert view.table.runs[0] is one and len(view.table.rows) == 2, "known already"
+    view.table.add([make_record("data", losses=(1.0, 0.5), batch_size=300)])
+    assert sorted(row.values["final_loss"] for row in view.table.rows) == [0.5, 1.5, 2.0]
+    drawn = {row.key: view.table._groups[row.key][0].losses[-1] for row in view.table.rows}
+    assert drawn == {row.key: row.values["final_loss"] for row in view.table.rows}
+    runs = CompareResult.from_json(view.table.export(str(tmp_path / "all.json")).read_text()).runs
+    assert sorted(run.batch_size for run in runs) == [100, 200, 300] and {run.run_id for run in runs} == {""}
+    assert {run.name for run in runs} == {"data"}
+    assert view.table.exported("csv").count("data") == 2 * 3 and view.table.exported("html").count("wb-table") > 0
+
+
+def test_a_rename_and_a_choice_are_of_one_of_the_runs_of_a_name():
+    opened = []
+    table = RunTable(lambda run: opened.append(run.batch_size))
+    table.add([make_record("data"), make_record("data", batch_size=200)])
+    second = next(row.key for row in table.rows if row.key != "data")
+    table.select(second)
+    table.open_button.click()
+    table.rename(second, "larger batch")
+    assert opened == [200] and sorted(names(table.rows)) == ["data", "larger batch"]
+    table.hide()
+    assert names(table.rows) == ["data"]
+
+
+def test_a_changed_run_on_no_disk_is_known_again():
+    run = replace(CHANGED, run_id="")
+    table = RunTable()
+    table.add([run, replace(run, batch_size=999)])
+    table.add([run], selected=run)
+    assert len(table.rows) == 4 and table.selected == "data \u2192 model, steps 41-100"
+
+
+def test_losses_that_are_no_numbers_are_last_in_both_directions():
+    rows = run_rows([make_record(str(loss), losses=(loss,)) for loss in (3.0, math.nan, 1.0, math.inf)])
+    assert names(sorted_rows(rows, "final_loss")) == ["1.0", "3.0", "inf", "nan"]
+    assert names(sorted_rows(rows, "final_loss", ascending=False)) == ["inf", "3.0", "1.0", "nan"]

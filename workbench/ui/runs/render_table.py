@@ -23,6 +23,7 @@ from workbench.ui.runs.table_rows import (
     prediction_errors,
     run_rows,
     sorted_rows,
+    with_own_keys,
 )
 from workbench.units import format_bytes
 
@@ -45,7 +46,7 @@ def comparison_table_html(runs: Sequence[RunRecord], baseline: RunRecord | None 
     several seeds (``core.seeds.over_seeds``) have error bars.
     """
     truth = key_of(baseline) if baseline is not None else ""
-    everything = [*runs, *([baseline] if baseline is not None else [])]
+    everything = [*with_own_keys(runs, [truth]), *([baseline] if baseline is not None else [])]
     rows = run_rows(everything, truth=truth)
     others = sorted_rows([row for row in rows if not row.is_truth])
     listed = [*others, *(row for row in rows if row.is_truth)]

@@ -28,7 +28,7 @@ from workbench.ui.run_figures import (
     throughput_figure,
 )
 from workbench.ui.runs.render_table import comparison_table_html, scatter_html
-from workbench.ui.runs.table_rows import key_of, run_rows
+from workbench.ui.runs.table_rows import key_of, run_rows, with_own_keys
 from workbench.ui.short_names import short_names
 from workbench.units import format_count
 
@@ -54,7 +54,8 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
     state, sentence = verdict(result.runs)
     figures = _figures(result)
     boxes = [element("div", element("div", id=name), css="frame") for name in figures]
-    parts, truths = over_seeds(by_strategy(result.runs)), over_seeds(result.baselines)
+    truths = over_seeds(result.baselines)
+    parts = with_own_keys(over_seeds(by_strategy(result.runs)), map(key_of, truths))
     rows = run_rows([*parts, *truths], truth=[key_of(truth) for truth in truths])
     boxes.insert(1, element("div", scatter_html(rows), css="frame wb-comparison"))
     body = element(

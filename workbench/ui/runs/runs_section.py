@@ -14,7 +14,6 @@ import ipywidgets as widgets
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.profile import Profile
 from workbench.core.seeds import seeds_of, with_seed, without_seed
-from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.trace_events import chrome_trace
 from workbench.core.verdict import CHECKED_STEPS
@@ -28,7 +27,6 @@ from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
 from workbench.ui.page_restore import as_request
 from workbench.ui.runs.profile_section import ProfileSection
-from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
 
@@ -281,8 +279,8 @@ class RunsSection:
 
     def show_runs(self) -> None:
         """Update the comparison."""
-        self.table.selected = key_of(by_strategy(self.runs)[-1]) if self.runs else ""
-        self.table.add(self.runs, [self.baseline] if self.baseline is not None else [])
+        truths = [self.baseline] if self.baseline is not None else []
+        self.table.add(self.runs, truths, self.runs[-1] if self.runs else None)
 
     def _run_again(self, run: RunRecord) -> None:
         self._callbacks.opened(run.strategy)

@@ -6,8 +6,8 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from workbench.core.metrics import RunRecord
 from workbench.ui.number_text import (
@@ -83,6 +83,24 @@ class Row:
 def key_of(run: RunRecord) -> str:
     """The key of a run: the id of its file, or its name without a file."""
     return run.run_id or run.name
+
+
+def with_own_keys(runs: Iterable[RunRecord], taken: Iterable[str] = ()) -> list[RunRecord]:
+    """The runs, each with a key of its own: a number tells runs without a file from earlier ones of their name.
+
+    >>> runs = [RunRecord("data", "*: data", 2, batch_size) for batch_size in (8, 16)]
+    >>> [key_of(run) for run in with_own_keys(runs)]
+    ['data', 'data (2)']
+    """
+    known, found = set(taken), []
+    for run in runs:
+        key, number = key_of(run), 1
+        while key in known:
+            number += 1
+            key = f"{run.name} ({number})"
+        known.add(key)
+        found.append(run if key == key_of(run) else replace(run, run_id=key))
+    return found
 
 
 def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) -> list[int]:
@@ -242,13 +260,15 @@ def _mark_and_note(run: RunRecord) -> tuple[str, str]:
 
 
 def sorted_rows(rows: Sequence[Row], key: str = "samples_per_s", ascending: bool | None = None) -> list[Row]:
-    """Sorted by a column, by default its better end first; rows without a value last."""
+    """Sorted by a column, by default its better end first; rows without a value, or with nan, last."""
     column = next((column for column in COLUMNS if column.key == key), COLUMNS[1])
     up = column.ascending if ascending is None else ascending
     if key == "name":
         return sorted(rows, key=lambda row: row.name, reverse=not up)
-    known = [row for row in rows if row.values.get(key) is not None]
-    unknown = [row for row in rows if row.values.get(key) is None]
+    values = [row.values.get(key) for row in rows]
+    is_known = [value is not None and not math.isnan(value) for value in values]
+    known = [row for row, has_value in zip(rows, is_known, strict=True) if has_value]
+    unknown = [row for row, has_value in zip(rows, is_known, strict=True) if not has_value]
     return sorted(known, key=lambda row: row.values[key] or 0.0, reverse=not up) + unknown
 
 

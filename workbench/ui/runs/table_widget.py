@@ -20,7 +20,16 @@ from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.page_link import Downloads
 from workbench.ui.runs.render_table import below_html, comparison_html, table_style
-from workbench.ui.runs.table_rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
+from workbench.ui.runs.table_rows import (
+    COLUMNS,
+    Row,
+    filter_rows,
+    key_of,
+    rows_csv,
+    run_rows,
+    sorted_rows,
+    with_own_keys,
+)
 
 ONE_DEVICE = "1 device"
 _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
@@ -127,15 +136,28 @@ class RunTable:
 
     # ---- display --------------------------------------------------------------------------------------------
 
-    def add(self, runs: Iterable[RunRecord], truths: Sequence[RunRecord] = ()) -> None:
-        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each seed."""
-        known = {key_of(run) for run in self.runs}
+    def add(
+        self, runs: Iterable[RunRecord], truths: Sequence[RunRecord] = (), selected: RunRecord | None = None
+    ) -> None:
+        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each seed. Records that
+        the table has are left out. ``selected`` is one of the runs, whose last row is marked.
+        """
         for run in runs:
-            parts = [part for part in by_strategy([run]) if key_of(part) not in known]
+            known = {key_of(part) for part in self.runs}
+            parts = [part for part in by_strategy([run]) if not (part.run_id and key_of(part) in known)]
+            if not run.run_id and self._key_of_whole(run) is not None:
+                continue
+            parts = with_own_keys(parts, known)
             self.runs += parts
             self._whole |= {key_of(part): run for part in parts}
         self._truths |= {truth.settings.get("seed"): truth for truth in truths}
+        if selected is not None:
+            self.selected = self._key_of_whole(selected) or ""
         self.refresh()
+
+    def _key_of_whole(self, run: RunRecord) -> str | None:
+        """The key of the last row of a record that was added; None if it was not."""
+        return next((key for key, whole in reversed(self._whole.items()) if whole is run or whole == run), None)
 
     @property
     def truth(self) -> RunRecord | None:
@@ -290,13 +312,13 @@ class RunTable:
 
     def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
         """The runs of these rows, under their names in the table."""
-        found: dict[str, RunRecord] = {}
+        found: dict[int, RunRecord] = {}
         shown = self._groups
         for part in (part for row in rows for part in shown[row.key]):
             run = self._whole.get(key_of(part))
             if run is not None:
                 name = run.name if run.segments else self.names.get(key_of(part), run.name)
-                found.setdefault(key_of(run), replace(run, name=name))
+                found.setdefault(id(run), replace(run, name=name))
         return list(found.values())
 
     def export(self, path: str) -> Path:
