@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from tests.ui.conftest import make_record
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
-from workbench.ui.live.figure_layout import PANES_HEIGHT, WIDE
+from workbench.ui.live.figure_layout import BOTTOM, PANES_HEIGHT, TOP, WIDE
 from workbench.ui.live.history import History
 from workbench.ui.live.live_picture import live_picture
 from workbench.ui.live.run_view import RunView
@@ -38,6 +40,29 @@ def test_the_loss_is_drawn_on_the_scale_that_was_chosen():
     heights = [float(point.split(",")[1]) for point in lines[-1].get("points").split()]
     assert heights[1] - heights[0] == heights[2] - heights[1], "each step is a tenth"
     assert "100" in texts(live_picture(history)) and "1.00" in texts(live_picture(history, log_loss=True))
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ((1.2, -0.4, -3.0), ("1.20", "-3.21")),
+        ((-1.0, -3.0, -5.0), ("0", "-5.25")),
+        ((-5.0, -5.0, -5.0), ("0", "-5.25")),
+        ((2.0, 1.0, 0.0), ("2.00", "0")),
+        ((0.0, 0.0, 0.0), ("1.00", "0")),
+        ((-20000.0, -15000.0, -10000.0), ("0", "-21k")),
+    ],
+)
+def test_negative_losses_stay_in_the_pane_and_larger_ones_are_higher(losses, ends):
+    history = History(10, 1)
+    history.add([block(0, losses, time_s=(0.1,), boxing_s=(0.0,))])
+    svg = live_picture(history, losses)
+    for line in list(ElementTree.fromstring(svg).iter("polyline"))[-2:]:
+        heights = [float(point.split(",")[1]) for point in line.get("points").split()]
+        assert all(TOP <= height <= PANES_HEIGHT - BOTTOM for height in heights)
+        assert sorted(heights) == [height for _, height in sorted(zip(losses, heights, strict=True), reverse=True)]
+        assert len(set(heights)) == len(set(losses))
+    assert set(ends) <= {text.replace("\u2212", "-") for text in texts(svg)}
 
 
 def test_losses_that_are_no_numbers_are_left_out():

@@ -103,7 +103,7 @@ def _curve(
     parts = [
         _rule(left, TOP, right, TOP),
         _rule(left, bottom, right, bottom),
-        _text(left - 6, TOP + 4, _short(top), "end"),
+        _text(left - 6, TOP + 4, _short(top) if top else "0", "end"),
     ]
     parts += [_text(left - 6, bottom + 4, _short(low) if low else "0", "end"), _text(left, bottom + 16, "0", "middle")]
     parts.append(_text(right, bottom + 16, f"step {steps}", "end"))
@@ -128,19 +128,24 @@ def _shown(points: Points, steps: int) -> Points:
 
 
 def _ends(values: Sequence[float], is_log: bool) -> tuple[float, float]:
-    """The ends of an axis: from 0, or from the smallest value that has a logarithm."""
-    known = [value for value in values if value > 0]
-    low, top = (min(known, default=0.1), max(known, default=1.0)) if is_log else (0.0, max(values, default=1.0) or 1.0)
-    return (low, top) if low < top else (low / 2, top * 2)
+    """The ends of an axis: from 0, from below the smallest value if that is negative, or from the smallest value that
+    has a logarithm.
+    """
+    if is_log:
+        known = [value for value in values if value > 0]
+        low, top = min(known, default=0.1), max(known, default=1.0)
+        return (low, top) if low < top else (low / 2, top * 2)
+    low, top = min([0.0, *values]), max([0.0, *values])
+    return low - 0.05 * (top - low) if low < 0 else low, top if low < top else 1.0
 
 
 def _share(value: float, low: float, top: float, is_log: bool) -> float:
     """The place of a value on an axis, 0 to 1."""
-    return math.log(value / low) / math.log(top / low) if is_log else value / top
+    return math.log(value / low) / math.log(top / low) if is_log else (value - low) / (top - low)
 
 
 def _short(value: float) -> str:
-    return three_digits(value) if value < 10_000 else f"{value / 1000:.3g}k"
+    return three_digits(value) if abs(value) < 10_000 else f"{value / 1000:.3g}k"
 
 
 def _rows(ranks: Sequence[int]) -> list[tuple[int, float, float]]:
