@@ -382,33 +382,6 @@ def test_a_real_model_is_counted_on_metadata():
     assert estimate is not None and estimate.boxed_bytes > 0
 
 
-def raises(parameters: Any) -> Any:
-    raise RuntimeError("no GPU & no state")
-
-
-@pytest.mark.parametrize(
-    ("optimizer_fn", "predicted", "note"),
-    [
-        (None, "momentum", ""),
-        (lambda ps: torch.optim.SGD(ps, lr=0.1), "sgd", ""),
-        (lambda ps: torch.optim.AdamW([{"params": list(ps), "lr": 0.1}]), "adamw", ""),
-        (lambda ps: torch.optim.Adam([p for p in ps if p.ndim == 2]), "adam", ""),
-        (
-            lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.02),
-            "adamw",
-            "For AdamW: what Muon takes is not known. Known are SGD, Adam, AdamW and AdamW8bit.",
-        ),
-        (raises, "adamw", "For AdamW: optimizer_fn on meta tensors raised RuntimeError: no GPU &amp; no state"),
-    ],
-)
-def test_predictions_are_for_the_run_s_optimizer_or_say_which(optimizer_fn: Any, predicted: str, note: str):
-    costs, shape = gpt(1), (32, 64)
-    panel = Panel(None, make_mlp, shape, num_ranks=2, costs=costs, hardware="h200", optimizer_fn=optimizer_fn)
-    assert editor(panel)._predictor.optimizer == predicted
-    html = editor(panel).predictions_html()
-    assert note in html if note else "For AdamW" not in html
-
-
 def test_a_model_with_its_own_loss_is_counted_on_metadata():
 
     from tests.models.zoo import batch_for, make

@@ -11,6 +11,7 @@ from workbench.core.rows import Layer, Row, quoted
 
 _OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
 """Syntax of patterns in other programs."""
+_FIX = "put it behind, or leave it out"
 
 
 def mistakes_of_rows(
@@ -33,9 +34,6 @@ def mistakes_of_rows(
     return _without_match(rows, layers) + hidden
 
 
-_FIX = "put it behind, or leave it out"
-
-
 def hidden_rows(rows: Sequence[Row], layers: Sequence[Layer], deciding: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Rows without effect, each with a later row that covers it and says something else. Arguments: see above.
 
@@ -53,9 +51,9 @@ def hidden_rows(rows: Sequence[Row], layers: Sequence[Layer], deciding: Sequence
         if row in effective or not (own := _layers_of(row, layers)):
             continue
         others = (later for later in reversed(rows[place + 1 :]) if replace(later, pattern=row.pattern) != row)
-        covering = next((later for later in others if _covers(later, _layers_of(later, layers), row, own)), None)
-        if covering is not None:
-            found.append((row, covering))
+        wider = next((later for later in others if _covers(later, _layers_of(later, layers), row, own)), None)
+        if wider is not None:
+            found.append((row, wider))
     return found
 
 
@@ -68,7 +66,7 @@ def _covers(later: Row, of_later: set[str], row: Row, own: set[str]) -> bool:
     """Whether a later row takes all layers of a row and is as general: it has more of them, or covers the pattern. A
     row ``expert`` is an exception by itself.
     """
-    is_exception = later.parallel == "expert" != row.parallel
+    is_exception = later.parallel == "expert" and row.parallel != "expert"
     return own < of_later or (own == of_later and later.matches(row.pattern) and not is_exception)
 
 
