@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import workbench as wb
+from tests.session.simulated_session import SimulatedSession
 from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
-from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, SavedRuns, default_folder
+from workbench.session.comparison.compare import CompareResult
+from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, RunFile, SavedRuns, default_folder
+from workbench.session.on_engine import shell
 from workbench.ui.runs.table_widget import RunTable
 
 
@@ -102,3 +110,84 @@ def test_the_folder_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "workbench" / "runs"
     assert "0 runs" in repr(SavedRuns())
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "publish", lambda message: None)
+    monkeypatch.setattr(shell, "commands", list)
+
+
+def compared(keep: SavedRuns) -> CompareResult:
+    data = (torch.randn(32, 4), torch.randn(32, 2))
+    session: Any = SimulatedSession()
+    return wb.compare(
+        lambda: nn.Linear(4, 2), data, nn.functional.mse_loss, ["data", "model"], batch_size=16, steps=4,
+        session=session, keep=keep, progress=False,
+    )  # fmt: skip
+
+
+class FullDisk(SavedRuns):
+    """Its disk is full after the first lines."""
+
+    def _begin(self, record: RunRecord) -> RunFile:
+        return RunFile("begun", os.open("/dev/full", os.O_WRONLY), self._warn)
+
+
+def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, simulated):
+    (tmp_path / "file").write_text("")
+    saved = SavedRuns(tmp_path / "file" / "runs")
+    with pytest.warns(UserWarning, match=r"runs are not kept in .*file/runs.*keep=False") as warned:
+        result = compared(saved)
+    assert result.all_equal and len(result.runs) == 2 and len(warned) == 1
+    assert {run.run_id for run in [*result.runs, *result.baselines]} == {""}
+    assert saved.ids() == list(saved) == [] and "0 runs" in repr(saved)
+
+
+def test_a_disk_that_gets_full_stops_no_run(tmp_path, simulated):
+    with pytest.warns(UserWarning, match=r"not kept.*No space left") as warned:
+        result = compared(FullDisk(tmp_path))
+    assert result.all_equal and len(result.runs) == 2 and len(warned) == 1
+
+
+def test_a_run_whose_file_broke_goes_on_without_an_id(saved):
+    file = saved.begin(planned())
+    run_id = file.run_id
+    file.add([block(0, 2.0)])
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file._handle)
+    os.close(full)
+    with pytest.warns(UserWarning, match="not kept"):
+        file.add([block(1, 1.5)])
+    file.add([block(2, 1.25)])
+    assert file.finish(make_record("data")).run_id == ""
+    assert saved[run_id].losses == (2.0,)
+
+
+def test_a_first_line_that_cannot_be_written_leaves_no_file(saved, monkeypatch):
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("workbench.session.comparison.saved_runs.os.write", full)
+    with pytest.warns(UserWarning, match="not kept"):
+        file = saved.begin(planned())
+    assert file.run_id == "" and saved.ids() == []
+
+
+def test_a_broken_file_hides_no_other_run(saved):
+    finished = saved.begin(planned()).finish(make_record("data"))
+    (saved.folder / "20200101-000000-broken.jsonl").write_text("")
+    assert list(saved) == [finished] and len(saved) == 2
+
+
+def test_a_name_that_cannot_be_stored_is_in_the_table(saved, monkeypatch):
+    run = saved.begin(planned()).finish(make_record("data"))
+    table = RunTable(saved=saved)
+    table.add([run])
+
+    def refuse(run_id: str, name: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(saved, "rename", refuse)
+    table.rename(run.run_id, "mine")
+    assert [row.name for row in table.rows] == ["mine"] and "this table only" in table.answer.value

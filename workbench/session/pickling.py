@@ -44,7 +44,7 @@ def _without_rest(tensor: Any) -> Any:
 
 
 class Pickler(cloudpickle.CloudPickler):
-    """``cloudpickle.CloudPickler``, but code keeps the name of its file, and tensors leave the rest of their storage."""
+    """``cloudpickle.CloudPickler``, but code keeps the name of its file, and tensors are without unused storage."""
 
     dispatch_table = _TABLE.new_child({CodeType: _reduce})
 

@@ -3,6 +3,8 @@
 The first line has the strategy, seed, versions and machine. All reported steps, spans and events follow, and at the end
 the record. Lines are only appended, each in one write. So a notebook that dies loses at most its last third of a
 second, and a reader never sees half a line.
+
+A full or read-only disk stops no run: the first failure is a warning, and the runs go on without their files.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -51,6 +55,7 @@ class SavedRuns:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = Path(folder) if folder is not None else default_folder()
+        self._has_warned = False
 
     @classmethod
     def of(cls, keep: bool | SavedRuns) -> SavedRuns | None:
@@ -64,7 +69,9 @@ class SavedRuns:
         return len(self.ids())
 
     def __iter__(self) -> Iterator[RunRecord]:
-        return (self[run_id] for run_id in self.ids())
+        for run_id in self.ids():
+            with suppress(SessionError, OSError):  # its file is broken or not readable: others are shown
+                yield self[run_id]
 
     def __getitem__(self, run_id: str) -> RunRecord:
         """The record of a run. An unfinished run says so in ``error``, and has the steps until then."""
@@ -85,15 +92,24 @@ class SavedRuns:
         return replace(record, name=name, run_id=run_id)
 
     def ids(self) -> list[str]:
-        """The runs' ids, oldest first; they begin with date and time."""
-        return sorted(path.stem for path in self.folder.glob("*.jsonl"))
+        """The runs' ids, oldest first; they begin with date and time. None if the folder cannot be read."""
+        with suppress(OSError):
+            return sorted(path.stem for path in self.folder.glob("*.jsonl"))
+        return []
 
     def messages(self, run_id: str) -> list[StepBlock | StepSpans | RunEvent]:
         """All reports of a run, in order."""
         return [_KINDS[line["line"]].from_dict(line) for line in self._lines(run_id) if line["line"] in _KINDS]  # type: ignore[attr-defined]
 
     def begin(self, record: RunRecord) -> RunFile:
-        """Create the file of a new run."""
+        """Create the file of a new run. If that fails, a warning says so, and the run has no file and no id."""
+        try:
+            return self._begin(record)
+        except OSError as error:
+            self._warn(error)
+            return RunFile("", -1)
+
+    def _begin(self, record: RunRecord) -> RunFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         started = datetime.now().astimezone()
         stem = f"{started:%Y%m%d-%H%M%S}-{_slug(record.name)}"
@@ -103,9 +119,11 @@ class SavedRuns:
                 handle = os.open(self._path(run_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             except FileExistsError:
                 continue
-            file = RunFile(run_id, handle)
+            file = RunFile(run_id, handle, self._warn)
             head = replace(record, run_id=run_id, started=record.started or started.isoformat(timespec="seconds"))
             file.write({"line": "run", "format": _FORMAT, "record": head.to_dict()})
+            if not file.run_id:  # without its first line it holds no run
+                self._path(run_id).unlink(missing_ok=True)
             return file
         raise SessionError(f"SavedRuns: 1000 runs called {record.name!r} began in one second in {self.folder}.")
 
@@ -118,8 +136,20 @@ class SavedRuns:
         """Delete a run's file."""
         self._checked(run_id).unlink()
 
+    def _warn(self, error: OSError) -> None:
+        """Say once that runs are not kept."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"runs are not kept in {self.folder}: {type(error).__name__}: {error}. They go on, and their results are "
+            f"complete. For another folder set {FOLDER_VARIABLE} or give keep=wb.draw.SavedRuns(folder); for none, "
+            f"keep=False.",
+            stacklevel=3,
+        )
+
     def _append(self, run_id: str) -> RunFile:
-        return RunFile(run_id, os.open(self._checked(run_id), os.O_WRONLY | os.O_APPEND))
+        return RunFile(run_id, os.open(self._checked(run_id), os.O_WRONLY | os.O_APPEND), _raise)
 
     def _path(self, run_id: str) -> Path:
         return self.folder / f"{run_id}.jsonl"
@@ -144,10 +174,14 @@ class SavedRuns:
 
 
 class RunFile:
-    """A run's file while it is written."""
+    """A run's file while it is written. After a failure it takes nothing more, and its run has no id.
 
-    def __init__(self, run_id: str, handle: int) -> None:
-        self.run_id, self._handle = run_id, handle
+    Args:
+        fail: called with the failure.
+    """
+
+    def __init__(self, run_id: str, handle: int, fail: Callable[[OSError], None] = lambda error: None) -> None:
+        self.run_id, self._handle, self._fail = run_id, handle, fail
 
     def __enter__(self) -> RunFile:
         return self
@@ -163,21 +197,39 @@ class RunFile:
                 self.write({"line": kind, **_rounded(message.to_dict())})  # type: ignore[attr-defined]
 
     def finish(self, record: RunRecord) -> RunRecord:
-        """Append the record and close the file. Returns the record with its id."""
-        complete = replace(record, run_id=self.run_id)
-        self.write({"line": "record", "record": complete.to_dict()})
+        """Append the record and close the file. Returns the record with its id; without one if the file is broken."""
+        self.write({"line": "record", "record": replace(record, run_id=self.run_id).to_dict()})
         self.close()
-        return complete
+        return replace(record, run_id=self.run_id)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line in one write."""
-        os.write(self._handle, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+        rest = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        try:
+            while rest and self._handle >= 0:  # a disk that gets full takes a part
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        handle, self._handle = self._handle, -1
+        if handle < 0:
+            return
+        try:
+            os.close(handle)
+        except OSError as error:  # a disk of the network says only now that it is full
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.run_id = ""
+        with suppress(OSError):
+            self.close()
+        self._fail(error)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _slug(name: str) -> str:

@@ -275,7 +275,10 @@ class RunTable:
             own = with_seed(name, run.settings["seed"], -1) if number else name
             self.names[key_of(run)] = own
             if run.run_id in self.saved.ids():
-                self.saved.rename(run.run_id, own)
+                try:
+                    self.saved.rename(run.run_id, own)
+                except OSError as error:
+                    self.show_answer(f"{own!r} is the name in this table only, its file cannot be written: {error}")
         self.refresh()
 
     def set_baseline(self, key: str) -> None:
