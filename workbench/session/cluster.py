@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.core.metrics import RunEvent
 from workbench.errors import NotStartedError, SessionError
-from workbench.session import engine, protocol
+from workbench.session import engine, protocol, user_modules
 from workbench.session.adapter import Engines, Request
 from workbench.session.engine_pool import EnginePool, raise_unless_ok
 from workbench.session.offer_magics import offer_magics
@@ -192,13 +192,12 @@ class Session:
     def submit(
         self, fn: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, label: str = "", **kwargs: Any
     ) -> RemoteCall:
-        """Start ``fn(*args, **kwargs)`` on the engines and return at once.
+        """Start ``fn(*args, **kwargs)`` on the engines and return at once; other requests that wait name its ``label``.
 
-        cloudpickle sends the function, so it may be defined in the notebook. Later requests wait for it, and name its
-        ``label``.
+        The function may be defined in the notebook. Engines run a module's code as the notebook has loaded it.
         """
         targets = self._check(ranks)
-        payload = protocol.dump((fn, args, kwargs))
+        payload = user_modules.pack((fn, args, kwargs))
         listener = OutputListener(targets, self.num_engines)
         tag = self._pool.tag(targets, label=label or getattr(fn, "__name__", "call"))
 
@@ -217,7 +216,7 @@ class Session:
     def push(self, ranks: Iterable[int] | None = None, /, **variables: Any) -> None:
         """Set variables on the engines: ``session.push(x=1, model=model)``."""
         targets = self._check(ranks)
-        self._call(targets, engine.push, (protocol.dump(variables),), "push")
+        self._call(targets, engine.push, (user_modules.pack(variables),), "push")
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> Any:
         """A variable of the engines: a list by rank, or one logical tensor for a global tensor.
@@ -342,6 +341,7 @@ class Session:
 
     def _make_current(self) -> None:
         _open.append(self)
+        user_modules.watch()
         offer_magics()
 
     def _forget(self) -> bool:

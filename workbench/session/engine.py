@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.session import protocol
+from workbench.session import protocol, user_modules
 from workbench.session.on_engine import awaiting_cells as engine_awaiting
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine import connections as engine_connections
@@ -131,7 +131,7 @@ def call(payload: bytes) -> bytes:
     """Run a pickled (function, arguments, keyword arguments) and return its pickled result."""
     from workbench.session.on_engine.torch_modes import restored_after_interrupt
 
-    function, arguments, keywords = protocol.load_strictly(payload)
+    function, arguments, keywords = user_modules.unpack(payload)
     with restored_after_interrupt():
         result = protocol.dump(function(*arguments, **keywords))
         engine_messages.deliver()
@@ -140,7 +140,7 @@ def call(payload: bytes) -> bytes:
 
 def push(payload: bytes) -> None:
     """Set pickled variables in the engine's namespace."""
-    shell().user_ns.update(protocol.load_strictly(payload))
+    shell().user_ns.update(user_modules.unpack(payload))
 
 
 def pull(name: str) -> bytes:
@@ -166,6 +166,7 @@ def _install() -> None:
     # ipyparallel's handler waits for the cell, and the batch system half a minute longer, until it kills.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     engine_imports.install(here.kernel)
+    user_modules.watch()
     engine_awaiting.install(here)
     here.events.register("post_run_cell", _report_remaining_steps)
     engine_messages.install(here)

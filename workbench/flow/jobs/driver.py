@@ -16,7 +16,7 @@ from workbench.errors import CellError, JobError
 from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import remote
 from workbench.flow.jobs.run import Job, zip_results
-from workbench.session import Session, find_current, protocol
+from workbench.session import Session, find_current, user_modules
 
 
 @dataclass
@@ -60,7 +60,7 @@ def change_variables(action: str, limits: DeviceLimits, *options: Any) -> None:
 
 def _pickled(job: Job) -> bytes:
     try:
-        return protocol.dump(job)
+        return user_modules.pack(job)
     except Exception as error:
         raise JobError(
             f"{job.name}: the function cannot be sent to the engines, because something that it uses by name cannot be "

@@ -12,7 +12,7 @@ from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import checkpoints
 from workbench.flow.jobs.run import Job, ranks_of, run
 from workbench.flow.jobs.store import common_store, known_store, store_of
-from workbench.session import protocol
+from workbench.session import user_modules
 from workbench.session.on_engine import failures as engine_failures
 from workbench.tensors.world import current
 
@@ -39,7 +39,7 @@ def keep_job(name: str, payload: bytes, sources: Mapping[str, tuple[str, list[st
     for filename, (title, lines) in sources.items():
         engine_failures.user_files[filename] = title
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
-    _jobs[name] = protocol.load_strictly(payload)
+    _jobs[name] = user_modules.unpack(payload)
 
 
 def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials: tuple[str, ...] | None) -> Reply:

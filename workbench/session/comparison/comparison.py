@@ -18,6 +18,7 @@ from workbench.core.seeds import with_seed
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError, RunError
+from workbench.session import user_modules
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.checker import Checker, RunObserver, one_device_of
@@ -65,6 +66,7 @@ class Comparison:
         self._keep, self._writers = keep, tuple(log)
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
+        self._versions: dict[str, user_modules.Version] = {}
         self.prepare()
 
     def __enter__(self) -> Comparison:
@@ -75,14 +77,19 @@ class Comparison:
 
     def prepare(self) -> None:
         """Send the job to engines that do not have it: first to all, later to new ones after a restart or a loss. If
-        the engine of the one-device run is new, the run is trained again.
+        the engine of the one-device run is new, the run is trained again. Where modules of the user's have changed
+        meanwhile, new engines would have other code, so all get the job again.
 
         Raises:
             NotStartedError: the session is closed.
         """
         has_job = self._on_engines(training_on_engine.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
+        versions = user_modules.loaded()
+        if missing and any(versions.get(name) != version for name, version in self._versions.items()):
+            missing = list(range(len(has_job)))
         if missing:
+            self._versions = versions
             prepared = self._on_engines(training_on_engine.keep_job, self.key, self.job, ranks=missing)
             self._num_threads = max(engine.num_threads for engine in prepared)
             self._no_micro_batches = prepared[0].no_micro_batches

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.session import user_modules
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine.sent_values import in_new_class, is_same, kind, pack, shown, spread, unpack
 from workbench.session.on_engine.shell import shell
@@ -52,6 +53,7 @@ def keep(loss: int) -> list[str]:
     if _kept is None or _kept[0] != loss:
         variables = shell().user_ns
         _kept = (loss, {name: variables[name] for name in engine_assist.names()}, _random_states(current()))
+        user_modules.forget_edited()  # new ranks import the present files, so all do
     return sorted(name for name, value in spread(_kept[1]).items() if kind(value) in ("module", "optimizer"))
 
 
