@@ -129,6 +129,29 @@ def test_an_edit_after_the_import_is_not_the_version_that_was_loaded(folder):
     assert "edited_models" not in sys.modules
 
 
+@pytest.mark.parametrize("edit", ["a constant", "a function", "a default", "a method", "a method of a class"])
+def test_a_module_that_is_changed_in_its_place_is_of_the_present_file(folder, edit):
+    """As ``%autoreload 2`` does from IPython 9 on, where it can. An edit alone does not count."""
+    models = load("edited_models")
+    first = user_modules.loaded_in_notebook()["edited_models"]
+    write(folder, edited_models=MODELS.format(hidden=NEW))
+    assert user_modules.loaded_in_notebook()["edited_models"] == first
+    if edit == "a constant":
+        models.HIDDEN = NEW
+    elif edit == "a function":
+        models.make.__code__ = (lambda: NEW).__code__
+    elif edit == "a default":
+        models.make.__defaults__ = (NEW,)
+    elif edit == "a method":
+        models.Net.forward = lambda self, x: x
+    else:
+        models.Net.made = classmethod(lambda cls: cls())
+    second = user_modules.loaded_in_notebook()["edited_models"]
+    assert second == user_modules._version_of(first.file) != first
+    models.count = 1  # the module's own code changes it
+    assert user_modules.loaded_in_notebook()["edited_models"] == second
+
+
 def test_only_modules_of_the_users_count(folder):
     load("edited_models")
     names = user_modules.loaded()

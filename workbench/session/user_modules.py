@@ -26,6 +26,7 @@ from workbench.errors import SessionError
 from workbench.session.pickling import Pickler
 
 _LENGTH_BYTES = 8
+_OF_CLASSES = {"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__doc__", "__static_attributes__"}
 _NOT_THE_USERS = {"__main__", "workbench"}
 """Top names of modules that are no files of the user's, wherever they are."""
 _PACKAGED = {"site-packages", "dist-packages"}
@@ -44,6 +45,10 @@ _loaded: dict[str, tuple[Any, Version | None]] = {}
 """By name: the module's spec, which each load of it replaces, and its version; None for modules of packages."""
 _found: dict[str, Version] = {}
 """Versions of the files from which modules are loaded now or were loaded last, by name."""
+
+
+_contents: dict[str, tuple[Any, Any]] = {}
+"""By name: the module's spec, and its content when it was last equal to its file."""
 
 
 class _Recorder:
@@ -72,9 +77,8 @@ def loaded() -> dict[str, Version]:
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__dict__", {}).get("__spec__")
         if name not in _loaded or _loaded[name][0] is not spec:
-            version = (
-                _version_of(getattr(spec, "origin", None)) if name.partition(".")[0] not in _NOT_THE_USERS else None
-            )
+            file = getattr(spec, "origin", None)
+            version = _version_of(file) if name.partition(".")[0] not in _NOT_THE_USERS else None
             before = _found.get(name)
             is_same_file = version is not None and before is not None and before.file == version.file
             _loaded[name] = (spec, before if is_same_file else version)
@@ -83,12 +87,29 @@ def loaded() -> dict[str, Version]:
     return found
 
 
+def loaded_in_notebook() -> dict[str, Version]:
+    """As `loaded`. ``%autoreload`` may also change a module in its place, without a new load: a module whose content
+    has changed, and its file too, has the code of the file. So has one that is seen for the first time.
+    """
+    found = loaded()
+    for name, version in found.items():
+        spec, content = _loaded[name][0], _content_of(sys.modules.get(name))
+        known_spec, known_content = _contents.get(name, (None, None))
+        if _mtime_of(version) != version.time_s:
+            if known_spec is spec and known_content == content:
+                continue  # edited, and not loaded
+            found[name] = _version_of(version.file) or version
+            _loaded[name] = spec, found[name]
+        _contents[name] = spec, content
+    return found
+
+
 def pack(value: object) -> bytes:
     """The pickle of a value, and behind it the versions of the modules that it may use."""
     buffer = io.BytesIO()
     pickler = _RecordingPickler(buffer)
     pickler.dump(value)
-    versions = loaded()
+    versions = loaded_in_notebook()
     rest = pickle.dumps((versions, sorted(pickler.modules & versions.keys())))
     buffer.write(rest + len(rest).to_bytes(_LENGTH_BYTES, "big"))
     return buffer.getvalue()
@@ -179,6 +200,33 @@ def _module_of(value: object) -> str:
     except Exception:  # noqa: BLE001 - objects may answer in any way
         return ""
     return name if isinstance(name, str) else ""
+
+
+def _content_of(value: Any, owner: str = "") -> Any:
+    """What an edit of a module changes: the code of its functions and classes, and its constants."""
+    if isinstance(value, ModuleType) and not owner:
+        return {
+            name: _content_of(one, value.__name__) for name, one in vars(value).items() if not name.startswith("__")
+        }
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        return [_content_of(one, owner) for one in (value.fget, value.fset, value.fdel)]
+    if isinstance(value, FunctionType):
+        defaults = value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items())
+        return value.__code__, _content_of(defaults, f"{owner}:")
+    if isinstance(value, type) and value.__module__ == owner:
+        return {name: _content_of(one, f"{owner}:") for name, one in vars(value).items() if name not in _OF_CLASSES}
+    if type(value) is tuple:
+        return [_content_of(one, owner) for one in value]
+    return (type(value), value) if type(value) in (bool, int, float, str, bytes) else id(value)
+
+
+def _mtime_of(version: Version) -> float | None:
+    try:
+        return Path(version.file).stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_users(path: str) -> bool:
