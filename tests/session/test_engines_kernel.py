@@ -86,6 +86,20 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path
     assert len(shown) >= 4  # it moves while the cell runs
     assert printed == ""  # no line above or below it
 
+    drawn = "from IPython.display import clear_output, display\nh = display('0 %', display_id=True)\nh.update('50 %')"
+    printed, shown, _ = notebook.run(f"%%global --ranks 0\n{drawn}\nclear_output(wait=True)\nprint('end')")
+    assert printed == "[0] end\n" and shown == [{"text/plain"}] * 2
+
+    module, where = tmp_path / "edited_model.py", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})"
+    module.write_text("SIZE = 8\ndef width(): return SIZE")
+    assert notebook.run(f"%%global\n{where}")[2] is None
+    load = f"{where}\n%load_ext autoreload\n%autoreload 2\nimport workbench as wb\nfrom edited_model import width"
+    assert notebook.run(load)[2] is None
+    trains = "print(wb.Session.current().submit(width).result())"
+    assert notebook.run(trains)[0] == "[8, 8]\n"
+    module.write_text("SIZE = 4096\ndef width(): return SIZE")
+    assert notebook.run(trains)[0] == "[4096, 4096]\n"
+
     _, _, error = notebook.run("%%global\ntime.sleep(1000)", interrupt_after_s=0.5)
     assert error[0] == "Interrupted"
     assert notebook.run("%%global\n1 / 0")[2][0] == "CellError"

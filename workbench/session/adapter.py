@@ -30,7 +30,8 @@ from workbench.transport.held_interrupt import HeldInterrupt
 class Event:
     """One message from a rank.
 
-    kind and content: ``stream`` (name, text); ``display`` and ``result`` (a MIME bundle with metadata);
+    kind and content: ``stream`` (name, text); ``display``, ``result`` and ``update`` of an earlier display (a MIME
+    bundle with metadata); ``clear`` (wait: only before the next output);
     ``data`` (a value of the protocol); ``reply`` (the exception, or the returned value); ``idle`` (None: output is
     complete); ``wake`` (None: look at the clock).
     """
@@ -123,6 +124,10 @@ class Request:
             self.put("display", rank, content)
         elif kind == "execute_result":
             self.put("result", rank, content)
+        elif kind == "update_display_data":
+            self.put("update", rank, content)
+        elif kind == "clear_output":
+            self.put("clear", rank, {"wait": content["wait"]})
         elif kind == "data_message":
             self._take_data(rank, metadata)
         self._clear(metadata)

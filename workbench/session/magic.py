@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,12 @@ from ipyparallel.client.magics import output_args
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import display
+from IPython.display import clear_output, display
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from workbench.session import cluster, completion, profiles
 from workbench.session.magic_commands import COMMANDS, describe_times
-from workbench.session.output.merging import Block, as_text
+from workbench.session.output.merging import Block, as_text, display_id
 from workbench.session.output.progress_bars import MergedBar
 from workbench.session.output.progress_bars import as_html as bars_as_html
 from workbench.session.output.progress_bars import as_text as bars_as_text
@@ -29,6 +30,8 @@ from workbench.session.ranks import parse_ranks
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 """ipyparallel relays widgets of engines to a notebook; a terminal gets their text."""
+_MAX_SHOWN_AGAIN = 1000
+"""So many of the last lines and displays of a cell remain where another rank clears its output."""
 _ASKS_FOR_HELP = ("", "help", "-h", "--help")
 _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
@@ -169,25 +172,77 @@ class SessionMagics(Magics):
 
 
 class OutputDisplay:
-    """Shows merged output in the notebook or terminal."""
+    """Shows merged output in the notebook or terminal.
+
+    A cell of a notebook has one output. So when some ranks clear theirs, the output of the others is shown again.
+    """
 
     def __init__(self, num_ranks: int, in_notebook: bool) -> None:
-        self._num_ranks = num_ranks
+        self._num_ranks, self._in_notebook = num_ranks, in_notebook
+        self._shown: deque[tuple[str, Block]] = deque(maxlen=_MAX_SHOWN_AGAIN)
+        self._is_cleared = False  # what ranks have cleared goes before the next output
         self._hidden = () if in_notebook else (_WIDGET,)
         self._unfinished: Any = None
         self._bars: Any = None
         self.collected: list[tuple[str, Block]] = []
 
     def show(self, stream: str, block: Block) -> None:
+        if block.kind == "clear":
+            self._clear(block)
+            return
+        if self._is_cleared:
+            self._show_again(wait=True)
+        if block.kind == "update":
+            self._keep_update(block)
+        elif self._in_notebook:
+            self._shown.append((stream, block))
+        self._draw(stream, block)
+
+    def _draw(self, stream: str, block: Block) -> None:
         if block.kind == "note":
             block = replace(block, content=f"{block.content}; %workbench log has them")
         bundle = block.content if isinstance(block.content, dict) else {}
         data = {kind: content for kind, content in bundle.get("data", {}).items() if kind not in self._hidden}
-        if set(data) - {"text/plain"}:
+        is_rich = bool(set(data) - {"text/plain"})
+        if self._in_notebook and (place := display_id(block.ranks[0], bundle)):
+            is_update = block.kind == "update"
+            if is_rich and not is_update:
+                print(as_text(Block("line", block.ranks, ""), self._num_ranks))
+            data = data if is_rich else {"text/plain": as_text(block, self._num_ranks)}
+            display(data, metadata=bundle.get("metadata", {}), raw=True, display_id=place, update=is_update)
+        elif is_rich:
             print(as_text(Block("line", block.ranks, ""), self._num_ranks))
             display(data, metadata=bundle.get("metadata", {}), raw=True)
         else:
             print(as_text(block, self._num_ranks), file=sys.stderr if stream == "stderr" else sys.stdout)
+
+    def _keep_update(self, update: Block) -> None:
+        """The display with its new content, for the case that it is shown again."""
+        place = display_id(update.ranks[0], update.content)
+        for number, (stream, block) in enumerate(self._shown):
+            if isinstance(block.content, dict) and display_id(block.ranks[0], block.content) == place:
+                self._shown[number] = stream, replace(block, content=update.content)
+
+    def _clear(self, cleared: Block) -> None:
+        """Remove what these ranks have shown in this cell. A terminal keeps it."""
+        if not self._in_notebook:
+            return
+        remaining = [(stream, set(block.ranks) - set(cleared.ranks), block) for stream, block in self._shown]
+        self._shown.clear()
+        self._shown.extend(
+            (stream, replace(block, ranks=tuple(sorted(ranks)))) for stream, ranks, block in remaining if ranks
+        )
+        self._is_cleared = True
+        if not cleared.content["wait"]:
+            self._show_again(wait=False)
+
+    def _show_again(self, wait: bool) -> None:
+        """Clear the cell's output, and show what is left of it."""
+        self._is_cleared = False
+        self._unfinished = self._bars = None
+        clear_output(wait)
+        for stream, block in self._shown:
+            self._draw(stream, block)
 
     def show_unfinished(self, text: str) -> None:
         """Show lines that are overwritten, in one place of the cell's output."""

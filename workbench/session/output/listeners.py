@@ -11,7 +11,7 @@ from workbench.session import protocol
 from workbench.session.adapter import Event
 from workbench.session.output.lines import Unfinished
 from workbench.session.output.log import RunLog
-from workbench.session.output.merging import Block, OutputMerger, as_text, tagged
+from workbench.session.output.merging import Block, OutputMerger, as_text, display_id, tagged
 from workbench.session.output.progress_bars import Bars, MergedBar
 from workbench.session.output.progress_bars import as_text as bars_as_text
 
@@ -50,6 +50,7 @@ class OutputListener:
         self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
         self._output = OutputMerger(ranks, merge)
         self._lines: list[str] = []
+        self._places: dict[str, int] = {}  # of displays that may be updated, among the lines
         self._published: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -59,7 +60,7 @@ class OutputListener:
             self._output.feed_stream(event.rank, name, text, event.time_s)
             if self._log is not None:
                 self._log.write(event.rank, text)
-        elif event.kind in ("display", "result"):
+        elif event.kind in ("display", "result", "update", "clear"):
             self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
         elif isinstance(event.content, protocol.Bar):
             self._bars.take(event.rank, event.content)
@@ -96,7 +97,7 @@ class OutputListener:
 
     @property
     def text(self) -> str:
-        """All output so far, each line with the ranks that printed it."""
+        """All output so far, each line with the ranks that printed it; displays as they are after their last update."""
         return "\n".join(self._lines)
 
     def take_published(self) -> list[tuple[int, object]]:
@@ -118,6 +119,18 @@ class OutputListener:
 
     def _emit(self, now: float, final: bool) -> None:
         for stream, block in self._output.take(now, final):
-            self._lines.append(as_text(block, self._num_ranks))
+            self._collect(block)
             if self._show is not None:
                 self._show(stream, block)
+
+    def _collect(self, block: Block) -> None:
+        if block.kind == "clear":  # the text keeps all output
+            return
+        text = as_text(block, self._num_ranks)
+        place = display_id(block.ranks[0], block.content) if isinstance(block.content, dict) else ""
+        if block.kind == "update" and place in self._places:
+            self._lines[self._places[place]] = text
+            return
+        if place:
+            self._places[place] = len(self._lines)
+        self._lines.append(text)

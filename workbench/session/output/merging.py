@@ -33,7 +33,9 @@ class Block:
     """One piece of output and the ranks that made it.
 
     ``kind``: ``"line"`` (content: text without its newline), ``"display"`` or ``"result"`` (content: a MIME
-    bundle with metadata), ``"note"`` (content: a remark about folded lines).
+    bundle with metadata), ``"update"`` (content: a bundle in the place of the display with the same `display_id`),
+    ``"clear"`` (content: whether to wait for the next output; earlier output of these ranks goes), ``"note"`` (content:
+    a remark about folded lines).
     """
 
     kind: str
@@ -73,8 +75,11 @@ class Merger:
             self._queues[rank].append(_Item("line", line, line, now))
 
     def feed_bundle(self, rank: int, kind: str, bundle: dict[str, Any], now: float) -> None:
-        key = json.dumps(bundle.get("data", {}), sort_keys=True, default=str)
-        self._queues[rank].append(_Item(kind, key, bundle, now))
+        key = display_id(rank, bundle) or json.dumps(bundle.get("data", {}), sort_keys=True, default=str)
+        waiting = self._queues[rank]
+        if kind == "update" and waiting and (waiting[-1].kind, waiting[-1].key) == (kind, key):
+            now = waiting.pop().time_s  # only the last one of a flood counts
+        waiting.append(_Item(kind, key, bundle, now))
 
     def unfinished(self) -> list[tuple[int, str]]:
         """Rank and text of every line that is not finished."""
@@ -168,7 +173,9 @@ class RateLimiter:
         self._time_s = now
         shown: list[Block] = []
         for block in blocks:
-            if block.kind != "line":
+            if block.kind == "update":
+                shown.append(block)
+            elif block.kind != "line":
                 shown += [*self._open_all(), block]
             elif not self._folds and self._credit >= 1:
                 self._credit -= 1
@@ -220,6 +227,15 @@ class OutputMerger:
         """When to call `take` again if no new output arrives."""
         times = [time for merger in self._mergers.values() if (time := merger.wakeup()) is not None]
         return min(times, default=None)
+
+
+def display_id(rank: int, bundle: dict[str, Any]) -> str:
+    """The name of the place of a display that its rank may update, in the notebook; empty for other displays.
+
+    Such displays of several ranks are not joined: each has its own updates.
+    """
+    own = (bundle.get("transient") or {}).get("display_id")
+    return f"workbench-{rank}-{own}" if own else ""
 
 
 def tag_of(ranks: Sequence[int], num_ranks: int) -> str:
