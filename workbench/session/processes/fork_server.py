@@ -37,6 +37,8 @@ _READ_AT_LOAD = (
     "ATEN_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH",
 )  # fmt: skip
 """Variables with these beginnings are read by interpreters and libraries while they load."""
+_SEEDED_AT_LOAD = ("numpy.random", "sympy.core.random")
+"""Modules with a generator for the whole process, which `seed` seeds from the system's entropy."""
 _PERIOD_S = 0.5
 
 keeps_servers = False
@@ -203,7 +205,20 @@ def become(request: dict[str, Any]) -> list[str]:
     os.close(output)
     os.chdir(request["folder"])
     sys.path[0] = request["folder"]
+    seed_anew()
     return list(request["arguments"])
+
+
+def seed_anew() -> None:
+    """Give this process random numbers of its own. Libraries have seeded their generators in the server, and all
+    forked processes would go on from there; Python itself seeds `random` in each of them.
+    """
+    import torch
+
+    torch.default_generator.seed()
+    for name in _SEEDED_AT_LOAD:
+        if name in sys.modules:
+            sys.modules[name].seed()
 
 
 def main(argv: Sequence[str]) -> None:
