@@ -52,7 +52,7 @@ def test_ranks_begin_with_the_random_state_of_rank_0_on_the_device_too():
             return [torch.cat([next(remaining).to(own.device), own[-1:]]), own]
 
     states_after(1)
-    world._share_random_state(Transport(), DEVICE)
+    world._share_random_state(1, Transport(), DEVICE)
     assert len(of_rank_0) == 2
     assert all(map(torch.equal, default_generator.states(DEVICE), of_rank_0))
 

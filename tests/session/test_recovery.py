@@ -79,6 +79,28 @@ def recover(kept, fresh, checkpoints=()):
     return namespace, dict(rows)
 
 
+@pytest.mark.parametrize("each_has_its_seed", [True, False])
+def test_random_numbers_go_on_where_the_ranks_were(each_has_its_seed):
+    """Also if a set-up cell has seeded every rank differently: the lost one begins as this cell seeds it."""
+
+    def draw():
+        return torch.rand(1, generator=current().context.generator).item()
+
+    def program(rank):
+        seed = 1234 + rank * each_has_its_seed
+        wb.manual_seed(seed)
+        first, states = draw(), _random_states(current())
+        wb.manual_seed(seed)
+        Recovery({}, {}, {}, [LOST], current()).run(states)
+        return first, draw()
+
+    for rank, (first, then) in enumerate(run_ranks(program, 3)):
+        generator = torch.Generator().manual_seed(1234 + rank * each_has_its_seed)
+        expected = [torch.rand(1, generator=generator).item() for _ in range(2)]
+        assert first == expected[0]
+        assert then == expected[0 if rank == LOST and each_has_its_seed else 1]
+
+
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "givers"),
     [("*: data", 3, "rank 0"), ("0: model; 1: data; 4: model | 1x2x2", 4, "ranks 0,3")],

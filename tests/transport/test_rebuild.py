@@ -12,7 +12,7 @@ import workbench as wb
 from tests.processes import Ranks
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import CollectiveAborted, WorldError
-from workbench.tensors import world
+from workbench.tensors import default_generator, world
 from workbench.transport import peer_processes, rendezvous
 from workbench.transport.network.hang_detector import ACKS, MESSAGES, WaitStatus, acks_key, find_deadlock
 
@@ -152,3 +152,47 @@ def break_and_rebuild():
 def test_tensors_and_modules_live_on_in_the_next_world(transport):
     with Ranks(break_and_rebuild, 2, environment={"WORKBENCH_TRANSPORT": transport}, joins=False) as ranks:
         assert ranks.results() == [transport] * 2
+
+
+def draw_after_a_break(each_has_its_seed):
+    """The numbers after a cell that rank 1 did not reach the end of."""
+    torch.manual_seed(1234 + wb.rank() * each_has_its_seed)
+    drawn = [torch.rand(1).item() for _ in range(2 if wb.rank() else 1)]
+    x = wb.zeros(2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+    with pytest.raises(CollectiveAborted):
+        wb.barrier() if wb.rank() == 0 else x.to_global(sbp="B")
+    wb.rebuild()
+    return drawn, torch.rand(1).item(), torch.initial_seed()
+
+
+@pytest.mark.procs
+def test_ranks_with_seeds_of_their_own_keep_them_when_the_world_is_rebuilt():
+    with Ranks(draw_after_a_break, 2, True) as ranks:
+        found = ranks.results()
+    assert [seed for _, _, seed in found] == [1234, 1235]
+    for rank, (drawn, after, _) in enumerate(found):
+        generator = torch.Generator().manual_seed(1234 + rank)
+        assert [torch.rand(1, generator=generator).item() for _ in range(len(drawn) + 1)] == [*drawn, after]
+
+
+@pytest.mark.procs
+def test_ranks_with_one_seed_draw_the_same_numbers_again_when_the_world_is_rebuilt():
+    with Ranks(draw_after_a_break, 2, False) as ranks:
+        (_, first, _), (drawn, second, _) = ranks.results()
+    assert first == second == drawn[1]
+
+
+def test_new_ranks_go_on_from_the_others_only_if_these_agree_on_a_seed():
+    def state(seed, num_drawn):
+        generator = torch.Generator().manual_seed(seed)
+        torch.rand(num_drawn, generator=generator)
+        return generator.get_state()
+
+    def sources(**seeds):
+        known = {int(rank[1:]): state(seed, int(rank[1:])) for rank, seed in seeds.items()}
+        return [default_generator.source_of(rank, known) for rank in range(4)]
+
+    assert sources(r0=1) == [0, 0, 0, 0]
+    assert sources(r1=7, r2=7, r3=7) == [1, 1, 1, 1]
+    assert sources(r0=7, r1=8, r2=7) == [0, 1, 0, 3]
+    assert sources(r0=2**64 - 1, r1=0, r2=1, r3=2) == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,26 @@ def set_states(values: list[torch.Tensor], device: torch.device | None = None) -
     if len(values) > 1:
         assert device is not None
         torch.get_device_module(device).set_rng_state(values[1], device)
+
+
+def source_of(rank: int, known: Mapping[int, torch.Tensor]) -> int:
+    """The rank from whose states this rank goes on: the first of those with its seed, so that they draw the same
+    numbers. A program may also seed each rank differently; these ranks go on from their own states.
+
+    Args:
+        known: the states of the CPU's generators, of one rank or more. Ranks that are not in it are new: they go on
+            from the first one if all of these have one seed, else from their own states.
+    """
+    seeds = {each: _seed_of(state) for each, state in known.items()}
+    if rank not in seeds:
+        return min(seeds) if len(set(seeds.values())) == 1 else rank
+    return min(each for each, seed in seeds.items() if seed == seeds[rank])
+
+
+def _seed_of(state: torch.Tensor) -> int:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator.initial_seed()
 
 
 @contextmanager

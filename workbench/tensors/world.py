@@ -266,7 +266,7 @@ def _join(
         if transport is None:
             transport = selection.connect_distributed(rendezvous, rank, world_size, backend, device, timeout_s)
             selection.set_reason(transport, world_size, why_not)
-        _share_random_state(transport, device)
+        _share_random_state(rank, transport, device)
         return transport
     except BaseException:
         if transport is not None:
@@ -297,17 +297,21 @@ def at_shutdown(finish: Callable[[], None]) -> None:
     _at_shutdown.append(finish)
 
 
-def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """Give all ranks one rank's random states, of the CPU and of the ranks' devices: rank 0's, or in a rebuilt world
-    those of the first rank that was in the former one. torch seeds every process differently, but the ranks' models and
-    the keys of their random tensors must agree.
+def _share_random_state(rank: int, transport: Transport, device: torch.device) -> None:
+    """Give ranks the same random states, of the CPU and of the ranks' devices. torch seeds every process differently,
+    but the ranks' models and the keys of their random tensors must agree.
+
+    In a new world all ranks get the states of rank 0. In a rebuilt one, ranks get those of the first rank of the former
+    world that has the same seed (``default_generator.source_of``): programs may seed each rank differently.
     """
     was_there = torch.tensor([_left_world is not None], dtype=torch.uint8)
-    chosen = []
-    for state in default_generator.states(device):
-        found = [each.cpu() for each in transport.all_gather(torch.cat([state, was_there]).to(device), "init()")]
-        chosen.append(next((each for each in found if each[-1]), found[0])[:-1])
-    default_generator.set_states(chosen, device)
+    found = [
+        [each.cpu() for each in transport.all_gather(torch.cat([state, was_there]).to(device), "init()")]
+        for state in default_generator.states(device)
+    ]
+    known = {each: state[:-1] for each, state in enumerate(found[0]) if state[-1]}
+    source = default_generator.source_of(rank, known or {0: found[0][0][:-1]})
+    default_generator.set_states([states[source][:-1] for states in found], device)
 
 
 def shutdown() -> None:

@@ -296,9 +296,10 @@ class Recovery:
         found = self._gather(None if self.is_lost else states)
         if not self.holders:
             return
-        of_torch, others = found[self.holders[0]]
-        if not was_loaded:
-            _set_torch_states(of_torch, self.world)
+        of_torch, others = {rank: found[rank][0] for rank in self.holders}, found[self.holders[0]][1]
+        source = default_generator.source_of(self.world.rank, {rank: states[0] for rank, states in of_torch.items()})
+        if not was_loaded and source in of_torch:
+            _set_torch_states(of_torch[source], self.world)
         if not self.is_lost:
             _set_other_states(states[1])
         elif all(found[rank][1] == others for rank in self.holders):
