@@ -185,7 +185,7 @@ def test_a_plain_script_leaves_nothing_behind(tmp_path):
         factor = 3
         session = Session(engines=1, device="cpu")
         folder = session._folder
-        pids = [[process.pid, process.started_s] for process in folder.processes()]
+        pids = [str(process) for process in folder.processes()]
         environment = session.run("import os; {k: os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')}")
         print(json.dumps({
             "values": session.run("wb.world_size()").values,
@@ -207,7 +207,7 @@ def test_a_plain_script_leaves_nothing_behind(tmp_path):
     assert (facts["environment"]["RANK"], facts["environment"]["WORLD_SIZE"]) == ("0", "1")
     assert int(facts["environment"]["OMP_NUM_THREADS"]) >= 1
     assert len(facts["pids"]) >= 3  # controller, engine, nanny
-    assert not any(ProcessId(*process).find() for process in facts["pids"])
+    assert not any(ProcessId.parse(process).find() for process in facts["pids"])
     assert not os.path.exists(facts["folder"])
 
 

@@ -1,6 +1,7 @@
 """A second notebook, or a terminal, looks at engines that serve another one, also while a cell is stuck there."""
 
 import os
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -96,7 +97,7 @@ def terminal_error(rank):
 def entry(facts_of, pid):
     """One more session of this user, as another notebook would have it."""
     other = folder.SessionFolder.create()
-    other._write(**{**facts_of._state(), "owner": {"pid": pid, "started_s": folder.ProcessId.of(pid).started_s}})
+    other._write(**{**facts_of._state(), "owner": asdict(folder.ProcessId.of(pid))})
     return other
 
 

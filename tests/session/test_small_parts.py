@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import psutil
@@ -19,7 +20,7 @@ from workbench.session import completion, protocol
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
-from workbench.session.processes import folder
+from workbench.session.processes import discovery, folder, watchdog
 from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
@@ -219,11 +220,76 @@ def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
 
 def test_a_process_with_the_same_number_but_another_start_is_spared(temp_base, sleeper):
     real = folder.ProcessId.of(sleeper.pid)
-    other = folder.ProcessId(real.pid, real.started_s - 100)
+    other = replace(real, started=real.started - 100)
     other.kill()
     assert other.find() is None
     assert real.find() is not None
     assert psutil.pid_exists(sleeper.pid)
+
+
+def test_a_process_is_found_again_after_the_clock_was_set(sleeper, monkeypatch):
+    """psutil adds the time of the boot, which Linux computes from the present time."""
+    known = folder.ProcessId.of(sleeper.pid)
+    assert folder.ProcessId.parse(str(known)) == known
+    created = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: created(process) + 3600)
+    assert known.find().pid == sleeper.pid
+    assert watchdog.is_running(str(known))() and not known.has_ended()
+    sleeper.kill()
+    sleeper.wait(WAIT_TIMEOUT_S)
+    assert known.find() is None and known.has_ended()
+    assert folder.ProcessId.of(sleeper.pid).has_ended()
+
+
+def test_a_session_outlives_a_change_of_its_hosts_name(temp_base, sleeper, monkeypatch):
+    known = folder.ProcessId.of(sleeper.pid)
+    monkeypatch.setattr("socket.gethostname", lambda: "alpha.of-another-network")
+    assert known.find().pid == sleeper.pid
+
+
+OTHERS = {
+    "another host": ({"boot": "b", "host": "h"}, False),
+    "a container of this host": ({"namespace": "pid:[1]", "host": "c"}, False),
+    "a container with this host's name": ({"namespace": "pid:[1]"}, False),
+    "this host, before its last boot": ({"boot": "b"}, True),
+}
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["owned", "left"])
+@pytest.mark.parametrize("where", OTHERS)
+def test_folders_of_others_in_a_shared_place_are_spared(temp_base, where, is_left):
+    """Their processes are not among those of this host, and may run all the same."""
+    place, is_stale = OTHERS[where]
+    there = replace(folder.ProcessId.of(os.getpid()), **place)
+    made = folder.SessionFolder.create()
+    made.record([there], folder.EngineFacts(there, {0: there}, (), 0.0), keep=is_left)
+    made._write(owner=None if is_left else asdict(there))
+    assert there.find() is None
+    assert folder.reap_stale_sessions() == is_stale
+    assert made.path.exists() is not is_stale
+    assert discovery.running_sessions() == []
+
+
+def test_a_session_is_not_taken_from_an_owner_elsewhere(temp_base):
+    made = folder.SessionFolder.create()
+    there = replace(folder.ProcessId.of(os.getpid()), namespace="pid:[1]")
+    made._write(owner=asdict(there))
+    assert made.claim() == there and made.is_in_use()
+    made._write(owner=asdict(replace(there, boot="b")))
+    assert made.claim() is None and made.owner() == folder.ProcessId.of(os.getpid())
+
+
+def test_folders_of_version_0_2_are_left_alone(temp_base):
+    made, process = folder.SessionFolder.create(), {"pid": 999_999_999, "started_s": 1.5}
+    made._write(
+        owner=process,
+        processes=[process],
+        engines={"controller": process, "engines": {"0": process}, "gpus": [], "since_s": 0.0},
+        keep=True,
+    )
+    assert discovery.running_sessions() == [] and not made.is_in_use()
+    assert folder.reap_stale_sessions() == 0 and made.path.exists()
+    made.reap()
 
 
 def test_functions_that_travel_keep_the_name_of_their_file():

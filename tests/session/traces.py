@@ -30,7 +30,7 @@ class Traces:
         for process in found:
             with suppress(psutil.Error):
                 ports |= {place.laddr.port for place in process.net_connections() if place.status == "LISTEN"}
-        processes = tuple(ProcessId(process.pid, process.create_time()) for process in found)
+        processes = tuple(ProcessId.of(process.pid) for process in found)
         pids = {process.pid for process in found}
         own = [folder for folder in all_folders() if pids & {process.pid for process in folder.processes()}]
         folders = tuple(str(folder.path) for folder in own)

@@ -1,8 +1,9 @@
 """The private folder of one session: keys, logs, rendezvous files, and the list of its processes.
 
-The list names each process by id and start time, never by its program's name. So a session never ends a foreign
-process that has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another
-notebook and still run. `reap_stale_sessions` ends the processes of a stale folder and removes it.
+The list names each process by id and start, never by its program's name. So a session never ends a foreign process that
+has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another notebook and still
+run. `reap_stale_sessions` ends the processes of a stale folder and removes it. Several hosts and containers may share
+the folder of temporary files: what they have written there is stale only if they were this host before its last boot.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -24,36 +26,69 @@ import psutil
 from workbench.errors import SessionError
 
 _STATE = "session.json"
+_ENDED = -1.0
+"""The start of a process that had ended before it was asked for."""
+_UNKNOWN = "-"
+_START_FIELD = 22
+"""The place in /proc/PID/stat, counted from 1, of the start in ticks since the boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Names one process for good: its id, and the time of its start in seconds since the epoch."""
+    """Names one process for good, wherever the folder is read and whatever the system's clock does meanwhile.
+
+    Attributes:
+        pid: its number.
+        started: on Linux, when it started in clock ticks since the boot; elsewhere in seconds since the epoch.
+        boot: the id of the boot of its host; ``-`` where the system has none.
+        namespace: the numbers of processes that its container has; ``-`` where the system has none.
+        host: the name of its host.
+    """
 
     pid: int
-    started_s: float
+    started: float
+    boot: str
+    namespace: str
+    host: str
 
     def __str__(self) -> str:
-        return f"{self.pid} {self.started_s}"
+        return f"{self.pid} {self.started} {self.boot} {self.namespace} {self.host}"
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
         """The reverse of `str`."""
-        pid, started_s = text.split()
-        return cls(int(pid), float(started_s))
+        pid, started, *place = text.split(maxsplit=4)
+        return cls(int(pid), float(started), *place)
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        return cls(pid, psutil.Process(pid).create_time())
+        """The process of this host that has this number now. If none has, `find` finds none."""
+        try:
+            return cls(pid, _start_of(pid), *_here())
+        except psutil.NoSuchProcess:
+            return cls(pid, _ENDED, *_here())
 
     def find(self) -> psutil.Process | None:
-        """The process. None when it has ended, is a zombie, or when another process has its id now."""
+        """The process. None when it has ended, is a zombie, or when another process has its id now; also None for one
+        of another host or container.
+        """
+        if (self.boot, self.namespace) != _here()[:2]:
+            return None
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < 0.5
+            same = abs(_start_of(self.pid) - self.started) < 0.5
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
+
+    def has_ended(self) -> bool:
+        """Whether the process has surely ended. Of a process of another host or container this is not known."""
+        boot, namespace, host = _here()
+        if self.find() is not None:
+            return False
+        if self.boot == boot != _UNKNOWN:
+            return self.namespace == namespace
+        return self.host == host  # of an earlier boot, or on a system that numbers no boots
 
     def kill(self) -> None:
         """End the process at once. A process that has ended already is no error."""
@@ -61,6 +96,28 @@ class ProcessId:
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _start_of(pid: int) -> float:
+    """psutil adds the time of the boot, which changes when the clock is set."""
+    if sys.platform != "linux":
+        return float(psutil.Process(pid).create_time())
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            behind_name = file.read().rpartition(")")[2].split()  # field 3 and on: the name may have spaces
+    except OSError:  # none has this number, or one of another user that may not be looked at
+        raise psutil.NoSuchProcess(pid) from None
+    return float(behind_name[_START_FIELD - 3])
+
+
+def _here() -> tuple[str, str, str]:
+    """Boot, namespace and host of this process."""
+    boot = namespace = _UNKNOWN
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() or _UNKNOWN
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return boot, namespace, socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +199,15 @@ class SessionFolder:
         with (self.path / "claim").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             owner = self.owner()
-            if owner is not None and owner.find() is not None:
+            if owner is not None and not owner.has_ended():
                 return owner
             self._write(**_ownership())
             return None
 
     def owner(self) -> ProcessId | None:
-        """The notebook process that owns this session. None where the folder has no readable record of it."""
+        """The notebook process that owns this session. None where the folder has no readable record of it, as those of
+        version 0.2.
+        """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return ProcessId(**self._state()["owner"])
         return None
@@ -160,9 +219,9 @@ class SessionFolder:
         return ""
 
     def is_in_use(self) -> bool:
-        """Whether the notebook that owns this session still runs."""
+        """Whether the notebook that owns this session still runs, as far as it is known here."""
         owner = self.owner()
-        return owner is not None and owner.find() is not None
+        return owner is not None and not owner.has_ended()
 
     def processes(self) -> list[ProcessId]:
         """All recorded processes of the session."""
@@ -227,8 +286,8 @@ def stale_folders() -> Iterator[SessionFolder]:
     """Folders whose owner has ended and whose engines no notebook can use any more."""
     for folder in all_folders():
         owner, kept = folder.owner(), folder.kept()
-        was_left = owner.find() is None if owner is not None else kept is not None
-        if was_left and not (kept is not None and kept.is_alive()):
+        was_left = owner.has_ended() if owner is not None else kept is not None
+        if was_left and (kept is None or kept.controller.has_ended()):
             yield folder
 
 

@@ -131,6 +131,7 @@ class LocalProcesses:
         self.gpus = list(gpus)
         self.keep = keep
         self.engines: dict[int, psutil.Process] = {}
+        self._ids: dict[int, ProcessId] = {}
         self._controller: ProcessId | None = None
         self._since_s = time.time()
         self._oom_kills = oom_kills.count()
@@ -190,7 +191,8 @@ class LocalProcesses:
 
     def find_engines(self, facts: EngineFacts) -> None:
         """Find the engines' processes: those of the folder's list that still run."""
-        found = {rank: process.find() for rank, process in facts.engines.items()}
+        self._ids = dict(facts.engines)
+        found = {rank: process.find() for rank, process in self._ids.items()}
         self.engines = {rank: process for rank, process in found.items() if process is not None}
 
     def start_engines(
@@ -225,6 +227,7 @@ class LocalProcesses:
             raise EngineStartError(self._start_failure(ranks, "ended before they were ready")) from None
         self._launchers.update(started)
         self.engines.update({rank: launcher.process for rank, launcher in started.items()})
+        self._ids.update({rank: ProcessId.of(launcher.pid) for rank, launcher in started.items()})
         self._record()
 
     def stop(self) -> None:
@@ -291,7 +294,7 @@ class LocalProcesses:
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
-        return [rank for rank in ranks if rank not in self.engines or not _is_running(self.engines[rank])]
+        return [rank for rank in ranks if rank not in self.engines or self._ids[rank].find() is None]
 
     def record_oom_kills(self) -> None:
         """Remember the kernel's count of OOM kills. `how_ended` explains a SIGKILL by lack of memory if it grows."""
@@ -368,8 +371,7 @@ class LocalProcesses:
         controller = self._controller.find() if self._controller is not None else None
         for root in [*self.engines.values(), *([controller] if controller is not None else [])]:
             try:
-                for process in [root, *root.children(recursive=True)]:
-                    self._known.add(ProcessId(process.pid, process.create_time()))
+                self._known.update(ProcessId.of(each.pid) for each in [root, *root.children(recursive=True)])
             except psutil.NoSuchProcess:
                 continue
         self._known = {process for process in self._known if process.find() is not None}
@@ -380,19 +382,12 @@ class LocalProcesses:
         """What other processes need to reach the engines. None before all engines have been started."""
         if self._controller is None or len(self.engines) < self.num_ranks:
             return None
-        engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
+        engines = {rank: self._ids[rank] for rank in self.engines}
         return EngineFacts(self._controller, engines, tuple(self.gpus), self._since_s)
 
 
 def _too_late() -> str:
     return f"did not answer within {START_TIMEOUT_S} s on {counted(num_cores(), 'core')}: start fewer if they are many"
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _indented_tail(text: str) -> str:
