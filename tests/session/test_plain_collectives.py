@@ -47,3 +47,20 @@ def test_control_is_back_and_the_next_cell_works(session, case):
     assert ("its variables are lost" in str(caught.value)) is is_killed
     session.run("import torch.distributed as dist; y = torch.ones(3); dist.all_reduce(y)")
     assert session.run("y.tolist(), globals().get('kept')").values[is_killed:] == [([2.0] * 3, 5)] * (2 - is_killed)
+
+
+@pytest.mark.parametrize("call", ["wait()", "wait(timedelta(seconds=60))", "wait(timeout=timedelta(seconds=60))"])
+def test_a_wait_takes_the_arguments_of_torch(session, call):
+    """A short one, which torch serves, and one that a helper thread serves because it is long."""
+    session.run("import time, torch.distributed as dist\nfrom datetime import timedelta\nx = torch.ones(3)")
+    short = session.run(f"dist.all_reduce(x, async_op=True).{call}").values
+    long = session.run(f"time.sleep(0.2 * wb.rank())\ndist.all_reduce(x, async_op=True).{call}").values
+    assert short == long == [True, True]
+    assert session.run("x.tolist()").values == [[4.0] * 3] * 2
+
+
+def test_a_wait_that_times_out_raises_as_in_torch(session):
+    session.run("import torch.distributed as dist\nfrom datetime import timedelta\nx, kept = torch.ones(3), 5")
+    with pytest.raises(CellError, match=r"(?i)tim(ed|e) ?out"):
+        session.run("if wb.rank() == 0: dist.all_reduce(x, async_op=True).wait(timeout=timedelta(seconds=0.1))")
+    assert session.run("y = torch.ones(3); dist.all_reduce(y); (y[0].item(), kept)").values == [(2.0, 5)] * 2

@@ -127,6 +127,19 @@ def test_every_wrapped_function_takes_the_logical_value_on_every_rank():
     assert found[0] == found[1] == found[2] and found[0][:2] == ([0, 1, 2, 3], [4, 4])
 
 
+def test_conversions_take_their_data_by_the_names_of_torch():
+    def program():
+        given = wb.to_global(torch.tensor(2), placement=wb.placement("cpu", ranks=[0, 1]), sbp="P")
+        for convert, name in ((torch.tensor, "data"), (torch.as_tensor, "data"), (torch.asarray, "obj")):
+            assert convert(**{name: [1.5]}, dtype=torch.float64).tolist() == [1.5]
+            made = convert(**{name: given}, dtype=torch.float64)
+            assert isinstance(made, wb.GlobalTensor) and made.dtype == torch.float64 and made.item() == 4
+        with pytest.raises(TypeError, match="asarray"):
+            torch.asarray()
+
+    run_ranks(program, 2)
+
+
 UNDER_A_DEVICE = """
 import torch, workbench.tensors.install
 with torch.device("meta"):

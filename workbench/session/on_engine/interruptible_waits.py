@@ -30,18 +30,18 @@ def install() -> None:
     plain_wait: Callable[..., bool] = Work.wait
     helper = HelperThread("workbench-wait")
 
-    def wait(work: Any, *timeout: Any) -> bool:
+    def wait(work: Any, *timeout: Any, **named: Any) -> bool:
         if threading.current_thread() is not threading.main_thread() or torch.cuda.is_initialized():
-            return plain_wait(work, *timeout)
+            return plain_wait(work, *timeout, **named)
         for _ in range(_NUM_CHECKS):
             if work.is_completed():
-                return plain_wait(work, *timeout)
+                return plain_wait(work, *timeout, **named)
             os.sched_yield()
         global _num_waits
         _num_waits += 1
         answers: list[bool] = []
         _abort_reasons.clear()
-        helper.run(lambda: answers.append(plain_wait(work, *timeout)), _raise_if_aborted)
+        helper.run(lambda: answers.append(plain_wait(work, *timeout, **named)), _raise_if_aborted)
         return answers[0]
 
     Work.wait = wait  # type: ignore[method-assign,assignment]

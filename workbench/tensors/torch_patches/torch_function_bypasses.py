@@ -91,11 +91,14 @@ def _value_of_scalar(leaf: Any) -> Any:
 def _converting(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.tensor`` and its like: a global tensor stays one."""
 
+    named = "obj" if function.__name__ == "asarray" else "data"
+
     @functools.wraps(function)
-    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        data = args[0] if args else kwargs.get(named)
         if isinstance(data, GlobalTensor) and _torch_function_enabled():
-            return _convert(function.__name__, data, *args, **kwargs)
-        return function(data, *args, **kwargs)
+            return _convert(function.__name__, data, *args[1:], **{k: v for k, v in kwargs.items() if k != named})
+        return function(*args, **kwargs)
 
     return made
 
