@@ -78,6 +78,9 @@ def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd
     assert own_session.run("import os\nos.getpid()").values == pids, "these engines have never ended"
     assert own_session.pull("wide").tolist() == own_session.pull("everywhere").tolist() == list(range(8))
     assert [each.alive for each in own_session.status()] == [True, True]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    of_launcher = own_session.run(f"[os.environ[name] for name in {names}]").values
+    assert of_launcher == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
     assert repr(own_session) == "<Session: 2 engines on cpu>" and own_session.run("1").values == [1, 1]
 
 

@@ -175,7 +175,7 @@ def test_requests_are_first_come_first_served():
 def test_rank_environment():
     environment = rank_environment(3, 4, gpus=["a", "b"])
     assert environment["RANK"] == environment["LOCAL_RANK"] == "3"
-    assert environment["WORLD_SIZE"] == "4"
+    assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "4"
     assert environment["CUDA_VISIBLE_DEVICES"] == "b"
     assert int(environment["OMP_NUM_THREADS"]) >= 1
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(0, 2)

@@ -324,9 +324,9 @@ class EnginePool:
         self._world_is_stale = False
 
     def _choose_store(self, listener: Listener) -> tuple[str, dict[int, tuple[int, int]]]:
-        """The rendezvous of a new world, and for ranks of several hosts their numbers on their hosts."""
+        """The rendezvous of a new world, and the ranks' numbers on their hosts."""
         if isinstance(self._processes, LocalProcesses):
-            return self._folder.new_store(), {}
+            return self._folder.new_store(), ranks_on_hosts(["here"] * self.num_engines)
         addresses = self._addresses(listener)
         self._processes.learn(self.live, addresses)
         return rendezvous_store(addresses, self._folder), ranks_on_hosts([each.host for each in addresses])

@@ -53,6 +53,7 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
     }
     # gloo and NCCL ask for no password, and would listen wherever the host's name leads
