@@ -80,7 +80,7 @@ def recover(kept, fresh, checkpoints=()):
 
 
 @pytest.mark.parametrize("each_has_its_seed", [True, False])
-def test_random_numbers_go_on_where_the_ranks_were(each_has_its_seed):
+def test_random_numbers_continue_where_the_ranks_were(each_has_its_seed):
     """Also if a set-up cell has seeded every rank differently: the lost one begins as this cell seeds it."""
 
     def draw():

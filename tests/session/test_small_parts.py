@@ -279,7 +279,7 @@ def test_a_session_is_not_taken_from_an_owner_elsewhere(temp_base):
     assert made.claim() is None and made.owner() == folder.ProcessId.of(os.getpid())
 
 
-def test_folders_of_version_0_2_are_left_alone(temp_base):
+def test_folders_of_version_0_2_are_ignored(temp_base):
     made, process = folder.SessionFolder.create(), {"pid": 999_999_999, "started_s": 1.5}
     made._write(
         owner=process,

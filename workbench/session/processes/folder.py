@@ -1,9 +1,10 @@
 """The private folder of one session: keys, logs, rendezvous files, and the list of its processes.
 
 The list names each process by id and start, never by its program's name. So a session never ends a foreign process that
-has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another notebook and still
-run. `reap_stale_sessions` ends the processes of a stale folder and removes it. Several hosts and containers may share
-the folder of temporary files: what they have written there is stale only if they were this host before its last boot.
+has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another notebook and
+still run. `reap_stale_sessions` ends the processes of a stale folder and removes it. Several hosts and containers may
+share the place of these folders. Whether the processes of others have ended is not known here, so their folders stay.
+Those from before the last boot of this host are stale.
 """
 
 from __future__ import annotations
