@@ -12,7 +12,8 @@ import workbench as wb
 from tests.training.models import batch_for, make
 from workbench.errors import CaptureError, LayoutError
 from workbench.testing import run_ranks
-from workbench.training.gradients.optim import is_elementwise, state_layout
+from workbench.training.gradients.optim import state_layout
+from workbench.training.gradients.optimizer_kinds import is_elementwise
 
 STRATEGIES = [
     "*: model",

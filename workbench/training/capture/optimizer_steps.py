@@ -23,7 +23,8 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested, step_without_hooks
-from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise, is_of_torch
+from workbench.training.gradients.optim import adopt_loaded_state, after_steps
+from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
 
 

@@ -33,6 +33,13 @@ from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.block_state import block_size_of, check_blocks, make_block_state
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested
+from workbench.training.gradients.optimizer_kinds import (
+    calls_closure_first,
+    closure_of,
+    is_elementwise,
+    is_of_torch,
+    run_closure_first,
+)
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
@@ -43,13 +50,6 @@ after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers with local parts in place of their parameters."""
-_ELEMENTWISE = {
-    inspect.unwrap(kind.step)
-    for kind in (
-        torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
-        torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-    )
-}  # fmt: skip
 
 
 def forget_layouts(optimizer: Optimizer) -> None:
@@ -65,21 +65,6 @@ def state_layout(parameter: GlobalTensor) -> Layout:
     global tensors there.
     """
     return state_spec(parameter).layout
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the step of each element depends on that element's gradient and state only.
-
-    True for torch's elementwise optimizers and for classes that inherit their ``step``. Others have an attribute
-    ``elementwise``.
-    """
-    said = getattr(optimizer, "elementwise", True if block_size_of(optimizer) else None)
-    return is_of_torch(optimizer) if said is None else bool(said)
-
-
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether the step is an elementwise one of torch's: it changes in place what has a gradient, and keeps that."""
-    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
 class _Swap:
@@ -165,10 +150,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     context = _context()
-    if not swap.parameters or _updates_global_parameters(optimizer):
+    if not swap.parameters or _works_on_parameters(optimizer, swap, closure_of(args, kwargs) is not None):
+        for reducer in swap.reducers:
+            reducer.drain()  # the step may change gradients, which are in flight
         context.begin_action("O")
         return None
-    args, kwargs = _run_closure_first(args, kwargs)
+    args, kwargs = run_closure_first(args, kwargs)
     context.begin_action("O")
     for reducer in swap.reducers:
         reducer.before_step()
@@ -212,16 +199,26 @@ def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
     return [grad for grad in found if grad is not None]
 
 
-def _updates_global_parameters(optimizer: Optimizer) -> bool:
-    """LBFGS calls its closure within the step, so it works on the global parameters and their gradients themselves."""
-    if not isinstance(optimizer, torch.optim.LBFGS):
+def _works_on_parameters(optimizer: Optimizer, swap: _Swap, has_closure: bool) -> bool:
+    """Whether a step works on the global parameters and their gradients themselves, as it may call its closure at any
+    time.
+
+    Raises:
+        LayoutError: it does, and ZeRO keeps shards.
+    """
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    if not is_lbfgs and (not has_closure or calls_closure_first(optimizer)):
         return False
-    swap: _Swap = optimizer.__dict__["_workbench_swap"]
     if swap.is_sharded:
+        step, does, fix = f"{type(optimizer).__name__}.step()", "evaluates the model several times in one step", ""
+        if not is_lbfgs:
+            step = step.replace("()", "(closure)")
+            does = "may call its closure again, or after it has moved weights"
+            fix = " If it calls its closure first and once, call it yourself: loss = closure(); optimizer.step()."
         raise LayoutError(
-            f"{type(optimizer).__name__}.step(): {len(swap.parameters)} parameters, sharded over the ranks by zero=, "
-            "and an optimizer that evaluates the model several times in one step. The sums of ZeRO are made once per "
-            "step. Leave zero= out of the strategy, or use an optimizer that takes one gradient per step."
+            f"{step}: {len(swap.parameters)} parameters, sharded over the ranks by zero=, and an optimizer that "
+            f"{does}. The sums of ZeRO are made once per step. Leave zero= out of the strategy, or use an optimizer "
+            f"that takes one gradient per step.{fix}"
         )
     return True
 
@@ -365,18 +362,6 @@ def adopt_loaded_state(optimizer: Optimizer) -> None:
     if swap is not None and optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
         swap.state = optimizer.state
-
-
-def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run a closure before the step, because it computes the gradients to reduce; the step gets its loss."""
-    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
 
 
 world.at_rebuild(restore_parameters)

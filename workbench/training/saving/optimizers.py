@@ -20,7 +20,8 @@ from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.training.gradients.block_state import refuse_block_state
-from workbench.training.gradients.optim import forget_layouts, is_elementwise, state_layout
+from workbench.training.gradients.optim import forget_layouts, state_layout
+from workbench.training.gradients.optimizer_kinds import is_elementwise
 from workbench.training.saving.flat import name_of
 from workbench.training.saving.reading import Checkpoint, shape_of
 

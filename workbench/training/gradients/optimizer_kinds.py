@@ -1,0 +1,65 @@
+"""What an optimizer's step may do: change each element alone, or call its closure at any time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.training.gradients.block_state import block_size_of
+
+_ELEMENTWISE = {
+    inspect.unwrap(kind.step)
+    for kind in (
+        torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+    )
+}  # fmt: skip
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the step of each element depends on that element's gradient and state only.
+
+    True for torch's elementwise optimizers and for classes that inherit their ``step``. Others have an attribute
+    ``elementwise``.
+    """
+    said = getattr(optimizer, "elementwise", True if block_size_of(optimizer) else None)
+    return is_of_torch(optimizer) if said is None else bool(said)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step is an elementwise one of torch's: it changes in place what has a gradient, and keeps that."""
+    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
+
+
+def calls_closure_first(optimizer: Optimizer) -> bool:
+    """Whether a step is known to call its closure once, before all else.
+
+    So do torch's own steps (but for LBFGS), and elementwise ones, which take one gradient. Others may change weights
+    before they call it, or call it again and again.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    if getattr(step, "__module__", "").startswith("torch.optim."):
+        return not isinstance(optimizer, torch.optim.LBFGS)
+    return is_elementwise(optimizer)
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a step, of which the first is the optimizer."""
+    found: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return found
+
+
+def run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run a closure before the step, because it computes the gradients to reduce; the step gets its loss."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs
