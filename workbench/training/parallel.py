@@ -30,6 +30,7 @@ from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import offload_option, precision, recompute
+from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
 from workbench.training.strategies.layout_hooks import Interruptible, RootHooks, hook_layer
@@ -80,7 +81,8 @@ def parallelize(
             ``{"fc1": "data", "fc2": "model"}``; a file of its text (``Path``); or a preset, made for the module:
             ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``. The
             stages of ``"pipeline"`` follow the order in which the first batch goes through the layers.
-        optimizer: an optimizer over the module's parameters. Its state gets the new layouts.
+        optimizer: an optimizer over the module's parameters. Its state gets the new layouts, and so does that of
+            optimizers that it has as attributes.
         init: values of a module on meta, shard by shard. None: its modules' ``reset_parameters`` (of ``transformers``:
             ``_init_weights``), with the same numbers for every strategy. A path: safetensors files, see
             ``wb.checkpoint.load_safetensors``. A function: called with every submodule, children first. ``"empty"``:
@@ -99,7 +101,8 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
-    return place(module, strategy, [optimizer] if optimizer is not None else [], world.world_size, init)
+    optimizers = [optimizer, *optimizers_within(optimizer)] if optimizer is not None else []
+    return place(module, strategy, optimizers, world.world_size, init)
 
 
 def place(

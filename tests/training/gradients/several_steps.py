@@ -143,6 +143,17 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class Unknown(torch.optim.Optimizer):
+    """Steps an optimizer that is none of its attributes."""
+
+    def __init__(self, inner):
+        self.call = lambda: inner.step()
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.call()
+
+
 class TwoKinds(torch.optim.Optimizer):
     """Steps on matrices itself, and has another optimizer for the others, as Muon does."""
 

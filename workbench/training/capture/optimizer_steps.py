@@ -22,7 +22,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
-from workbench.training.gradients.nested_steps import is_nested, step_without_hooks
+from workbench.training.gradients.nested_steps import is_nested, optimizers_within, step_without_hooks
 from workbench.training.gradients.optim import adopt_loaded_state, after_steps
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
@@ -147,6 +147,12 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "evaluations), which exchanges values inside the optimizer. A replay calls the optimizer on this rank's "
             "parts. Call step() outside of the captured function; or, if it changes each element by that element's "
             "gradient and state only, say so: elementwise = True in its class."
+        )
+    if not is_of_torch(optimizer) and (within := optimizers_within(optimizer)):
+        raise CaptureError(
+            f"capture: {name} has {len(within)} other optimizers, whose step() its own may call. A replay calls each "
+            "optimizer on this rank's parts, and cannot call one within another. Call step() outside of the captured "
+            "function, or step its optimizers there one after the other."
         )
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     if hooks:

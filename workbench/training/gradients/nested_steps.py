@@ -3,6 +3,9 @@
 torch puts hooks around the ``step`` of each class that has had an instance in the process. So a step that calls
 ``super().step()`` runs the hooks twice where the base class had an instance, and once elsewhere, as on a rank whose
 process was replaced. A second sum would wait for ranks that make none, and lose what the outer step did to gradients.
+
+A step may also call the step of another optimizer, of the same parameters: chains of optimizers, warm-up, lookahead.
+Then the inner one sums and exchanges, and the outer one works on the parameters themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -31,3 +35,52 @@ def is_nested(optimizer: Optimizer) -> bool:
 def step_without_hooks(self: Optimizer, step: Callable[[Any], Any]) -> None:
     """Call a class's own ``step``, without hooks of this one or of those that it calls."""
     step(self)
+
+
+_AROUND = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+"""Of torch's function around a step, which calls the hooks."""
+
+
+def is_within_step(optimizer: Optimizer) -> bool:
+    """Whether a step of this optimizer has called, at any depth, the caller of this function."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code in (_AROUND, step_without_hooks.__code__) and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that one has as attributes, or in a list or dict that is one; with those that these have."""
+    found: list[Optimizer] = []
+    waiting = [optimizer]
+    while waiting:
+        for name, value in vars(waiting.pop()).items():
+            if isinstance(value, dict):
+                values = [] if name == "state" else list(value.values())
+            else:
+                values = list(value) if isinstance(value, (list, tuple, set)) else [value]
+            new = [v for v in values if isinstance(v, Optimizer) and v is not optimizer and v not in found]
+            found += new
+            waiting += new
+    return found
+
+
+def holds_another(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has another one, of some of its parameters.
+
+    >>> model = nn.Linear(2, 1)
+    >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> outer = torch.optim.Adam(model.parameters())
+    >>> before = holds_another(outer)
+    >>> outer.parts = [inner]
+    >>> before, holds_another(outer)
+    (False, True)
+    """
+    own = {id(parameter) for parameter in _parameters_of(optimizer)}
+    return any(id(p) in own for other in optimizers_within(optimizer) for p in _parameters_of(other))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

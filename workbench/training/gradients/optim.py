@@ -11,8 +11,6 @@ attribute) says that it may have the local parts.
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,24 +30,17 @@ from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.block_state import block_size_of, check_blocks, make_block_state
 from workbench.training.gradients.fused_steps import fuse, unfuse
-from workbench.training.gradients.nested_steps import is_nested
-from workbench.training.gradients.optimizer_kinds import (
-    calls_closure_first,
-    closure_of,
-    is_elementwise,
-    is_of_torch,
-    run_closure_first,
-)
-from workbench.training.gradients.overlap import GradientReducer
+from workbench.training.gradients.nested_steps import is_nested, is_within_step
+from workbench.training.gradients.optimizer_kinds import calls_closure_first, closure_of, run_closure_first
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
 from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful, part_of
-from workbench.training.gradients.state_on_host import state_on_host
+from workbench.training.gradients.swap import Swap
 
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
-_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers with local parts in place of their parameters."""
+_stepping: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+"""Optimizers with local parts in place of their parameters, by their ids."""
 
 
 def forget_layouts(optimizer: Optimizer) -> None:
@@ -67,58 +58,18 @@ def state_layout(parameter: GlobalTensor) -> Layout:
     return state_spec(parameter).layout
 
 
-class _Swap:
-    """The local tensors with which one optimizer steps; made again when its parameters change."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
-        self.specs = [state_spec(p) for p in self.parameters]
-        self.present = [p for p in self.parameters if not p._spec.is_placeholder]
-        self.elementwise = is_elementwise(optimizer)
-        self.step = inspect.unwrap(type(optimizer).step)
-        self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
-        self.is_torchs = is_of_torch(optimizer)
-        self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
-        self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
-        self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
-        self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
-        stepping = self.present if self.elementwise else self.parameters
-        places = {id(p): number for number, p in enumerate(stepping)}
-        # For each group: indices of its global parameters among those that step, and its plain parameters.
-        self.members = [
-            [places.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in places]
-            for params in self.groups
-        ]
-        self.plain = [p for params in self.groups for p in params if not isinstance(p, GlobalTensor)]
-        self.stepping = stepping
-        self.held: list[Any] | None = None
-        self.fused: list[dict[str, Any]] = []
-        self.state: Any = None
-        self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
-        self.states: list[Any] = []
-
-    def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the same parameters in the same layouts as when this was made."""
-        groups = optimizer.param_groups
-        return (
-            all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
-            and self.keeps_on_host == [p._keeps_state_on_host for p in self.parameters]
-            and len(groups) == len(self.groups)
-            and all(
-                len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
-                for known, group in zip(self.groups, groups, strict=True)
-            )
-        )
-
-
 def restore_parameters() -> None:
     """Return to optimizers the parameters of interrupted steps; otherwise ``zero_grad`` would miss them.
 
     Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last complete step.
     """
-    for optimizer in list(_stepping):
+    for optimizer in _in_a_step():
         _put_back(optimizer, sends=False)
+
+
+def _in_a_step() -> list[Optimizer]:
+    """Optimizers of all threads. Other threads may begin and end steps meanwhile."""
+    return [optimizer for ref in _stepping.valuerefs() if (optimizer := ref()) is not None]
 
 
 _torch_zero_grad: Callable[..., None] = Optimizer.zero_grad
@@ -140,11 +91,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if is_nested(optimizer):
         return None
     _put_back(optimizer)  # after a step that raised, its local tensors are still in place
-    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    _end_others(optimizer)
+    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or not swap.fits(optimizer):
         if swap is not None and optimizer.state is swap.state:
             check_state_layouts(optimizer, swap.parameters, swap.specs)
-        swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+        swap = optimizer.__dict__["_workbench_swap"] = Swap(optimizer)
         check_blocks(optimizer, swap.parameters)
         mark_stateful(optimizer)
     if swap.plain:
@@ -181,12 +133,34 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args, kwargs) if swap.on_host is None else swap.on_host.in_closure(optimizer, swap.step, args, kwargs)
 
 
+def _end_others(optimizer: Optimizer) -> None:
+    """Put back parameters of an optimizer that is about to step, which a step of another one that raised has replaced.
+
+    Raises:
+        LayoutError: the other step is not over: it calls this one, and its local parts are in use.
+    """
+    for other in _in_a_step():
+        swap: Swap = other.__dict__["_workbench_swap"]
+        held = {id(tensor) for tensor in (*swap.parameters, *(part for _, part in swap.pairs))}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        shared = sum(id(parameter) in held for parameter in parameters)
+        if shared and is_within_step(other):
+            inner, outer = type(optimizer).__name__, type(other).__name__
+            raise LayoutError(
+                f"{inner}.step(): called by {outer}.step(), which has {shared} of its {len(parameters)} parameters, "
+                f"too. {outer} steps on this rank's parts of them, as it is not known to step another optimizer. Let "
+                f"{outer} have the {inner} as an attribute, alone or in a list, from when it is made."
+            )
+        if shared:
+            _put_back(other)
+
+
 def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
     """Within a step: the plain, summed gradients of this rank, without those that another rank counts.
 
     None where an optimizer works on the global parameters themselves.
     """
-    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or (swap.parameters and swap.held is None):
         return None
     here = world.joined()
@@ -199,16 +173,17 @@ def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
     return [grad for grad in found if grad is not None]
 
 
-def _works_on_parameters(optimizer: Optimizer, swap: _Swap, has_closure: bool) -> bool:
-    """Whether a step works on the global parameters and their gradients themselves, as it may call its closure at any
-    time.
+def _works_on_parameters(optimizer: Optimizer, swap: Swap, has_closure: bool) -> bool:
+    """Whether a step works on the global parameters and their gradients themselves.
+
+    It may call its closure at any time, or the step of another optimizer for the same parameters.
 
     Raises:
         LayoutError: it does, and ZeRO keeps shards.
     """
     is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
     if not is_lbfgs and (not has_closure or calls_closure_first(optimizer)):
-        return False
+        return swap.steps_others
     if swap.is_sharded:
         step, does, fix = f"{type(optimizer).__name__}.step()", "evaluates the model several times in one step", ""
         if not is_lbfgs:
@@ -256,7 +231,7 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
     return alias
 
 
-def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
+def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
     """Put the parts, with their state, in place of the parameters."""
     owned: Any = optimizer.state if swap.on_host is None else swap.on_host.waiting(optimizer.state)
     state: Any = defaultdict(dict)
@@ -267,7 +242,7 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
     for parameter in swap.plain:
         if parameter in owned:
             state[parameter] = dict.get(owned, parameter)
-    _stepping.add(optimizer)
+    _stepping[id(optimizer)] = optimizer
     swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
     _put_parts_in_groups(optimizer, swap)
     optimizer.state = state
@@ -278,7 +253,7 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
             make_block_state(optimizer, pairs)
 
 
-def _put_parts_in_groups(optimizer: Optimizer, swap: _Swap) -> None:
+def _put_parts_in_groups(optimizer: Optimizer, swap: Swap) -> None:
     for group, members in zip(optimizer.param_groups, swap.members, strict=True):
         group["params"] = [swap.pairs[member][1] if type(member) is int else member for member in members]
 
@@ -290,7 +265,7 @@ def _after_step(self: Optimizer) -> None:
     """
     if is_nested(self):
         return
-    swap: _Swap | None = self.__dict__.get("_workbench_swap")
+    swap: Swap | None = self.__dict__.get("_workbench_swap")
     if swap is not None and swap.on_host is not None and swap.held is not None:
         _put_parts_in_groups(self, swap)  # its update leaves none
     for listener in after_steps:
@@ -305,8 +280,8 @@ def _context() -> ExecutionContext:
 
 
 def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
-    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
-    _stepping.discard(optimizer)
+    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
+    _stepping.pop(id(optimizer), None)
     if swap is None or swap.held is None:
         return
     state, owned = optimizer.state, swap.state
@@ -326,7 +301,7 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
     swap.pairs, swap.states = [], []
 
 
-def _write_back(swap: _Swap, sends: bool) -> None:
+def _write_back(swap: Swap, sends: bool) -> None:
     """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
@@ -348,7 +323,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
             start_write_back(stepped)()
 
 
-def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
+def _adopt_state(optimizer: Optimizer, swap: Swap) -> None:
     """State that was made before the first step, or loaded, as this rank's parts: it may be global, or of the whole."""
     for parameter in swap.parameters if swap.elementwise else ():
         state = optimizer.state.get(parameter)
@@ -358,7 +333,7 @@ def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
 
 def adopt_loaded_state(optimizer: Optimizer) -> None:
     """The same for an optimizer that is stepped without its hooks, as in a replay of ``wb.capture``."""
-    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is not None and optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
         swap.state = optimizer.state

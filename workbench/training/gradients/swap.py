@@ -1,0 +1,63 @@
+"""What takes the place of one optimizer's parameters during a step."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.gradients.nested_steps import holds_another
+from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
+from workbench.training.gradients.overlap import GradientReducer
+from workbench.training.gradients.shard import shard_of, state_spec
+from workbench.training.gradients.state_on_host import state_on_host
+
+
+class Swap:
+    """The local tensors with which one optimizer steps; made again when its parameters change."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
+        self.specs = [state_spec(p) for p in self.parameters]
+        self.present = [p for p in self.parameters if not p._spec.is_placeholder]
+        self.elementwise = is_elementwise(optimizer)
+        self.step = inspect.unwrap(type(optimizer).step)
+        self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
+        self.is_torchs = is_of_torch(optimizer)
+        self.steps_others = not self.is_torchs and holds_another(optimizer)
+        self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
+        self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
+        self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
+        self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
+        stepping = self.present if self.elementwise else self.parameters
+        places = {id(p): number for number, p in enumerate(stepping)}
+        # For each group: indices of its global parameters among those that step, and its plain parameters.
+        self.members = [
+            [places.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in places]
+            for params in self.groups
+        ]
+        self.plain = [p for params in self.groups for p in params if not isinstance(p, GlobalTensor)]
+        self.stepping = stepping
+        self.held: list[Any] | None = None
+        self.fused: list[dict[str, Any]] = []
+        self.state: Any = None
+        self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
+        self.states: list[Any] = []
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the same parameters in the same layouts as when this was made."""
+        groups = optimizer.param_groups
+        return (
+            all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
+            and self.keeps_on_host == [p._keeps_state_on_host for p in self.parameters]
+            and len(groups) == len(self.groups)
+            and all(
+                len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
+                for known, group in zip(self.groups, groups, strict=True)
+            )
+        )
