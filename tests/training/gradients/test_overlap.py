@@ -40,7 +40,7 @@ def train(strategy, num_ranks, body, watched=True, kind="mlp", small_buckets=Tru
 
         transport.start_all_reduce = recorded
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+        optimizer.register_step_post_hook(lambda *_: events.append("step"))
         body(model, optimizer, batch, events)
         everywhere = wb.placement.all("cpu")
         return events, [

@@ -16,16 +16,15 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
-from workbench.training.gradients.nested_steps import is_nested, optimizers_within, step_without_hooks
-from workbench.training.gradients.optim import adopt_loaded_state, after_steps
+from workbench.training.gradients.nested_steps import optimizers_within, step_without_hooks
+from workbench.training.gradients.optim import adopt_loaded_state, after_steps, before_steps
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
+from workbench.training.gradients.step_hooks import count_hooks
 
 
 class OptimizerStep:
@@ -154,10 +153,9 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "optimizer on this rank's parts, and cannot call one within another. Call step() outside of the captured "
             "function, or step its optimizers there one after the other."
         )
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    if hooks:
+    if num_hooks := count_hooks(optimizer):
         raise CaptureError(
-            f"capture: {name} has {len(hooks)} step hooks of its own. A replay calls the optimizer without hooks. "
+            f"capture: {name} has {num_hooks} step hooks of its own. A replay calls the optimizer without hooks. "
             "Remove them, or call step() outside of the captured function."
         )
 
@@ -188,7 +186,7 @@ def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
 
 def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     listener: OptimizerListener | None = getattr(_listening, "to", None)
-    if listener is not None and not is_nested(optimizer):
+    if listener is not None:
         listener.optimizer_begins(optimizer, args[1:], kwargs)
 
 
@@ -198,9 +196,5 @@ def _ends(optimizer: Optimizer) -> None:
         listener.optimizer_ends(optimizer)
 
 
-hook(  # runs after the hook that installs the local tensors
-    "torch.optim.optimizer.register_optimizer_step_pre_hook",
-    "a recording has to know where an optimizer's step begins",
-    lambda: register_optimizer_step_pre_hook(_begins),
-)
+before_steps.append(_begins)
 after_steps.append(_ends)

@@ -1,9 +1,9 @@
 """Plain torch optimizers on global parameters: gradients are reduced in buckets, and steps run on local shards.
 
-Before an optimizer's step, a global step hook of torch (registered here once) puts the local part with the reduced
-gradient in place of each global parameter. After the step, before hooks of the user, the parameters return. Such a hook
-therefore reads new values, and an exception in it leaves no rank with old weights. An elementwise optimizer, fused or
-foreach, works on plain local tensors. An optimizer that is not known to be elementwise (norms per layer, factored
+Before an optimizer's step, behind hooks of the user, the local part with the reduced gradient takes the place of each
+global parameter. After the step, before hooks of the user, the parameters return. So hooks see the parameters, those
+after a step read new values, and an exception in one leaves no rank with old weights. An elementwise optimizer, fused
+or foreach, works on plain local tensors. An optimizer that is not known to be elementwise (norms per layer, factored
 moments) steps on global tensors, so its norms are those of the whole; ``optimizer.elementwise = True`` (or the class
 attribute) says that it may have the local parts.
 """
@@ -35,8 +35,11 @@ from workbench.training.gradients.optimizer_kinds import calls_closure_first, cl
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
 from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful, part_of
+from workbench.training.gradients.step_hooks import put_behind_hooks, readers_of, remove_from_hooks
 from workbench.training.gradients.swap import Swap
 
+before_steps: list[Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]] = []
+"""Called when an optimizer is about to step, with the arguments of the step."""
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
 _stepping: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -87,18 +90,18 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         parameter.grad = None
 
 
+def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if is_nested(optimizer):
+        return
+    _put_back(optimizer)  # after a step that raised, its local tensors are still in place
+    _end_others(optimizer)
+    put_behind_hooks(optimizer, _before_step)
+
+
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     if is_nested(optimizer):
         return None
-    _put_back(optimizer)  # after a step that raised, its local tensors are still in place
-    _end_others(optimizer)
-    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
-    if swap is None or not swap.fits(optimizer):
-        if swap is not None and optimizer.state is swap.state:
-            check_state_layouts(optimizer, swap.parameters, swap.specs)
-        swap = optimizer.__dict__["_workbench_swap"] = Swap(optimizer)
-        check_blocks(optimizer, swap.parameters)
-        mark_stateful(optimizer)
+    swap = _swap_of(optimizer)
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     context = _context()
@@ -106,6 +109,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         for reducer in swap.reducers:
             reducer.drain()  # the step may change gradients, which are in flight
         context.begin_action("O")
+        _call_listeners(optimizer, args, kwargs)
         return None
     args, kwargs = run_closure_first(args, kwargs)
     context.begin_action("O")
@@ -130,7 +134,30 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         else:
             swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
-    return (args, kwargs) if swap.on_host is None else swap.on_host.in_closure(optimizer, swap.step, args, kwargs)
+    if swap.on_host is not None:
+        args, kwargs = swap.on_host.in_closure(optimizer, swap.step, args, kwargs)
+    _call_listeners(optimizer, args, kwargs)
+    return args, kwargs
+
+
+def _swap_of(optimizer: Optimizer) -> Swap:
+    """That of the step before, or a new one, where parameters or layouts have changed."""
+    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is not None and swap.fits(optimizer):
+        return swap
+    if swap is not None and optimizer.state is swap.state:
+        check_state_layouts(optimizer, swap.parameters, swap.specs)
+    swap = optimizer.__dict__["_workbench_swap"] = Swap(optimizer)
+    check_blocks(optimizer, swap.parameters)
+    mark_stateful(optimizer)
+    return swap
+
+
+def _call_listeners(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for listener in before_steps:
+        listener(optimizer, args, kwargs)
+    for reader in readers_of(optimizer):
+        reader(optimizer)
 
 
 def _end_others(optimizer: Optimizer) -> None:
@@ -265,6 +292,7 @@ def _after_step(self: Optimizer) -> None:
     """
     if is_nested(self):
         return
+    remove_from_hooks(self)
     swap: Swap | None = self.__dict__.get("_workbench_swap")
     if swap is not None and swap.on_host is not None and swap.held is not None:
         _put_parts_in_groups(self, swap)  # its update leaves none
@@ -343,7 +371,7 @@ world.at_rebuild(restore_parameters)
 hook(
     "torch.optim.optimizer.register_optimizer_step_pre_hook",
     "a step works on local parts and sums of gradients, which take the place of global parameters",
-    lambda: register_optimizer_step_pre_hook(_before_step),
+    lambda: register_optimizer_step_pre_hook(_before_hooks),
 )
 patch(
     "torch.optim.Optimizer._optimizer_step_code",

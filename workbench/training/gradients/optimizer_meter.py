@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from workbench.core.step_values import LEARNING_RATE
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import joined
-from workbench.training.gradients.nested_steps import is_nested
 from workbench.training.gradients.optim import stepping_gradients
+from workbench.training.gradients.step_hooks import call_in_steps
 
 
 class OptimizerMeter:
@@ -34,7 +34,7 @@ class OptimizerMeter:
         self.optimizer, self.wants_norm = optimizer, False
         self._rate = _learning_rate(optimizer)
         self._norm: torch.Tensor | None = None
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._handle = call_in_steps(optimizer, self._read)
 
     def take(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Of the last step: its learning rate (of the first group) by its name, and once the norm, on its device, if it
@@ -47,9 +47,7 @@ class OptimizerMeter:
         """Read no more."""
         self._handle.remove()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_nested(optimizer):
-            return
+    def _read(self, optimizer: Optimizer) -> None:
         self._rate = _learning_rate(optimizer)
         gradients = stepping_gradients(optimizer) if self.wants_norm else None
         if gradients is None:
