@@ -242,6 +242,20 @@ def test_state_that_cannot_be_cut_anew_is_an_error():
     run_ranks(program, 2)
 
 
+def test_state_in_lists_does_not_move():
+    setup = Setup("mlp")
+    models = [setup.model() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: model")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model[0].weight] = {"newest": [torch.zeros(12, 12)]}
+        with pytest.raises(StrategyError, match=r"'newest' of a parameter \(24, 12\) is a list with 1 tensors.*wb\.ch"):
+            wb.parallelize(model, "*: data", optimizer=optimizer)
+
+    run_ranks(program, 2)
+
+
 STAGED = "*: data; 6: data@1 | 2x1x1"
 """Some of the parameters, and so of their state, on each rank."""
 

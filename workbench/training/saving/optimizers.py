@@ -22,7 +22,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new
 from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.optim import forget_layouts, state_layout
 from workbench.training.gradients.optimizer_kinds import is_elementwise
-from workbench.training.saving.flat import name_of
+from workbench.training.saving.flat import unflatten
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 Names = Mapping[int, str]
@@ -60,7 +60,13 @@ def _state_spec(parameter: GlobalTensor) -> Spec:
 
 
 def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
-    """A state value as a global tensor if it has one value per element of the parameter; other values unchanged."""
+    """A state value as a global tensor if it has one value per element of the parameter; other values unchanged.
+    Lists and dictionaries are looked through.
+    """
+    if type(value) is list:
+        return [_wrapped(parameter, key, inner, name) for inner in value]
+    if type(value) is dict:
+        return {inner: _wrapped(parameter, key, part, name) for inner, part in value.items()}
     if not isinstance(value, torch.Tensor) or isinstance(value, GlobalTensor):
         return value
     if not isinstance(parameter, GlobalTensor) or value.dim() == 0:
@@ -153,10 +159,10 @@ def assign(
     keeps_local = is_elementwise(optimizer)
     for parameter in _with_state(optimizer):
         path = (part, "state", _name(parameter, names, part))
-        values = {}
+        leaves = {}
         for rest in checkpoint.below(*path):
             full = (*path, *rest)
             value = filled[full] if full in filled else checkpoint.value(*full)
-            values[name_of(rest)] = plain(value) if keeps_local and isinstance(value, GlobalTensor) else value
-        if values:
-            optimizer.state[parameter] = values
+            leaves[rest] = plain(value) if keeps_local and isinstance(value, GlobalTensor) else value
+        if leaves:
+            optimizer.state[parameter] = unflatten(leaves)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import CheckpointError
+from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
@@ -50,6 +51,20 @@ def leaves_of(part: str, value: Any, parts: Mapping[str, Any]) -> tuple[dict[Pat
         return leaves, {}
     leaves.pop((part,), None)  # of a module without tensors
     return leaves, _drop_tied(leaves, part)
+
+
+def sum_terms(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[Path, Any]:
+    """The leaves, with sums in place of terms in the state of optimizers: files hold no terms. All ranks call it.
+
+    LBFGS keeps the gradient of its newest step, as it is.
+    """
+    with torch.no_grad():
+        return {
+            path: box(value, value._spec.layout.without_terms())
+            if isinstance(value, GlobalTensor) and isinstance(parts.get(str(path[0])), Optimizer)
+            else value
+            for path, value in leaves.items()
+        }
 
 
 def _generator(world: World) -> torch.Generator:

@@ -15,7 +15,7 @@ from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.saving import reading, writing
-from workbench.training.saving.parts import Restoring, collect, kind_of
+from workbench.training.saving.parts import Restoring, collect, kind_of, sum_terms
 
 _POLL_S = 0.01
 _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
@@ -136,7 +136,9 @@ def save(
     what = f"save({str(path)!r})"
     folder = path.with_name(path.name + writing.INCOMPLETE)
     run_on_all_ranks(lambda: _make(folder) if world.rank == 0 else None, world, what)
-    planner, local, aliases = run_on_all_ranks(lambda: _plan(parts, world, folder), world, what)
+    found, aliases = run_on_all_ranks(lambda: _collect(parts, world, folder), world, what)
+    leaves = sum_terms(found, parts)
+    planner, local = run_on_all_ranks(lambda: writing.local_plan(leaves), world, what)
     items, metadata = writing.agree(planner, local, world, what)
     job = writing.Job(
         path,
@@ -179,14 +181,13 @@ def _make(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _plan(parts: dict[str, Any], world: World, folder: Path) -> Any:
+def _collect(parts: dict[str, Any], world: World, folder: Path) -> Any:
     if not folder.is_dir():
         raise CheckpointError(
             f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
             "directory: give a path on a file system that they share."
         )
-    leaves, aliases = collect(parts, world)
-    return *writing.local_plan(leaves), aliases
+    return collect(parts, world)
 
 
 def finish_previous(world: World) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.fused import box_many
@@ -127,6 +128,14 @@ def _state_spec(parameter: torch.Tensor) -> Spec | None:
 
 def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:
     if not isinstance(value, torch.Tensor):
+        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if inside:
+            raise StrategyError(
+                f"parallelize(optimizer=): optimizer state {key!r} of a parameter {tuple(parameter.shape)} is a "
+                f"{type(value).__name__} with {len(inside)} tensors. Only tensors that are values of the state itself "
+                "move to another layout. Save and load it with wb.checkpoint, or make a new optimizer after "
+                "wb.parallelize."
+            )
         return value
     local_shape = tuple(parameter.shape) if spec is None else spec.local_shape
     if isinstance(value, GlobalTensor):
