@@ -66,14 +66,23 @@ class GradientConversion:
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     """``tensor.register_hook(hook)``."""
     tensor, hook = args[0], kwargs.get("hook", args[1] if len(args) > 1 else None)
-    conversion = GradientConversion(tensor)
+    on_shard = _seeing_globals(tensor, hook)
+    with local_torch():
+        return func(tensor, on_shard)
+
+
+def _seeing_globals(tensor: GlobalTensor, hook: Callable[[Any], Any]) -> Callable[[Any], torch.Tensor | None]:
+    """The hook that torch calls. A leaf may have got another layout since its hook was set."""
+    at_first, reference = GradientConversion(tensor), weakref.ref(tensor)
 
     @functools.wraps(hook, updated=())
     def on_shard(local: torch.Tensor | None) -> torch.Tensor | None:
+        leaf = reference()
+        is_moved = leaf is not None and leaf._spec is not at_first.spec
+        conversion = GradientConversion(leaf) if is_moved else at_first
         return conversion.to_local(hook(conversion.to_global(local)), local)
 
-    with local_torch():
-        return func(tensor, on_shard)
+    return on_shard
 
 
 @handler("register_post_accumulate_grad_hook")
@@ -85,7 +94,7 @@ def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any
     gradients may come in two halves and are scattered behind the backward (ZeRO 2).
     """
     tensor, hook = args[0], kwargs.get("hook", args[1] if len(args) > 1 else None)
-    at_the_end = AfterAccumulation(hook, tensor._spec.world)
+    at_the_end = AfterAccumulation(hook)
     with local_torch():
         handle = func(tensor, at_the_end)
     at_the_end.number = handle.id
@@ -97,12 +106,13 @@ class AfterAccumulation:
 
     number: int
 
-    def __init__(self, hook: Callable[[Any], None], world: World) -> None:
-        self._hook, self._world = hook, world
+    def __init__(self, hook: Callable[[Any], None]) -> None:
+        self._hook = hook
 
     def __call__(self, leaf: GlobalTensor) -> None:
-        running = self._world.context.running
-        waiting = _behind_this_backward(self._world) if running is None else running.hooks
+        world = leaf._spec.world
+        running = world.context.running
+        waiting = _behind_this_backward(world) if running is None else running.hooks
         waiting[self.number] = functools.partial(self._hook, leaf)
 
 
@@ -130,6 +140,21 @@ def hooks_of(parameter: GlobalTensor) -> list[Any]:
     with local_torch():
         before, after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
     return [*before.values(), *(hook for hook in after.values() if isinstance(hook, AfterAccumulation))]
+
+
+def move_hooks(old: torch.Tensor, new: GlobalTensor) -> None:
+    """Give the hooks of a plain leaf to the global tensor that takes its place. Their handles remove them there."""
+    with local_torch():
+        before, after = old._backward_hooks, old._post_accumulate_grad_hooks
+        if before:
+            for number, hook in before.items():
+                before[number] = _seeing_globals(new, hook)
+            old._backward_hooks, new._backward_hooks = None, before
+        if after:
+            for number, hook in after.items():
+                after[number] = AfterAccumulation(hook)
+                after[number].number = number
+            old._post_accumulate_grad_hooks, new._post_accumulate_grad_hooks = None, after
 
 
 @handler("retain_grad")

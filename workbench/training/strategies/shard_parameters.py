@@ -13,8 +13,9 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.fused import box_many
+from workbench.tensors.dispatch.hooks import move_hooks
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
-from workbench.tensors.tensor_state import spread_zero
+from workbench.tensors.tensor_state import DECLARED, spread_zero
 from workbench.tensors.world import World
 from workbench.training.gradients.stale_optimizer import mark_replaced
 from workbench.training.strategies.layouts import StageLayouts
@@ -51,11 +52,17 @@ def shard_parameters(
     layouts: StageLayouts,
     converted: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Own parameters of a layer. One that is tied, or has several names, is converted once, for its owner."""
+    """Own parameters of a layer, with their hooks, attributes and gradients. One that is tied, or has several names, is
+    converted once, for its owner.
+    """
     for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter not in converted:
             layout = layouts.plan.parameter_layout(owners[parameter], parameter.dim())
             new = nn.Parameter(shard_tensor(parameter, layout, layouts.world), parameter.requires_grad)
+            take_attributes(new, parameter)
+            move_hooks(parameter, new)
+            if parameter.grad is not None:
+                new.grad = shard_tensor(parameter.grad, layout, layouts.world)
             converted[parameter] = converted[new] = new
             mark_replaced(parameter)
         layer._parameters[name] = converted[parameter]
@@ -72,8 +79,14 @@ def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
             placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
             layout = Layout(placement, (broadcast,) * placement.num_axes)
             if (id(buffer), layout) not in converted:
-                converted[id(buffer), layout] = shard_tensor(buffer, layout, layouts.world)
+                converted[id(buffer), layout] = take_attributes(shard_tensor(buffer, layout, layouts.world), buffer)
             submodule._buffers[short] = converted[id(buffer), layout]
+
+
+def take_attributes(new: Any, old: torch.Tensor) -> Any:
+    """Give ``new`` what a program has set on ``old``, such as ``weight.no_decay = True``; returns it."""
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in DECLARED})
+    return new
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:

@@ -1,0 +1,153 @@
+"""Hooks, attributes and gradients that parameters have when ``wb.parallelize`` makes them global, or moves them."""
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from workbench.testing import assert_equal_to_one_device, run_ranks
+
+STRATEGIES = ["*: data", "*: model", "emb: data; fc: data@1", "*: data | 1x2x1 zero=1"]
+
+
+class Frozen(nn.Module):
+    """An embedding with frozen rows, and a bias that is not to decay."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(6, 4)
+        self.fc = nn.Linear(4, 4)
+        mask = torch.tensor([0.0, 0, 0, 1, 1, 1])[:, None]
+        self.handle = self.emb.weight.register_hook(lambda grad: grad * mask)
+        self.fc.weight.register_hook(lambda grad: grad / grad.norm())
+        self.fc.bias._no_weight_decay = True
+        self.register_buffer("scale", torch.ones(4))
+        self.scale.kept = "as it is"
+
+    def forward(self, ids):
+        return self.fc(self.emb(ids)) * self.scale
+
+
+def built(num_ranks):
+    """Models with equal weights, each with its own hooks: a copy of a model has none."""
+    state = Frozen().state_dict()
+    models = [Frozen() for _ in range(num_ranks)]
+    for model in models:
+        model.load_state_dict(state)
+    return models
+
+
+IDS = torch.tensor([0, 1, 3, 5])
+
+
+def one_backward(model):
+    model.zero_grad()
+    model(IDS).square().sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_and_attributes_stay(strategy):
+    plain, *models = built(3)
+    one_backward(plain)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        assert model.fc.bias._no_weight_decay and model.scale.kept == "as it is"
+        assert not hasattr(model.fc.weight, "_no_weight_decay")
+        one_backward(model)
+        for name, parameter in plain.named_parameters():
+            assert_equal_to_one_device(model.get_parameter(name).grad, parameter.grad)
+        model.handle.remove()
+        one_backward(model)
+        row = model.emb.weight.grad[0]
+        assert row.abs().sum().item() > 0
+
+    run_ranks(program, 2)
+
+
+def test_a_hook_sees_the_layout_of_the_strategy_that_holds_when_it_is_called():
+    plain, *models = built(3)
+    one_backward(plain)
+
+    def program(rank):
+        model, seen = wb.parallelize(models[rank], "*: data"), []
+        model.fc.bias.register_hook(lambda grad: seen.append((tuple(grad.shape), grad.layout_on_ranks)))
+        for strategy in ("*: model", "emb: data; fc: data@1", "*: data"):
+            wb.parallelize(model, strategy)
+            one_backward(model)
+            shape, layout = seen.pop()
+            assert shape == (4,) and layout == model.fc.bias.layout_on_ranks.dual()
+            for name, parameter in plain.named_parameters():
+                assert_equal_to_one_device(model.get_parameter(name).grad, parameter.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_after_accumulation_stay(strategy):
+    """A step in the backward: the hook gets the parameter that the module has now."""
+    plain, *models = built(3)
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for model in (plain, *models):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        one_backward(plain)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        for _ in range(2):
+            one_backward(model)
+        for name, parameter in plain.named_parameters():
+            assert_equal_to_one_device(model.get_parameter(name), parameter)
+            assert model.get_parameter(name).grad is None
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "*: data | 1x2x1 zero=3"])
+def test_gradients_from_before_are_added_to(strategy):
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict()
+    strategy = strategy.replace("emb", "0").replace("fc", "1")
+
+    def accumulated(model, strategy=None):
+        inputs = torch.arange(8.0).view(2, 4)
+        model.load_state_dict(state)
+        model(inputs).square().mean().backward()
+        if strategy is not None:
+            wb.parallelize(model, strategy)
+        model(inputs.flip(0)).square().mean().backward()
+        return model
+
+    expected = accumulated(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+
+    def program():
+        model = accumulated(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for found in run_ranks(program, 2):
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach())
+
+
+def test_a_frozen_parameter_keeps_its_hooks_until_it_learns():
+    models = built(2)
+
+    def program(rank):
+        weight = models[rank].fc.weight.requires_grad_(False)
+        model = wb.parallelize(models[rank], "*: model")
+        one_backward(model)
+        assert model.fc.weight.grad is None and type(weight.data) is torch.Tensor
+        model.fc.weight.requires_grad_()
+        one_backward(model)
+        assert model.fc.weight.grad.norm().item() == pytest.approx(1.0)
+
+    run_ranks(program, 2)
