@@ -206,6 +206,8 @@ def test_each_value_comes_from_where_it_can():
     ids=["zero1", "zero3", "stages", "model"],
 )
 def test_what_no_rank_holds_comes_from_the_newest_checkpoint(tmp_path, strategy, lost):
+    another_model = nn.Linear(2, 2)
+
     def program():
         kept = set_up(strategy)
         paths = [tmp_path / name for name in ("first", "second", "of_another_model", "removed")]
@@ -214,7 +216,7 @@ def test_what_no_rank_holds_comes_from_the_newest_checkpoint(tmp_path, strategy,
         wb.checkpoint.save(paths[0], **{part: kept[part] for part in ("model", "optimizer", "step")})
         train(kept, 2)
         wb.checkpoint.save(paths[1], **{part: kept[part] for part in ("net", "optimizer", "scheduler", "step")})
-        wb.checkpoint.save(paths[2], other=nn.Linear(2, 2))
+        wb.checkpoint.save(paths[2], other=another_model)
         expected = train(kept, 3)
 
         _, rows = recover(kept, set_up(strategy))

@@ -85,6 +85,83 @@ class TestAnotherModel:
         run_ranks(program, 2)
 
 
+class Noam:
+    """A schedule that holds its optimizer, and is none."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.num_steps = optimizer, 0
+
+    def state_dict(self):
+        return {"step": self.num_steps, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class TestPlainTensorsOfOneRank:
+    @pytest.mark.parametrize("strategy", ["*: data | 1x2x1 zero=1", "*: model", "0: data; 2: data@1"])
+    @pytest.mark.parametrize("given", [lambda o: o.state_dict(), Noam])
+    def test_the_state_of_an_optimizer_without_the_optimizer_is_refused(self, tmp_path, strategy, given):
+        def program():
+            model = wb.parallelize(_sequential_copy(), strategy)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            model(torch.arange(24.0).view(4, 6)).square().mean().backward()
+            optimizer.step()
+            with pytest.raises(CheckpointError, match=r"moments\S* has other plain tensors on rank 0 than on rank 1.*=opt"):
+                wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=given(optimizer))
+            wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=optimizer)
+
+        run_ranks(program, 2)
+
+    @pytest.mark.parametrize("given", [lambda o: o.state_dict(), Noam])
+    def test_whole_on_all_ranks_it_is_saved(self, tmp_path, given):
+        def program():
+            model = wb.parallelize(_sequential_copy(), "*: data")
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            model(torch.arange(24.0).view(4, 6)).square().mean().backward()
+            optimizer.step()
+            wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=given(optimizer))
+
+        run_ranks(program, 2)
+
+    def test_global_tensors_deep_in_one_pickle_are_refused(self, tmp_path):
+        def program():
+            model = wb.parallelize(_sequential_copy(), "*: model")
+            optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+            model(torch.arange(24.0).view(4, 6)).square().mean().backward()
+            optimizer.step()
+            with pytest.raises(CheckpointError, match=r"moments.state is a dict with global tensors.*give the object"):
+                wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=optimizer.state_dict())
+
+        run_ranks(program, 2)
+
+    def test_a_module_that_each_rank_trained_by_itself_is_refused(self, tmp_path):
+        def program(rank):
+            model = nn.Linear(2, 2)
+            with torch.no_grad():
+                model.weight.fill_(rank)
+                model.bias.fill_(1)
+            with pytest.raises(CheckpointError, match=r"model.weight has other plain tensors on rank 0 than on rank 1"):
+                wb.checkpoint.save(tmp_path / "ckpt", model=model)
+
+        run_ranks(program, 2)
+
+    def test_what_ranks_may_have_of_their_own_is_saved(self, tmp_path):
+        """Times, losses, states of generators, running statistics, and parts that only one rank names."""
+
+        def program(rank):
+            own = torch.Generator().manual_seed(rank)
+            norm = nn.BatchNorm1d(3)
+            norm.running_mean.fill_(rank)
+            wb.checkpoint.save(
+                tmp_path / "ckpt", norm=norm, elapsed_s=rank / 2, loss=torch.tensor(rank / 2),
+                generators={0: own.get_state()}, positions=torch.tensor([rank]), **{f"of_{rank}": torch.ones(3) * rank},
+            )  # fmt: skip
+            assert wb.checkpoint.load(tmp_path / "ckpt")["elapsed_s"] in (0.0, 0.5)
+
+        run_ranks(program, 2)
+
+
 class TestDamage:
     @pytest.fixture
     def saved(self, tmp_path):

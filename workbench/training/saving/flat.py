@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from workbench.errors import CheckpointError
 
@@ -67,9 +69,34 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _refuse_hidden_tensors(path: Path, value: Any) -> None:
     from workbench.tensors.global_tensor import GlobalTensor
 
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list | set) else ()
+    inside = tree_leaves([*value.values()] if isinstance(value, Mapping) else [*value] if _is_holder(value) else ())
     if any(isinstance(inner, GlobalTensor) for inner in inside):
         raise CheckpointError(
             f"save: {name_of(path)} is a {type(value).__name__} with global tensors in it. Slices are saved from "
-            "dictionaries with text keys and from lists: put the tensors into one of these."
+            "dictionaries with text keys and from lists: put the tensors into one of these. Of an optimizer give the "
+            "object, not its state_dict()."
         )
+
+
+def _is_holder(value: Any) -> bool:
+    return isinstance(value, tuple | list | set)
+
+
+def checksum(value: Any) -> int | None:
+    """The CRC-32 of the plain tensors of floating point in a leaf: places, shapes, dtypes and bytes. None for none.
+
+    Other contents may differ between ranks: numbers without dims, and whole numbers such as the states of generators.
+    """
+    leaves = tree_leaves_with_path(value)
+    found = [(keystr(place), leaf.detach()) for place, leaf in leaves if _is_compared(leaf)]
+    so_far = 0
+    for place, tensor in found:
+        so_far = zlib.crc32(f"{place} {tuple(tensor.shape)} {tensor.dtype}".encode(), so_far)
+        so_far = zlib.crc32(tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy(), so_far)
+    return so_far if found else None
+
+
+def _is_compared(leaf: Any) -> bool:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta:
+        return False
+    return leaf.dim() > 0 and (leaf.is_floating_point() or leaf.is_complex())

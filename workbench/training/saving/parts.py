@@ -15,7 +15,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.saving import optimizers
-from workbench.training.saving.flat import Path, flatten, name_of
+from workbench.training.saving.flat import Path, checksum, flatten, name_of
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 RANDOM = "random"
@@ -65,6 +65,21 @@ def sum_terms(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[Path
             else value
             for path, value in leaves.items()
         }
+
+
+def checksums(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[str, int]:
+    """Checksums, by name, of the leaves of which all ranks must have the same copy: one is saved.
+
+    These are the parameters of modules, and the tensors of objects with state and of values. Plain buffers may differ,
+    and the state of an optimizer is that of the ranks that hold the parameter.
+    """
+    found: dict[str, int] = {}
+    for path, value in leaves.items():
+        part = parts.get(str(path[0]))
+        is_one_for_all = isinstance(value, nn.Parameter) if isinstance(part, nn.Module) else path[0] in parts
+        if is_one_for_all and not isinstance(part, Optimizer) and (number := checksum(value)) is not None:
+            found[name_of(path)] = number
+    return found
 
 
 def _generator(world: World) -> torch.Generator:

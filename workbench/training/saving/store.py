@@ -15,7 +15,7 @@ from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.saving import reading, writing
-from workbench.training.saving.parts import Restoring, collect, kind_of, sum_terms
+from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
 
 _POLL_S = 0.01
 _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
@@ -119,13 +119,14 @@ def save(
         parts: the objects to save, by names of your choice: modules, optimizers (together with the module of their
             parameters), anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a
             GlobalDataLoader), and plain values: numbers, strings, dicts, lists and tensors. The state of the random
-            numbers is saved too.
+            numbers is saved too. Plain tensors are equal on all ranks, and one copy is written.
 
     Returns:
         A handle with ``wait()``; without ``async_op`` the checkpoint is already complete.
 
     Raises:
-        CheckpointError: a part cannot be saved, or a rank could not write.
+        CheckpointError: a part cannot be saved, such as ``optimizer.state_dict()`` whose plain tensors are this rank's
+            part; or a rank could not write.
 
     ``wb.checkpoint.save("runs/last", model=model, optimizer=optimizer, step=step)``
     """
@@ -138,8 +139,10 @@ def save(
     run_on_all_ranks(lambda: _make(folder) if world.rank == 0 else None, world, what)
     found, aliases = run_on_all_ranks(lambda: _collect(parts, world, folder), world, what)
     leaves = sum_terms(found, parts)
-    planner, local = run_on_all_ranks(lambda: writing.local_plan(leaves), world, what)
-    items, metadata = writing.agree(planner, local, world, what)
+    planner, local, checked = run_on_all_ranks(
+        lambda: (*writing.local_plan(leaves), checksums(leaves, parts) if world.world_size > 1 else {}), world, what
+    )
+    items, metadata = writing.agree(planner, local, checked, world, what)
     job = writing.Job(
         path,
         world,
