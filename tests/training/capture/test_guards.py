@@ -110,6 +110,80 @@ def test_modules_that_change_before_each_call_are_told():
         run_ranks(program, 1)
 
 
+class Tempered(nn.Module):
+    """A layer with dropout, and a temperature that a program lowers."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.fc, self.drop = filled(nn.Linear(4, 4)), nn.Dropout(0.0)
+        self.tau, self.counts, self.num_calls, self.newest = 1.0, counts, 0, None
+
+    def forward(self, x):
+        if self.counts:
+            self.num_calls += 1
+            self.newest = x
+        return self.drop(self.fc(x)) / self.tau
+
+
+def lower(module):
+    module.tau *= 0.5
+
+
+def drop_all(module):
+    module.drop.p = 1.0
+
+
+def new_attribute(module):
+    module.fc.scale = 2
+
+
+@pytest.mark.parametrize(("change", "backend"), [(lower, None), (drop_all, None), (lower, "inductor")])
+def test_another_number_of_a_module_is_recorded_anew(change, backend):
+    def program():
+        module = wb.parallelize(Tempered(), "*: data")
+        captured, x = wb.capture(lambda x: module(x).detach(), backend=backend), torch.arange(12.0).reshape(3, 4)
+        before = called(lambda x: captured(x).full_tensor(), 3, (3, 4))
+        change(module)
+        wanted = module(x).full_tensor()
+        assert not torch.allclose(wanted, before)
+        for _ in range(3):
+            torch.testing.assert_close(captured(x).full_tensor(), wanted.detach())
+        assert (captured.num_recordings, captured.num_replays) == (2, 2)
+
+    run_ranks(program, 1)
+
+
+def test_a_value_that_comes_again_has_its_recording():
+    def program():
+        module = Tempered()
+        captured = wb.capture(lambda x: module(x))
+        for _ in range(6):
+            for module.tau in (1.0, 2.0):
+                assert torch.equal(called(captured, 1), module(torch.ones(4, 4)))
+        assert (captured.num_recordings, captured.num_replays) == (2, 8)
+        new_attribute(module)
+        called(captured, 3)
+        assert (captured.num_recordings, captured.num_replays) == (3, 9)
+
+    run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("shapes", [[(4, 4)], [(4, 4), (3, 4)]])
+def test_numbers_that_the_step_changes_are_left_and_told(shapes):
+    def program():
+        module = Tempered(counts=True)
+        captured = wb.capture(lambda x: module(x))
+        for _ in range(4):
+            for shape in shapes:
+                called(captured, 1, shape)
+        assert captured.num_recordings == len(shapes) and captured.num_replays >= len(shapes)
+        module.tau = 4.0
+        assert torch.equal(called(captured, 1), module(torch.ones(4, 4)))
+
+    with pytest.warns(CaptureWarning, match=r"changes numbers of its modules: Tempered.num_calls \(\d, then \d\)"):
+        run_ranks(program, 1)
+
+
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
 def test_after_a_rebuild_all_ranks_record_anew_because_not_all_may_have_a_recording(num_calls):
     """Rank 1 was interrupted in the call that recorded on rank 0, or its process is new."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from workbench.errors import CaptureWarning
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World, current
@@ -27,6 +25,7 @@ from workbench.training.capture.parts import written_memory
 from workbench.training.capture.recorded_transport import RecordedTransport
 from workbench.training.capture.recorder import Recorder
 from workbench.training.capture.replay_options import ReplayOptions
+from workbench.training.capture.step_warnings import warn_of_changes, warn_of_inputs, warn_of_numbers
 from workbench.training.capture.trace import Trace
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
@@ -121,13 +120,15 @@ def capture(
     ran normally.
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
-    that the step calls has another strategy, mode (``train()``, ``eval()``) or set of frozen parameters, or has got
-    other layers, parameters or buffers, if parameters have moved, or if the world was rebuilt. After
+    that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or number
+    (``model.drop.p``; also strings, flags and tuples of these), or has got other layers, parameters or buffers, if
+    parameters have moved, or if the world was rebuilt. After
     ``max_recordings`` records, calls run normally, with a warning. All ranks make the same calls, with inputs of equal
     logical shapes.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
-    batch is an argument: one that the step takes from a variable outside stays that of the recording.
+    warning names numbers of modules that the step itself changes. A batch is an argument: one that the step takes from
+    a variable outside stays that of the recording.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
@@ -181,6 +182,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         self.num_recordings = self.num_replays = 0
         self._num_rebuilds = self._num_forgotten = 0
         self._num_changes = 0  # of the modules since the last replay
+        self._has_warned_of_numbers = False
 
     @property
     def traces(self) -> list[Trace]:
@@ -210,18 +212,21 @@ class CapturedStep(Generic[_Arguments, _Result]):
         elif self._guards.have_changed():
             self._num_changes += 1
             if self._num_changes == _MOST_CHANGES:
-                self._warn_of_changes()
+                warn_of_changes(self._name, _MOST_CHANGES)
             self._forget_recordings(world.num_rebuilds)
         key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(kind_of, leaves))
-        kind = self._kinds.get((key, self._guards.now()))
+        guarded = self._guards.now()
+        kind = self._kinds.get((key, guarded))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
             kind = None
         if kind is None:
+            before = self._guards.numbers()
             with LeafCollector() as seen, called_modules() as modules:
                 result = self._step(*args, **kwargs)
+            self._guards.leave_out(before)
             self._guards.add(modules)
             if self._forget_one():
-                self._warn(leaves, f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice")
+                warn_of_inputs(self._name, leaves, f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice")
             self._kinds[key, self._guards.now()] = _InputKind(list(seen.found.values()), {})
             return result
         graded = kind.graded()
@@ -232,11 +237,17 @@ class CapturedStep(Generic[_Arguments, _Result]):
             return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self.num_recordings - self._num_forgotten >= self._max_recordings:
             limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
-            self._warn(leaves, f"{limit} (max_recordings={self._max_recordings})")
+            warn_of_inputs(self._name, leaves, f"{limit} (max_recordings={self._max_recordings})")
             return self._step(*args, **kwargs)
         _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
+        before = self._guards.numbers()
         result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._options)
         self.num_recordings += 1
+        if changed := self._guards.leave_out(before):
+            if not self._has_warned_of_numbers:
+                self._has_warned_of_numbers = True
+                warn_of_numbers(self._name, changed)
+            self._kinds[key, self._guards.now()] = self._kinds.pop((key, guarded))
         return result
 
     def _forget_recordings(self, num_rebuilds: int) -> None:
@@ -259,25 +270,6 @@ class CapturedStep(Generic[_Arguments, _Result]):
     @property
     def _name(self) -> str:
         return getattr(self._step, "__qualname__", "a step")
-
-    def _warn(self, leaves: Sequence[Any], which: str) -> None:
-        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        warnings.warn(
-            f"capture: {self._name} was called with {shapes}, which is {which}. Such calls run as they are. Every "
-            "shape, layout and value that is no tensor is a recording of its own. Pad batches to one shape, and hand "
-            "numbers in as tensors.",
-            CaptureWarning,
-            stacklevel=3,
-        )
-
-    def _warn_of_changes(self) -> None:
-        warnings.warn(
-            f"capture: {self._name} has not been replayed, since before each of {_MOST_CHANGES} calls its modules had "
-            "got other layers, parameters or buffers. Such calls run as they are. Write to the tensors that are there: "
-            "module.buffer.copy_(...).",
-            CaptureWarning,
-            stacklevel=3,
-        )
 
     def __repr__(self) -> str:
         return f"CapturedStep({self._name}, {self.num_recordings} recordings, {self.num_replays} replays)"

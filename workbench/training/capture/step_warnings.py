@@ -1,0 +1,47 @@
+"""What a captured step says where calls cannot be replayed, or a replay does less than the step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.errors import CaptureWarning
+
+_LEVEL = 3
+"""Of the line that calls the captured step."""
+
+
+def warn_of_inputs(name: str, leaves: Sequence[Any], which: str) -> None:
+    """The step ``name`` has too many kinds of inputs; ``which`` says what is wrong with these."""
+    shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    warnings.warn(
+        f"capture: {name} was called with {shapes}, which is {which}. Such calls run as they are. Every shape, layout "
+        "and value that is no tensor is a recording of its own, also a number that a module holds. Pad batches to one "
+        "shape, and hand numbers in as tensors.",
+        CaptureWarning,
+        stacklevel=_LEVEL,
+    )
+
+
+def warn_of_changes(name: str, num_calls: int) -> None:
+    """Before each of the last ``num_calls`` calls the modules had other parts."""
+    warnings.warn(
+        f"capture: {name} has not been replayed, since before each of {num_calls} calls its modules had got other "
+        "layers, parameters or buffers. Such calls run as they are. Write to the tensors that are there: "
+        "module.buffer.copy_(...).",
+        CaptureWarning,
+        stacklevel=_LEVEL,
+    )
+
+
+def warn_of_numbers(name: str, changed: Sequence[str]) -> None:
+    """The step changes numbers of its modules; ``changed`` has a text for each."""
+    warnings.warn(
+        f"capture: {name} changes numbers of its modules: {', '.join(changed)}. A replay neither changes them nor "
+        "reads them: they stay those of the recording. Change them outside of the step, or keep them in tensors.",
+        CaptureWarning,
+        stacklevel=_LEVEL,
+    )
