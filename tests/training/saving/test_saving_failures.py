@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -301,6 +302,40 @@ class TestCheckpoints:
         assert found["step"] == 10 and torch.equal(found["x"], torch.full((2,), 10.0))
         checkpoints.save(13, x=torch.ones(1))
         assert checkpoints.steps() == [10, 13] and not checkpoints.incomplete()
+
+    def test_a_run_that_went_back_is_the_newest(self, tmp_path):
+        """Also where it saves a step again that is there, and after a copy that keeps no times."""
+
+        def program():
+            checkpoints = wb.checkpoint.Checkpoints(tmp_path / "run", keep=3)
+            for step in (100, 200, 300):
+                checkpoints.save(step, run=0)
+            assert checkpoints.load(100)["run"] == 0
+            kept = []
+            for step in (110, 120, 200, 210):
+                checkpoints.save(step, run=1, async_op=step == 120)
+                assert checkpoints.latest() == step and checkpoints.load()["run"] == 1
+                kept.append(checkpoints.steps())
+            assert kept == [[110, 200, 300], [110, 120, 300], [110, 120, 200], [120, 200, 210]]
+            checkpoints.load(120)
+            checkpoints.save(121, run=2)
+            return kept
+
+        on(2, program)
+        copied = tmp_path / "copied"
+        shutil.copytree(tmp_path / "run", copied, copy_function=shutil.copyfile)
+        for path in sorted(copied.rglob("*"), reverse=True):
+            os.utime(path, (0, 0))
+        checkpoints = wb.checkpoint.Checkpoints(copied)
+        assert checkpoints.steps() == [121, 200, 210] and checkpoints.load()["run"] == 2
+        assert "newest step 121" in repr(checkpoints)
+
+    def test_the_oldest_may_be_one_that_a_killed_writer_has_moved(self, tmp_path):
+        checkpoints = wb.checkpoint.Checkpoints(tmp_path, keep=1)
+        checkpoints.save(4, x=torch.ones(1))
+        os.rename(checkpoints.path(4), f"{checkpoints.path(4)}.replaced")
+        checkpoints.save(5, x=torch.ones(1))
+        assert checkpoints.steps() == [5] and [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
     def test_a_writer_killed_between_two_renames_loses_nothing(self, tmp_path):
         checkpoints = wb.checkpoint.Checkpoints(tmp_path)

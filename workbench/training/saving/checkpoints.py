@@ -11,10 +11,12 @@ from typing import Any
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import current
 from workbench.training.saving import store
-from workbench.training.saving.writing import INCOMPLETE, REPLACED
+from workbench.training.saving.writing import INCOMPLETE, REPLACED, write_whole
 
 _COMPLETE = re.compile(rf"step-(\d+)({re.escape(REPLACED)})?")
 _DELETED = ".deleted"
+_BRANCH = "branch"
+"""The file with the number of times that the run had gone back to an earlier step; 0 has none."""
 _LEFT = re.compile(rf"step-\d+({re.escape(INCOMPLETE)}|{re.escape(_DELETED)})")
 
 
@@ -24,6 +26,10 @@ class Checkpoints:
     Args:
         directory: on a file system that all ranks share. The first save makes it.
         keep: number of complete checkpoints. Each new one removes the oldest. None keeps all.
+
+    A run that has loaded an earlier step and goes on from there is newer than what it has left: with 100, 200 and 300,
+    a save of 110 makes 110 the newest and 100 the oldest, and later ones remove 200 and 300. A step that is saved again
+    replaces the one before.
 
     Raises:
         ValueError: ``keep`` below 1.
@@ -60,16 +66,22 @@ class Checkpoints:
         return sorted(path.name for path in self.directory.glob("step-*") if _is_left_over(path))
 
     def latest(self) -> int | None:
-        """The newest step with a complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
+        """The step of the newest complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
         world = current()
         store.finish_previous(world)
-        found = all_gather_object(max(self.steps(), default=None), world, f"latest checkpoint of {self.directory.name}")
+        found = all_gather_object((self._by_age() or [None])[-1], world, f"latest checkpoint of {self.directory.name}")
         latest: int | None = found[0]
         return latest
 
     def save(self, step: int, *, async_op: bool = False, **parts: Any) -> store.Saving:
         """``wb.checkpoint.save`` under the step's name; the parts get the value ``step``."""
-        return store.save(self.path(step), async_op=async_op, on_complete=lambda: self._tidy(step), step=step, **parts)
+        return store.begin(
+            self.path(step),
+            {"step": step, **parts},
+            async_op=async_op,
+            on_complete=lambda: self._tidy(step),
+            before_complete=lambda folder: self._write_branch(step, folder),
+        )
 
     def load(self, step: int | None = None, **parts: Any) -> dict[str, Any] | None:
         """``wb.checkpoint.load`` of a step; default: the newest complete one.
@@ -81,20 +93,40 @@ class Checkpoints:
             step = self.latest()
         return None if step is None else store.load(self.path(step), **parts)
 
+    def _folder(self, step: int) -> Path:
+        """The complete directory of a step: under its name, or where a killed save has moved it."""
+        path = self.path(step)
+        return path if path.exists() else path.with_name(path.name + REPLACED)
+
+    def _branch(self, step: int) -> int:
+        file = self._folder(step) / _BRANCH
+        return int(file.read_text()) if file.is_file() else 0
+
+    def _by_age(self) -> list[int]:
+        """The steps of the complete checkpoints, the oldest first."""
+        return sorted(self.steps(), key=lambda step: (self._branch(step), step))
+
+    def _write_branch(self, step: int, folder: Path) -> None:
+        """Begin a new branch if the newest other checkpoint has a higher step, which the run has gone back from."""
+        others = [other for other in self._by_age() if other != step]
+        branch = self._branch(others[-1]) + (others[-1] > step) if others else 0
+        if branch:
+            write_whole(folder / _BRANCH, str(branch).encode())
+
     def _tidy(self, step: int) -> None:
         """Remove old checkpoints and the leftovers of killed saves. A removed checkpoint first loses its name, so it
         never looks complete.
         """
-        old = self.steps()
+        old = self._by_age()
         for superfluous in old[: -self.keep] if self.keep else []:
             if superfluous != step:
-                os.rename(self.path(superfluous), gone := self.path(superfluous).with_suffix(_DELETED))
+                os.rename(self._folder(superfluous), gone := self.path(superfluous).with_suffix(_DELETED))
                 shutil.rmtree(gone, ignore_errors=True)
         for name in self.incomplete():
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def __repr__(self) -> str:
-        steps = self.steps()
+        steps = self._by_age()
         left = self.incomplete()
         newest = f"newest step {steps[-1]}" if steps else "none yet"
         ignored = f", ignored: {', '.join(left)}" if left else ""

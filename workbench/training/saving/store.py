@@ -130,7 +130,21 @@ def save(
 
     ``wb.checkpoint.save("runs/last", model=model, optimizer=optimizer, step=step)``
     """
-    world, path = current(), Path(os.path.abspath(path))
+    return begin(Path(os.path.abspath(path)), parts, async_op=async_op, on_complete=on_complete)
+
+
+def begin(
+    path: Path,
+    parts: dict[str, Any],
+    *,
+    async_op: bool,
+    on_complete: Callable[[], None] | None,
+    before_complete: Callable[[Path], None] | None = None,
+) -> Saving:
+    """``save`` to an absolute path. ``before_complete``: rank 0 calls it with the directory when all is written, before
+    it gets its name.
+    """
+    world = current()
     finish_previous(world)
     if _listener is not None:
         _listener(path, parts)
@@ -151,6 +165,7 @@ def save(
         aliases,
         {part: kind_of(value) for part, value in parts.items()},
         on_complete,
+        before_complete,
     )
     saving = Saving(job)
     if async_op:

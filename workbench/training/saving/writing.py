@@ -66,6 +66,7 @@ class Job:
         aliases: other names of tied tensors, by the name of the entry.
         parts: the kind of every part, by name.
         on_complete: rank 0 calls it when the checkpoint has its final name.
+        before_complete: rank 0 calls it with the directory when all is written, before that.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Job:
     aliases: Mapping[str, str]
     parts: Mapping[str, str]
     on_complete: Callable[[], None] | None = None
+    before_complete: Callable[[Path], None] | None = None
     given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -87,7 +89,7 @@ class Job:
         rank = self.world.rank
         try:
             written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
-            _write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
+            write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
         except Exception as error:
             _say_failed(self.folder / f"__{rank}.failed", f"{type(error).__name__}: {error}")
             raise
@@ -100,6 +102,8 @@ class Job:
             self._write_contents([entry for entries in written for entry in entries])
             for rank in range(self.world.world_size):
                 (self.folder / f"__{rank}.written").unlink()
+            if self.before_complete is not None:
+                self.before_complete(self.folder)
             _sync_folder(self.folder)
             _take_name(self.folder, self.path)
             if self.on_complete is not None:
@@ -158,8 +162,8 @@ class Job:
             "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.distcp"))},
             "checksums": {f"{entry.file}:{entry.offset}": entry.checksum for entry in written},
         }
-        _write_whole(self.folder / MANIFEST, json.dumps(manifest).encode())
-        _write_whole(self.folder / ".metadata", pickle.dumps(metadata))
+        write_whole(self.folder / MANIFEST, json.dumps(manifest).encode())
+        write_whole(self.folder / ".metadata", pickle.dumps(metadata))
 
 
 def local_plan(flat: Mapping[StatePath, Any], to_lowest: bool = False) -> tuple[Any, Any]:
@@ -258,7 +262,7 @@ def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a small file that exists either completely or not at all."""
     partly = path.with_name(path.name + ".tmp")
     with open(partly, "wb") as file:
@@ -271,7 +275,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 def _say_failed(path: Path, text: str) -> None:
     """Write the reason of a failure for rank 0; an empty file if a full disk has no space for it."""
     with contextlib.suppress(OSError):
-        _write_whole(path, text.encode())
+        write_whole(path, text.encode())
         return
     with contextlib.suppress(OSError):
         path.touch()
