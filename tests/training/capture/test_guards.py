@@ -169,7 +169,7 @@ def test_a_value_that_comes_again_has_its_recording():
 
 
 @pytest.mark.parametrize("shapes", [[(4, 4)], [(4, 4), (3, 4)]])
-def test_numbers_that_the_step_changes_are_left_and_told(shapes):
+def test_a_warning_names_numbers_that_the_step_changes(shapes):
     def program():
         module = Tempered(counts=True)
         captured = wb.capture(lambda x: module(x))

@@ -78,8 +78,7 @@ def _seeing_globals(tensor: GlobalTensor, hook: Callable[[Any], Any]) -> Callabl
     @functools.wraps(hook, updated=())
     def on_shard(local: torch.Tensor | None) -> torch.Tensor | None:
         leaf = reference()
-        is_moved = leaf is not None and leaf._spec is not at_first.spec
-        conversion = GradientConversion(leaf) if is_moved else at_first
+        conversion = at_first if leaf is None or leaf._spec is at_first.spec else GradientConversion(leaf)
         return conversion.to_local(hook(conversion.to_global(local)), local)
 
     return on_shard
@@ -142,7 +141,7 @@ def hooks_of(parameter: GlobalTensor) -> list[Any]:
     return [*before.values(), *(hook for hook in after.values() if isinstance(hook, AfterAccumulation))]
 
 
-def move_hooks(old: torch.Tensor, new: GlobalTensor) -> None:
+def move_hooks(old: Any, new: Any) -> None:
     """Give the hooks of a plain leaf to the global tensor that takes its place. Their handles remove them there."""
     with local_torch():
         before, after = old._backward_hooks, old._post_accumulate_grad_hooks

@@ -83,7 +83,7 @@ class Guards:
             if name not in _OF_TORCH and _is_plain(value)
         }
 
-    def leave_out(self, before: Mapping[tuple[int, str], Any]) -> list[str]:
+    def unguard(self, before: Mapping[tuple[int, str], Any]) -> list[str]:
         """Guard no numbers any more that the step itself has changed: a replay leaves them as they are. ``before`` has
         those of before the step. Returns what it has changed, one text each.
         """

@@ -223,10 +223,11 @@ class CapturedStep(Generic[_Arguments, _Result]):
             before = self._guards.numbers()
             with LeafCollector() as seen, called_modules() as modules:
                 result = self._step(*args, **kwargs)
-            self._guards.leave_out(before)
+            self._guards.unguard(before)
             self._guards.add(modules)
             if self._forget_one():
-                warn_of_inputs(self._name, leaves, f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice")
+                which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
+                warn_of_inputs(self._name, leaves, which)
             self._kinds[key, self._guards.now()] = _InputKind(list(seen.found.values()), {})
             return result
         graded = kind.graded()
@@ -243,7 +244,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         before = self._guards.numbers()
         result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._options)
         self.num_recordings += 1
-        if changed := self._guards.leave_out(before):
+        if changed := self._guards.unguard(before):
             if not self._has_warned_of_numbers:
                 self._has_warned_of_numbers = True
                 warn_of_numbers(self._name, changed)

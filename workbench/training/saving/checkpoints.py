@@ -69,7 +69,9 @@ class Checkpoints:
         """The step of the newest complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
         world = current()
         store.finish_previous(world)
-        found = all_gather_object((self._by_age() or [None])[-1], world, f"latest checkpoint of {self.directory.name}")
+        found = all_gather_object(
+            next(reversed(self._by_age()), None), world, f"latest checkpoint of {self.directory.name}"
+        )
         latest: int | None = found[0]
         return latest
 

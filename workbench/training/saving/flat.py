@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from workbench.errors import CheckpointError
 
@@ -87,12 +87,12 @@ def checksum(value: Any) -> int | None:
 
     Other contents may differ between ranks: numbers without dims, and whole numbers such as the states of generators.
     """
-    leaves = tree_leaves_with_path(value)
-    found = [(keystr(place), leaf.detach()) for place, leaf in leaves if _is_compared(leaf)]
+    found = [(place, leaf.detach()) for place, leaf in tree_flatten_with_path(value)[0] if _is_compared(leaf)]
     so_far = 0
     for place, tensor in found:
         so_far = zlib.crc32(f"{place} {tuple(tensor.shape)} {tensor.dtype}".encode(), so_far)
-        so_far = zlib.crc32(tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy(), so_far)
+        elements = tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten()
+        so_far = zlib.crc32(elements.view(torch.uint8).numpy(), so_far)
     return so_far if found else None
 
 

@@ -1,0 +1,90 @@
+"""Optimizers whose state has lists and dictionaries of tensors go on from a checkpoint."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.training.saving.test_saving import Run, on
+
+
+def test_the_history_of_lbfgs_goes_on(tmp_path):
+    """Its state has lists of tensors, one of them with None in places, and a gradient whose terms are summed first."""
+    x, y = torch.randn(12, 4), torch.randn(12, 3)
+    made = nn.Linear(4, 3).state_dict()
+
+    def begin():
+        model = nn.Linear(4, 3)
+        model.load_state_dict(made)
+        wb.parallelize(model, "*: data")
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+    def train(model, optimizer, num_steps):
+        def closure():
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(num_steps)]
+
+    def before():
+        model, optimizer = begin()
+        losses = train(model, optimizer, 2)
+        wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
+        return losses
+
+    def after():
+        model, optimizer = begin()
+        train(model, optimizer, 1)
+        wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=optimizer)
+        return train(model, optimizer, 2)
+
+    losses = on(2, before) + on(2, after)
+    assert losses == pytest.approx(on(1, lambda: train(*begin(), 4)), abs=1e-6)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Its state is a list with a gradient of each of the newest steps, and a dictionary with their sum."""
+
+    def __init__(self, params, elementwise):
+        super().__init__(params, {"lr": 0.1})
+        self.elementwise = elementwise
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            newest = state.setdefault("newest", [])
+            newest.append(parameter.grad.clone())
+            sums = state.setdefault("sums", {"all": torch.zeros_like(parameter)})
+            sums["all"] = sums["all"] + parameter.grad
+            parameter -= self.param_groups[0]["lr"] * (newest[-1] - newest[0] + sums["all"])
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("model", "data"), ("pipeline", "model")])
+def test_state_in_lists_and_dictionaries_goes_on(tmp_path, elementwise, saved_by, loaded_by):
+    def run_with(strategy):
+        run = Run(strategy)
+        run.optimizer = Averaging(run.model.parameters(), elementwise)
+        run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+        return run
+
+    def before():
+        run = run_with(saved_by)
+        losses = run.train(0, 2)
+        wb.checkpoint.save(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
+        return losses
+
+    def after():
+        run = run_with(loaded_by)
+        wb.checkpoint.load(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
+        return run.train(2, 4)
+
+    losses = on(2, before) + on(2, after)
+    truth = on(1, lambda: run_with("data").train(0, 4))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(truth), rtol=0, atol=1e-5)
