@@ -97,23 +97,26 @@ class LayerPlan:
     output_shape: Shape | None
     itemsize: int
 
-    def gradient_bytes(self, groups: int, num_halves: int, num_sums: int) -> int:
+    def gradient_bytes(self, groups: int, num_halves: int, num_sums: int, num_gathers: int = 0) -> int:
         """Bytes on the wire of the gradients in a step: p - 1 times what p ranks have copies of, for each scatter or
         gather.
 
         The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed
-        over both axes.
+        over both axes. A frozen parameter has no gradient.
 
         Args:
             groups: of ranks that each hold all shards.
             num_halves: scatters and gathers inside a group.
             num_sums: sums between the groups.
+            num_gathers: gathers of a frozen parameter inside a group.
         """
         total = 0
         for name, layout in self.parameters.items():
             inside, between = exchanged_copies(layout.num_replicas, groups)
-            total += (num_halves * inside + num_sums * between) * prod(self.layer.shapes[name])
-        return total * self.layer.itemsize
+            is_frozen = name in self.layer.frozen
+            times = num_gathers * inside if is_frozen else num_halves * inside + num_sums * between
+            total += times * prod(self.layer.shapes[name]) * self.layer.itemsize_of(name)
+        return total
 
 
 def _least_dims(*layouts: Layout) -> int:

@@ -55,6 +55,8 @@ class OpCost:
         attention: its sizes, if it is attention.
         fused_bytes: read and written by its forward and its backward, matrix products left out, where it is one program
             with its neighbours, as in a compiled step; None if not counted.
+        backward_products: whether backward has its product for the input, and that for the weight: a frozen weight has
+            none, nor has an input behind which nothing is trained.
     """
 
     name: str
@@ -68,6 +70,7 @@ class OpCost:
     passing_bytes: float = 0.0
     attention: AttentionSize | None = None
     fused_bytes: tuple[float, float] | None = None
+    backward_products: tuple[bool, bool] = (True, True)
 
     @property
     def is_matmul(self) -> bool:
@@ -139,6 +142,8 @@ class LayerCost:
         num_cast: number of its weights that autocast keeps for backward as copies in 16 bits.
         input_extent: extent of its input; None if unknown.
         skip_connections: activations that it and ``after`` make for later layers; empty if not counted.
+        has_gradients: whether backward computes the gradient of its input, and that of its output. False before the
+            first trained layer.
     """
 
     layer: Layer
@@ -152,6 +157,7 @@ class LayerCost:
     num_cast: int = 0
     input_extent: Extent | None = None
     skip_connections: tuple[SkipConnection, ...] = ()
+    has_gradients: tuple[bool, bool] = (True, True)
 
     @property
     def output_shape(self) -> tuple[int, ...] | None:
@@ -171,7 +177,9 @@ class LayerCost:
     @property
     def counted(self) -> tuple[object, ...]:
         """The key of its price: rows with equal keys cost the same under equal choices."""
-        return (*_COUNTED(self), *self.layer.shapes.items())
+        layer = self.layer
+        kinds = layer.itemsize, layer.frozen, *layer.itemsizes.items()
+        return (*_COUNTED(self), *layer.shapes.items(), kinds)
 
 
 _COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not in ("layer", "skip_connections")))
@@ -223,7 +231,8 @@ class ModelCosts:
     Attributes:
         rows: one per layer with parameters.
         sample_shape: of one sample of the input.
-        dtype: "fp32", "bf16", "fp16" or "fp8": what the rows were counted in.
+        dtype: "fp32", "bf16", "fp16" or "fp8": what the rows were counted in; or torch's name of another one
+            ("float64").
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
         heads: how many heads attention has, and how many its keys and values have; empty if unknown.
         autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
@@ -233,6 +242,8 @@ class ModelCosts:
         autocast_calls: the same under autocast.
         recomputed: for each row the number of the block that recomputation runs again as a whole, below zero for a row
             outside of blocks; all below zero: each layer alone. Empty: ``blocks``.
+        is_traced: whether a real model was counted, which a strategy without a precision computes in its own dtype.
+            Rows of a formula are those of any precision.
     """
 
     rows: tuple[LayerCost, ...]
@@ -244,12 +255,15 @@ class ModelCosts:
     calls: tuple[LayerCall, ...] = ()
     autocast_calls: tuple[LayerCall, ...] = ()
     recomputed: tuple[int, ...] = ()
+    is_traced: bool = False
 
     @property
     def training_flops(self) -> float:
         """Operations of one sample in a step, without recomputation: backward has two products for every one of
-        forward."""
-        return 3 * sum(row.flops for row in self.rows)
+        forward, and none for what is frozen."""
+        works = (work for row in self.rows for work in (*row.own, *row.after))
+        left_out = sum(work.flops * work.backward_products.count(False) for work in works)
+        return 3 * sum(row.flops for row in self.rows) - left_out
 
     def under_autocast(self, precision: str) -> ModelCosts:
         """The model at a precision whose casts torch makes; unchanged, if they have not been counted.

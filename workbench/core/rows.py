@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from urllib.parse import quote, unquote
 
 from workbench.core.options import PRESETS
@@ -22,6 +23,8 @@ class Layer:
             where no forward was seen.
         groups: of a convolution in groups, how many.
         itemsize: bytes of an element of its parameters.
+        itemsizes: by short name, those of parameters with another itemsize.
+        frozen: short names of parameters without a gradient, which no optimizer changes.
         experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
             experts; else 0.
         expert: the number of its expert in such a list; None for all experts in one.
@@ -39,6 +42,17 @@ class Layer:
     experts: int = 0
     expert: int | None = None
     chosen: int = 0
+    itemsizes: dict[str, int] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+
+    def itemsize_of(self, name: str) -> int:
+        """Bytes of an element of a parameter, by its short name."""
+        return self.itemsizes.get(name, self.itemsize)
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of its parameters without a gradient."""
+        return sum(prod(self.shapes[name]) for name in self.frozen)
 
 
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:

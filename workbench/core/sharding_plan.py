@@ -177,7 +177,8 @@ class ShardingPlan:
         """
         m, zero = self.resolved.num_micro_batches, self.resolved.options.zero
         groups = self.resolved.shard_groups(self.resolved.layers[self.layers.index(planned.layer)].stage)
-        return planned.gradient_bytes(groups, {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1)
+        halves, sums, gathers = {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1, 2 * m if zero == 3 else 0
+        return planned.gradient_bytes(groups, halves, sums, gathers)
 
     def settle(self) -> bool:
         """Between two calls of the model, or two steps: from now on, output hooks go by the order of calls.

@@ -16,7 +16,7 @@ from workbench.core import gradient_accumulation
 from workbench.core.model_costs import LayerCost
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE
-from workbench.cost.stage_settings import StageSettings
+from workbench.cost.stage_settings import StageSettings, weights_in
 
 _BY_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
 """Layers whose product is ``F.linear``."""
@@ -36,8 +36,12 @@ def added_in_place(row: LayerCost, choice: ResolvedLayer, setting: StageSettings
         return 0.0
     if setting.overlap > 1 and choice.split == "row":  # a product in pieces
         return 0.0
-    number = max(map(prod, row.layer.shapes.values()), default=0) / (setting.model if choice.split else 1)
-    return number if number >= gradient_accumulation.SMALLEST_NUMEL else 0.0
+    shapes = row.layer.shapes
+    largest = max(shapes, key=lambda name: prod(shapes[name]), default="")
+    number = prod(shapes[largest]) / (setting.model if choice.split else 1) if largest else 0
+    if number < gradient_accumulation.SMALLEST_NUMEL or largest in row.layer.frozen:
+        return 0.0
+    return weights_in(row.layer, largest, setting.software) / (setting.model if choice.split else 1)
 
 
 def stage_adds_in_place(setting: StageSettings) -> bool:

@@ -31,8 +31,9 @@ Neighbour = tuple[LayerCost, ResolvedLayer]
 Change = tuple[Entry, Entry, float]
 """A boxing: the entry on the model axis before and after it, and the bytes of the whole activation."""
 SUMS_OF_LOSS = (3, 3)
-"""Numbers of 32 bits per row of logits that ranks with a split vocabulary sum, in forward and in backward: the sum of
-exponentials, the target's logit, and the share of smoothed targets. The maximum of the logits is exchanged first.
+"""Numbers per row of logits that ranks with a split vocabulary sum, in forward and in backward, of 32 bits, or of 64 as
+the logits: the sum of exponentials, the target's logit, and the share of smoothed targets. The maximum of the logits is
+exchanged first.
 """
 
 
@@ -99,8 +100,10 @@ def boxings(
     forward, backward = _on_context_axis(row, choice, before, setting, is_last)
     if setting.model == 1:
         return Boxings(tuple(forward), tuple(backward))
-    changes = _changes(row, choice, before, following, setting, boxed_for or choice)
-    back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(changes)]
+    arriving, leaving = _changes(row, choice, before, following, setting, boxed_for or choice)
+    changes = [*arriving, *leaving]
+    with_gradients = [*(arriving if row.has_gradients[0] else ()), *(leaving if row.has_gradients[1] else ())]
+    back = [(dual_entry(target), dual_entry(source), size) for source, target, size in reversed(with_gradients)]
     if setting.sequence and not setting.software.keeps_gathered:  # slices were saved, the weights need all
         back += [change for change in changes if change[:2] == ("sequence", "B")]
     pieces = num_pieces(row, choice, following, setting)
@@ -109,7 +112,8 @@ def boxings(
     backward += [_exchange(change, setting, beside[1] if change[1] == "B" else None) for change in back]
     if boxed_output_entry(choice, following, num_dims(row), setting.sequence) == "features":
         rows, sums = _moved_rows(row, setting), _sums_of_loss(row, setting)
-        forward, backward = [*forward, *rows, *sums[0]], [*backward, *rows, *sums[1]]
+        forward += [*rows, *sums[0]]
+        backward += [*rows, *sums[1]] if row.has_gradients[1] else []
     return Boxings(tuple(forward), tuple(backward))
 
 
@@ -146,12 +150,12 @@ def _on_context_axis(
             parts = 1 if left in ("B", "P") else setting.model
             moved = (1 - 1 / setting.context) * passed_bytes(before[0], setting) / parts
             forward.append(Exchange("all-to-all", moved, "context"))
-            backward.append(forward[-1])
+            backward += forward[-1:] if row.has_gradients[0] else []
     for work in row.after:
         if work.attention is not None:
             there, back = attention_exchange(work.attention, row.itemsize * setting.scale, setting)
             forward += [Exchange(kind, size, "context") for kind, size in there]
-            backward += [Exchange(kind, size, "context") for kind, size in back]
+            backward += [Exchange(kind, size, "context") for kind, size in back if row.has_gradients[1]]
     return forward, backward
 
 
@@ -174,13 +178,14 @@ def _changes(
     following: ResolvedLayer | None,
     setting: StageSettings,
     boxed_for: ResolvedLayer,
-) -> list[Change]:
-    """The boxings of input and output, in order."""
+) -> tuple[list[Change], list[Change]]:
+    """The boxing of the input and that of the output, if there are any."""
     dims = num_dims(row)
-    arriving = _of_input(row, choice, before, setting, boxed_for)
+    taken = _of_input(row, choice, before, setting, boxed_for)
     left = _left_on_stage(choice, following, dims, setting)
-    leaving = output_entry(choice, dims, setting.sequence), left, output_bytes(row, setting)
-    return [change for change in (arriving, leaving) if change is not None and change[0] != change[1]]
+    made = output_entry(choice, dims, setting.sequence), left, output_bytes(row, setting)
+    arriving, leaving = ([one] if one is not None and one[0] != one[1] else [] for one in (taken, made))
+    return arriving, leaving
 
 
 def _of_input(
@@ -261,7 +266,8 @@ def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange
         return [], []
     num_rows = prod(row.output_shape[:-1]) * setting.samples
     keeps_type = not setting.software.has_master_weights
-    sizes = row.itemsize * setting.scale if keeps_type else 4.0, *(4.0 * numbers for numbers in SUMS_OF_LOSS)
+    itemsize = row.itemsize * setting.scale
+    sizes = itemsize if keeps_type else 4.0, *(max(4.0, itemsize) * numbers for numbers in SUMS_OF_LOSS)
     largest, forward, backward = (_exchange(("P", "B", size * num_rows), setting) for size in sizes)
     return [largest, forward], [backward]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import NamedTuple
 
 from workbench.core.layer_layouts import boxed_output_entry, input_entry
@@ -18,7 +17,7 @@ from workbench.cost.memory import live_micro_batches, memory_of, postponed_micro
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.software import WORKBENCH, Software
-from workbench.cost.stage_settings import StageSettings, counted_at, settings_of
+from workbench.cost.stage_settings import StageSettings, counted_at, settings_of, weights_in
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
@@ -225,7 +224,8 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
             seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
-        total += 2 * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+        ways = 1 + row.has_gradients[1]
+        total += ways * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
     for source, target, size in _beside(model, strategy, settings):
         setting = settings[source]
         slowest = max(slowest, exchange_s(setting.hardware, size, 2, setting.data * setting.model, "send"))
@@ -267,7 +267,10 @@ def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[St
         if first is None or first == stage:
             continue
         setting = settings[stage]
-        weight = max((prod(shape) for shape in row.layer.shapes.values()), default=0) / setting.model
+        trained = [name for name in row.layer.shapes if name not in row.layer.frozen]
+        weight = max((weights_in(row.layer, name, setting.software) for name in trained), default=0) / setting.model
         size = weight * setting.software.gradient_bytes(setting.precision)
+        if not trained:
+            continue
         seconds += exchange_s(setting.hardware, size, 2, setting.data * setting.model)
     return seconds

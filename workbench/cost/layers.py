@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from operator import add
+from typing import Any, NamedTuple
 
 from workbench.core.layer_layouts import Entry, boxed_output_entry, input_entry
 from workbench.core.model_costs import LayerCost, OpCost
@@ -24,11 +26,26 @@ from workbench.cost.boxings import (
     tokens_s_and_bytes,
 )
 from workbench.cost.compute import FLASH, backward_s, forward_s
-from workbench.cost.software import ITEMSIZES
-from workbench.cost.stage_settings import StageSettings
+from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
 
 ITEMSIZE_16_BIT = 2
 """Bytes of a number in 16 bits."""
+
+
+class Weights(NamedTuple):
+    """Weights on a rank: their number, those of them that every rank of the model axis has, and those of experts that
+    the data axis splits (``LayerPrice.shared``, ``apart``).
+    """
+
+    number: float = 0.0
+    shared: float = 0.0
+    apart: float = 0.0
+
+    def __add__(self, other: Any) -> Weights:
+        return Weights(*map(add, self, other))
+
+
+NO_WEIGHTS = Weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,7 @@ class LayerPrice:
         boxing_sums_s: the part of ``boxing_backward_s`` that adds terms of gradients.
         boxed_bytes: bytes that a rank receives in them, forward and backward.
         boxed_forward_bytes: the part of these in forward, which full recomputation repeats.
-        weights: number of weights on the rank.
+        weights: number of trained weights on the rank, each in units of ``stage_settings.weights_of``.
         shared: number of these that every rank of the model axis has; their gradients are summed on that axis, too.
         kept_bytes: activations for backward, without recomputation.
         kept_after_bytes: the part of these that belongs to the functions after the layer.
@@ -57,6 +74,8 @@ class LayerPrice:
         own_products_backward_s: backward of these.
         products_s, products_bytes: the same of all products, with those of attention after it.
         added_in_place: number of ``weights`` to whose gradients later micro-batches may add in place.
+        frozen: what the rank has of weights that are not trained.
+        has_backward: whether backward goes through the layer: it does not before the first trained one.
     """
 
     forward_s: float = 0.0
@@ -85,10 +104,13 @@ class LayerPrice:
     products_bytes: float = 0.0
     own_products_backward_s: float = 0.0
     added_in_place: float = 0.0
+    frozen: Weights = NO_WEIGHTS
+    has_backward: bool = True
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
-        return self.forward_s - {"attention": self.own_products_s, "cheap": self.products_s}.get(kind, 0.0)
+        kept_s = {"attention": self.own_products_s, "cheap": self.products_s}.get(kind, 0.0)
+        return self.forward_s - kept_s if self.has_backward else 0.0
 
     def kept_results_bytes(self, kind: str) -> float:
         """Bytes of the results that a recomputed block keeps."""
@@ -158,6 +180,7 @@ def layer_price(
             scores_kept += 0.0 if work.is_matmul else saved  # its inputs stay: queries, keys and values
         outputs, rows = _backward_dims(work, row, choice, setting) if work.is_matmul and is_own else (0, 0)
         back = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
+        back = back[0] * work.backward_products[0], back[1] * work.backward_products[1]
         first, second = first + back[0], second + (back[1] if is_own else 0.0)
         first += 0.0 if is_own else back[1]
         products_back += sum(back) if work.is_matmul and is_own else 0.0
@@ -165,16 +188,16 @@ def layer_price(
     exchanges = boxings(row, choice, before, following, setting, is_last=is_last, products_s=beside)
     travel_s, travel_bytes = tokens_s_and_bytes(row, choice, setting)
     boxing = [
-        (seconds + travel_s, received + travel_bytes)
-        for seconds, received in (seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward))
+        (seconds + travel_s * travels, received + travel_bytes * travels)
+        for (seconds, received), travels in (
+            (seconds_and_bytes(exchanges.forward, setting), True),
+            (seconds_and_bytes(exchanges.backward, setting), row.has_gradients[1]),
+        )
     ]
     sums_s, _ = seconds_and_bytes(exchanges.sums, setting)
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
-    weights, shared = _weights(row, choice, setting)
-    # Each expert is on data / over_data ranks. Their sums and ZeRO's shards are those of so many weights on one rank
-    # and the others on all ranks of the data axis.
-    apart = weights * (choice.over_data - 1) / (setting.data - 1) if choice.over_data > 1 else 0.0
+    (weights, shared, apart), frozen = _weights(row, choice, setting)
     cast = row.num_cast / (setting.model * choice.over_data if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
     arriving_bytes, taken_bytes = _input_bytes(row, choice, before, setting)
@@ -183,7 +206,7 @@ def layer_price(
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), arriving_bytes,
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
-        products_back, added_in_place(row, choice, setting),
+        products_back, added_in_place(row, choice, setting), frozen, row.has_gradients[1],
     )  # fmt: skip
 
 
@@ -229,7 +252,7 @@ def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting:
 def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> float:
     """Bytes of this rank's part of the layer's weight, as products read it."""
     number = max((prod(shape) for shape in row.layer.shapes.values()), default=0)
-    return number / (setting.model * choice.over_data if choice.split else 1) * ITEMSIZES[setting.precision]
+    return number / (setting.model * choice.over_data if choice.split else 1) * setting.weight_itemsize
 
 
 def _parts(entry: Entry, setting: StageSettings) -> float:
@@ -251,33 +274,53 @@ def _input_bytes(
     return size / _parts(arriving, setting), size / _parts(taken, setting)
 
 
-def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
-    """(parameters on a rank, those of them that are whole). A row-split layer has whole biases."""
-    number = float(row.layer.num_parameters)
+def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[Weights, Weights]:
+    """What a rank has of the trained weights and of the frozen ones. A row-split layer has whole biases."""
+    layer, (trained, frozen) = row.layer, weights_of(row.layer, setting.software)
+    whole = {False: trained, True: frozen}
+    if choice.split is not None:
+        whole = {False: 0.0, True: 0.0}
+        for name, shape in layer.shapes.items():
+            if split_dim(choice.kind, choice.split, len(shape)) is None:
+                whole[name in layer.frozen] += weights_in(layer, name, setting.software)
+    return _part_of(trained, whole[False], choice, setting), _part_of(frozen, whole[True], choice, setting)
+
+
+def _part_of(number: float, whole: float, choice: ResolvedLayer, setting: StageSettings) -> Weights:
+    """A rank's part of a layer's weights, of which ``whole`` are not split."""
     parts = setting.model * choice.over_data
     if parts == 1:
-        return number, 0.0
-    if choice.expert is not None:  # of a rank's share of the list
-        return number / parts, 0.0
-    whole = number
-    if choice.split is not None:
-        shapes = row.layer.shapes.values()
-        whole = float(sum(prod(shape) for shape in shapes if split_dim(choice.kind, choice.split, len(shape)) is None))
+        return Weights(number)
     is_summed = setting.model > 1 and (setting.software.sums_shared or choice.parallel == "data")
-    return whole + (number - whole) / parts, whole if is_summed else 0.0
+    shared = whole if is_summed else 0.0
+    held = whole + (number - whole) / parts
+    if choice.expert is not None:  # of a rank's share of the list
+        held, shared = number / parts, 0.0
+    # Each expert is on data / over_data ranks. Their sums and ZeRO's shards are those of so many weights on one rank
+    # and the others on all ranks of the data axis.
+    apart = held * (choice.over_data - 1) / (setting.data - 1) if choice.over_data > 1 else 0.0
+    return Weights(held, shared, apart)
 
 
 def state_bytes(
-    weights: float, shared: float, setting: StageSettings, apart: float = 0.0
+    weights: float, shared: float, setting: StageSettings, apart: float = 0.0, frozen: Weights = NO_WEIGHTS
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state. ZeRO shards them over the ranks that share a weight."""
+    """Bytes of parameters, gradients and optimizer state. ZeRO shards them over the ranks that share a weight.
+
+    Args:
+        weights, shared, apart: of trained weights; units are those of ``weights_of``.
+        frozen: the weights without gradient and state.
+    """
     software, precision = setting.software, setting.precision
-    sizes = (
-        software.parameter_bytes(precision),
-        software.gradient_bytes(precision),
-        software.optimizer_bytes(precision, setting.optimizer),
-    )
-    sharded = (weights - shared - apart) / setting.shards + apart + shared / (setting.shards * setting.model)
+    parameter = software.parameter_bytes(precision)
+    sizes = parameter, software.gradient_bytes(precision), setting.optimizer_bytes
+    sharded = _sharded(Weights(weights, shared, apart), setting)
     held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
     parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
-    return parameters, gradients, optimizer
+    still = _sharded(frozen, setting) if setting.zero == 3 else frozen.number
+    return parameters + still * parameter, gradients, optimizer
+
+
+def _sharded(weights: Weights, setting: StageSettings) -> float:
+    number, shared, apart = weights
+    return (number - shared - apart) / setting.shards + apart + shared / (setting.shards * setting.model)

@@ -61,9 +61,10 @@ def peaks_of(
     """
     held = set(updated)
     weights = [prices[i].weights if i in held else 0.0 for i in mine]
+    frozen = [prices[i].frozen.number if i in held else 0.0 for i in mine]
     tables = [model.rows[i].layer.kind == TABLE for i in mine]
     shared = sum(prices[i].shared for i in updated)
-    gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting, in_place)
+    gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting, in_place, frozen)
     places = _activations(mine, blocks, prices, setting)
     has_parts = setting.num_micro_batches > 1
     first, later, last = (
@@ -136,6 +137,7 @@ class _Gradients:
         shared: float,
         setting: StageSettings,
         in_place: Sequence[float],
+        frozen: Sequence[float],
     ) -> None:
         self._in_place = in_place
         software, precision = setting.software, setting.precision
@@ -159,7 +161,7 @@ class _Gradients:
             for row in range(len(weights) - 1, -1, -1):
                 before = 0.0 if self._ends[row] else self._of_unit[row + 1]
                 self._of_unit[row] = before + weights[row]
-                needed = 0.0 if tables[row] else weights[row] * software.parameter_bytes(precision)
+                needed = 0.0 if tables[row] else (weights[row] + frozen[row]) * software.parameter_bytes(precision)
                 wholes[units[row]] = wholes.get(units[row], 0.0) + needed
             self._gathered = [wholes[unit] for unit in units]
 

@@ -14,8 +14,9 @@ With groups of n ranks instead, each rank receives (n - 1) / n times that, and f
     ZeRO 1, 3   2 g W / n (d/n - 1) / (d/n)
     ZeRO 2      m times that
 
-where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
-over d t ranks. Weights of experts that the data axis splits are not summed over it.
+where g and p are bytes of a gradient and of a parameter. Frozen weights have no gradient, and only ZeRO 3 gathers them.
+Weights that all t ranks of the model axis share are summed over d t ranks. Weights of experts that the data axis splits
+are not summed over it.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
     across = per_weight * (stage.weights - stage.apart)
     if setting.zero == 3:
+        across += m * gathers * p * (stage.frozen.number - stage.frozen.apart)
         across -= m * (p * stage.tables + (p - ITEMSIZE_16_BIT) * stage.cast_weights)
     n = setting.shards if setting.zero else d
     own = ((stage.weights - stage.apart - stage.shared) + stage.shared / t) / n
     between = 2 * g * (m if setting.zero == 2 else 1) * own * (1 - n / d)
-    return across * (1 - 1 / n), per_weight * stage.shared * (1 / n - 1 / (n * t)), between
+    inside = per_weight * stage.shared + (m * gathers * p * stage.frozen.shared if setting.zero == 3 else 0.0)
+    return across * (1 - 1 / n), inside * (1 / n - 1 / (n * t)), between
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
@@ -180,6 +183,6 @@ def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> f
     seconds = mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
     if not offloads(setting, "optimizer"):
         return seconds
-    moved = 2 * mine * setting.software.optimizer_bytes(setting.precision, setting.optimizer)
+    moved = 2 * mine * setting.optimizer_bytes
     copies = moved / offload_bytes_per_s(setting)
     return seconds + copies if setting.hardware.exchanges_on_cores else max(seconds, copies)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from workbench.errors import StrategyError
 
 ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 """Bytes of an activation's element, by precision. fp8 is for products only: between them activations have 16 bits."""
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element, by a precision or torch's name of a dtype.
+
+    >>> itemsize_of("bf16"), itemsize_of("float64"), itemsize_of("uint8")
+    (2, 8, 1)
+    """
+    bits = re.search(r"\d+", dtype)
+    return ITEMSIZES.get(dtype) or (int(bits[0]) // 8 if bits else 1)
 
 
 _EIGHT_BITS = 2 + 2 * 4 / 256
@@ -21,7 +32,7 @@ class Software:
     Attributes:
         name: its name in tables.
         has_master_weights: weights and activations have 16 bits, and the optimizer has its own weights of 32 bits. Else
-            weights, gradients and optimizer have 32 bits, and forward casts (autocast).
+            weights, gradients and optimizer have the model's own dtype, and forward casts (autocast).
         hides_gradients: gradients are summed while backward runs; else after it.
         hides_gradients_of_pipelines: the same with more than one stage.
         hides_gathers: under ZeRO 1 and 2 parameters are gathered beside forward of a step's first micro-batches; else
@@ -83,7 +94,7 @@ class Software:
         return f"Software({self.name!r})"
 
     def parameter_bytes(self, precision: str) -> int:
-        """Bytes of one weight."""
+        """Bytes of one weight, without master weights of one of 32 bits."""
         return 2 if self.has_master_weights and precision != "fp32" else 4
 
     def gradient_bytes(self, precision: str) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.options import V_SCHEDULES
+from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.compute import Rates
 from workbench.cost.hardware import Hardware
-from workbench.cost.software import ITEMSIZES, WORKBENCH, Software
+from workbench.cost.software import ITEMSIZES, WORKBENCH, Software, itemsize_of
 from workbench.errors import StrategyError
+
+_COUNTED_AS = ITEMSIZES["fp32"]
+"""Bytes of a weight that counts as one."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,10 @@ class StageSettings:
         precision, zero, recompute, sequence, offload, overlap: options of the strategy.
         shards: number of consecutive data ranks over which ZeRO splits.
         rates: the machine at this precision.
-        itemsize: bytes of an activation's element at this precision; rows are scaled to it.
-        scale: ``itemsize`` over the bytes with which the model was counted.
+        scale: bytes of an activation's element at this precision, over those with which the model was counted.
+        weight_itemsize: bytes of an element of a weight as products read it.
+        numbers_per_weight: for an optimizer whose state has 8 bits for a weight of any size: trained weights of the
+            model over their sizes in 32 bits, 2 if all have 16 bits.
         splits_backward: whether gradients of inputs and of weights are separate actions of its ranks.
     """
 
@@ -52,6 +58,13 @@ class StageSettings:
     offload: str = ""
     overlap: int = 1
     splits_backward: bool = False
+    weight_itemsize: int = 4
+    numbers_per_weight: float = 1.0
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state for one weight of 32 bits."""
+        return self.numbers_per_weight * self.software.optimizer_bytes(self.precision, self.optimizer)
 
     @property
     def recompute_kind(self) -> str:
@@ -79,6 +92,48 @@ def counted_at(model: ModelCosts, precision: str, software: Software) -> ModelCo
     return model if software.has_master_weights else model.under_autocast(precision)
 
 
+def computed_in(model: ModelCosts, precision: str, software: Software) -> str:
+    """The dtype of products. Autocast leaves 64 bits as they are; without a precision, a model has its own dtype."""
+    if software.has_master_weights or not model.is_traced:
+        return precision
+    return model.dtype if precision == "fp32" or itemsize_of(model.dtype) > ITEMSIZES["fp32"] else precision
+
+
+def rate_of(hardware: Hardware, dtype: str, precision: str) -> str:
+    """The precision whose rate of products holds for ``dtype``: fp32 for a model's own dtype, of which the machine has
+    none.
+    """
+    return dtype if dtype in hardware.matmul_flops_per_s or dtype == precision else "fp32"
+
+
+def weights_of(layer: Layer, software: Software) -> tuple[float, float]:
+    """(trained weights, frozen weights) of a whole layer, as weights of 32 bits: one of 16 bits counts half.
+
+    With master weights all have the sizes of the precision, and each counts as one.
+    """
+    if software.has_master_weights or (layer.itemsize == _COUNTED_AS and not layer.itemsizes):
+        return float(layer.num_parameters - layer.num_frozen), float(layer.num_frozen)
+    if not layer.shapes:
+        return layer.num_parameters * layer.itemsize / _COUNTED_AS, 0.0
+    whole, frozen = (sum(weights_in(layer, name, software) for name in names) for names in (layer.shapes, layer.frozen))
+    return whole - frozen, frozen
+
+
+def weights_in(layer: Layer, name: str, software: Software) -> float:
+    """One parameter of a layer in the units of ``weights_of``."""
+    part = 1.0 if software.has_master_weights else layer.itemsize_of(name) / _COUNTED_AS
+    return prod(layer.shapes[name]) * part
+
+
+def numbers_per_weight(model: ModelCosts, software: Software, optimizer: str) -> float:
+    """``StageSettings.numbers_per_weight`` of a model."""
+    if optimizer != "adamw8bit":
+        return 1.0
+    layers = [layer for layer in model.layers if layer.tied_to is None]
+    trained = sum(weights_of(layer, software)[0] for layer in layers)
+    return sum(layer.num_parameters - layer.num_frozen for layer in layers) / trained if trained else 1.0
+
+
 def settings_of(
     model: ModelCosts,
     strategy: ResolvedStrategy,
@@ -93,8 +148,10 @@ def settings_of(
         StrategyError: there are fewer samples than micro-batches, or the hardware lacks the precision.
     """
     options = strategy.options
-    scale = ITEMSIZES[options.precision] / ITEMSIZES[model.dtype]
-    rates = Rates.of(hardware, options.precision, scale, software.fuses)
+    dtype = computed_in(model, options.precision, software)
+    scale = itemsize_of(dtype) / itemsize_of(model.dtype)
+    rates = Rates.of(hardware, rate_of(hardware, dtype, options.precision), scale, software.fuses)
+    per_weight = numbers_per_weight(model, software, optimizer)
     num_stages = strategy.num_stages
     settings = []
     for stage in range(num_stages):
@@ -111,6 +168,7 @@ def settings_of(
                 ceil(batch_size / parts) / options.context, strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale, options.context,
                 options.shards or data, options.offload, options.overlap, splits_backward(strategy.schedule, stage),
+                itemsize_of(dtype), per_weight,
             )
         )  # fmt: skip
     return tuple(settings)

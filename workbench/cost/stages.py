@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
@@ -14,10 +13,10 @@ from workbench.core.weight_splits import TABLE
 from workbench.cost.accumulation import accumulation_s, rows_in_blocks, stage_adds_in_place
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
-from workbench.cost.layers import LayerPrice, layer_price, state_bytes
+from workbench.cost.layers import NO_WEIGHTS, LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
-from workbench.cost.stage_settings import StageSettings
+from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class StagePrice:
         forward_s, input_s, weight_s: forward, backward of inputs and of weights, with exchanges and recomputation.
         compute_s, boxing_s: the parts of these three together.
         boxed_bytes: bytes that a rank receives from other ranks of its stage.
-        weights: number of weights that it updates.
+        weights: number of trained weights, which it updates; units are those of ``stage_settings.weights_of``.
         shared: number of these whose gradients are also summed over the model axis.
-        tables: number of ``weights`` in embeddings, which backward does not need.
+        tables: number of weights that backward does not need: of embeddings, and where no backward is.
         cast_weights: number of ``weights`` that ZeRO 3 gathers for backward in 16 bits.
         boxing_forward_s: the part of ``boxing_s`` in forward.
         num_units: blocks and layers outside of blocks, which ZeRO 3 gathers one by one.
@@ -42,6 +41,7 @@ class StagePrice:
             layers read for them.
         offloaded: bytes that it holds beside the device, instead of these.
         leaving: activations beside the device, per live micro-batch.
+        frozen: its weights that are not trained.
         peaks: memory at the fullest moments of a backward.
     """
 
@@ -67,6 +67,7 @@ class StagePrice:
     offloaded: float = 0.0
     operands_bytes: float = 0.0
     leaving: float = 0.0
+    frozen: Weights = NO_WEIGHTS
 
 
 def prices_of(
@@ -177,12 +178,13 @@ def _added_up(
     boxing_back -= min(hidden, weight_s)  # overlapped with the products for the weights
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
     apart = sum(prices[i].apart for i in updated)
-    parameters, gradients, optimizer = state_bytes(weights, shared, setting, apart)
+    frozen = sum((prices[i].frozen for i in updated), NO_WEIGHTS)
+    parameters, gradients, optimizer = state_bytes(weights, shared, setting, apart, frozen)
     peaks = peaks_of(model, mine, again_in, units, prices, setting, updated, in_place)
     offloaded = optimizer if offloads(setting, "optimizer") else 0.0
     if offloaded:
         part = setting.software.parameter_bytes(setting.precision) / (setting.shards if setting.zero else 1)
-        sizes = [size * part for size in _tensors(model, updated, prices)]
+        sizes = [size * part for size in _tensors(model, updated, prices, setting)]
         optimizer, updating = state_here_bytes(offloaded, sizes, setting)
         peaks = peaks._replace(update_bytes=peaks.update_bytes + updating)
     backward = input_s + boxing_back + again.compute_s + again.boxing_s + weight_s
@@ -190,6 +192,7 @@ def _added_up(
     if offloads(setting, "activations"):  # not those of a loss, which is computed behind the module
         of_loss = prices[-1].kept_after_bytes if len(model.rows) - 1 in mine else 0.0
         leaving = max(0.0, again.kept_bytes - again.results_bytes - of_loss)
+    with_backward = {units[i] for i in mine if prices[i].has_backward}
     waits = copies_s(leaving, forward + boxing, setting), copies_s(leaving, backward, setting)
     return StagePrice(
         forward + boxing + waits[0],
@@ -205,7 +208,11 @@ def _added_up(
         again.kept_bytes - leaving,
         peaks,
         shared,
-        sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
+        sum(
+            prices[i].weights + prices[i].frozen.number
+            for i in mine
+            if model.rows[i].layer.kind == TABLE or units[i] not in with_backward
+        ),
         boxing,
         sum(prices[i].cast for i in updated if not setting.recompute or (again_in[i] < 0 and has_blocks)),
         len({units[i] for i in mine}),
@@ -214,25 +221,31 @@ def _added_up(
         offloaded,
         again.operands_bytes,
         leaving,
+        frozen,
     )
 
 
 def _buckets(
     model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> tuple[int, int]:
-    """Number of buckets. Backward fills them from the last parameter on."""
+    """Number of buckets of trained parameters. Backward fills them from the last parameter on."""
     each = setting.software.gradient_bytes(setting.precision)
-    sizes = [number * each for number in _tensors(model, updated, prices)]
+    sizes = [number * each for number in _tensors(model, updated, prices, setting)]
     return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
 
 
-def _tensors(model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice]) -> list[float]:
-    """The sizes of a rank's parameters."""
+def _tensors(
+    model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
+) -> list[float]:
+    """The sizes of a rank's trained parameters."""
     sizes = []
     for i in updated:
         layer = model.rows[i].layer
-        part = prices[i].weights / layer.num_parameters if layer.num_parameters else 0.0
-        sizes += [part * number for number in [prod(s) for s in layer.shapes.values()] or [layer.num_parameters]]
+        trained, _ = weights_of(layer, setting.software)
+        part = prices[i].weights / trained if trained else 0.0
+        names = [name for name in layer.shapes if name not in layer.frozen]
+        numbers = [weights_in(layer, name, setting.software) for name in names]
+        sizes += [part * number for number in (numbers if layer.shapes else [trained])]
     return sizes
 
 
@@ -258,6 +271,8 @@ def block_of_rows(model: ModelCosts) -> list[int]:
 def recomputed_blocks(model: ModelCosts, recompute: str = "full") -> Sequence[int]:
     """For every row the number of the block that recomputation runs again; below zero outside of blocks."""
     blocks: Sequence[int] = model.recomputed or block_of_rows(model)
+    with_backward = {block for row, block in zip(model.rows, blocks, strict=True) if row.has_gradients[1]}
+    blocks = [block if block in with_backward else -1 - row for row, block in enumerate(blocks)]
     if not recompute.isdecimal():
         return blocks
     if not any_block(blocks):  # each layer is one
@@ -310,8 +325,8 @@ def _recomputed(
     kept += results
     return Recomputation(
         sum(prices[i].again_s(kind) for i in inside),
-        sum(prices[i].boxing_forward_s for i in inside),
-        sum(prices[i].boxed_forward_bytes for i in inside),
+        sum(prices[i].boxing_forward_s for i in inside if prices[i].has_backward),
+        sum(prices[i].boxed_forward_bytes for i in inside if prices[i].has_backward),
         kept,
         operands,
         results,

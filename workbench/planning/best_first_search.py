@@ -20,7 +20,7 @@ from workbench.planning.chooser import FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE, C
 from workbench.planning.incumbents import Incumbents, PricedStrategy
 from workbench.planning.layer_prices import WAITS, bytes_of_weights
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.stage_balance import Unit, balanced_stages
+from workbench.planning.stage_balance import Unit, balanced_stages, held_bytes
 
 _MOST_PRICED = 400
 """The largest number of strategies that ``reduce_memory`` prices."""
@@ -135,10 +135,10 @@ class _BestFirstSearch:
         if choices is None:
             return inf
         prices = self.incumbents.prices(candidate)
-        own, shared = bytes_of_weights(prices, candidate)
+        each = bytes_of_weights(prices, candidate)
         units = self._chooser.units(prices, candidate.options.recompute, choices)
         live = self._chooser.live(candidate)
-        held = sum(own * unit.weights + shared * unit.shared for unit in units) / candidate.degrees[0]
+        held = sum(held_bytes(unit, each) for unit in units) / candidate.degrees[0]
         return held + max(live) * sum(unit.kept_bytes for unit in units) / candidate.num_stages
 
     def _place(self, candidate: Candidate, for_least_memory: bool = False) -> None:

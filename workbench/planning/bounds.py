@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import ceil, inf
 
 from workbench.core.options import V_SCHEDULES
+from workbench.cost.stage_settings import weights_of
 from workbench.planning.candidates import Candidate
 from workbench.planning.chooser import Chooser
 from workbench.planning.layer_prices import WAITS, bytes_of_weights, data_ranks, least_update_s, schedule_factor
@@ -26,8 +27,11 @@ class Bounds:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
         self._per_sample: dict[tuple[int, int, bool, str, int, int], float] = {}
         self._updates: dict[tuple[object, ...], float] = {}
-        self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
-        self._in_experts = sum(self._problem.rows[index].layer.num_parameters for index in self._problem.free_experts)
+        self._parameters, self._frozen = self._problem.num_weights
+        software, rows = self._problem.software, self._problem.rows
+        in_experts = [weights_of(rows[index].layer, software) for index in self._problem.free_experts]
+        self._in_experts = sum(trained for trained, _ in in_experts)
+        self._frozen_in_experts = sum(frozen for _, frozen in in_experts)
 
     def quick(self, candidate: Candidate) -> float:
         """A lower bound of ``tight``, without a look at the layers.
@@ -55,9 +59,11 @@ class Bounds:
         It is not strict: it ignores what exchanges at the borders of stages save, and uneven stages on a rank.
         """
         prices, (pipeline, data, model) = self._incumbents.prices(candidate), candidate.degrees
-        own, shared = bytes_of_weights(prices, candidate, is_least=True)
-        held = self._parameters - self._in_experts * (1 - 1 / data)  # spread over all data ranks
-        if min(own / model, own + shared) * held / pipeline > self._problem.memory_bytes:
+        own, shared, still = bytes_of_weights(prices, candidate, is_least=True)
+        spread = 1 - 1 / data  # of experts over all data ranks
+        held = min(own / model, own + shared) * (self._parameters - self._in_experts * spread)
+        held += still / model * (self._frozen - self._frozen_in_experts * spread)
+        if held / pipeline > self._problem.memory_bytes:
             return inf
         seconds = self._chooser.seconds(prices, candidate.options.recompute)
         return inf if seconds is None else self._step_s(candidate, seconds)

@@ -42,12 +42,13 @@ class Mode(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Prices of a second, a weight, an addition for a shared weight, and a kept byte."""
+    """Prices of a second, a weight, an addition for a shared weight, a kept byte, and a frozen weight."""
 
     second: float = 1.0
     weight: float = 0.0
     shared: float = 0.0
     kept: float = 0.0
+    frozen: float = 0.0
 
 
 _OFFLOADED_PART = 1 / 16
@@ -113,8 +114,8 @@ class Chooser:
         if key not in self._found:
 
             def costs(index: int) -> np.ndarray:
-                seconds, kept_bytes, weights, shares = self._parts_of(prices, recompute, index)
-                held = rates.weight * weights + rates.shared * shares
+                seconds, kept_bytes, weights, shares, frozen = self._parts_of(prices, recompute, index)
+                held = rates.weight * weights + rates.shared * shares + rates.frozen * frozen
                 return rates.second * seconds + rates.kept * kept_bytes + held
 
             self._found[key] = self._chain_of(prices.width).best(costs)
@@ -123,7 +124,7 @@ class Chooser:
     def _rates(self, candidate: Candidate, mode: Mode) -> Rates:
         """The prices of a mode. The price of bytes is relative to the seconds of the fastest choices."""
         prices, m = self.incumbents.prices(candidate), candidate.options.num_micro_batches
-        weight = shared = kept = 0.0
+        weight = shared = kept = frozen = 0.0
         if mode.updates is not None:
             each = seconds_of_weights(prices, candidate, is_hidden=mode.updates == "hidden")
             weight, shared = each[0] / m, each[1] / m
@@ -135,13 +136,13 @@ class Chooser:
             if mode.byte_price != ONLY:
                 seconds = self.seconds(prices, candidate.options.recompute) or 0.0
                 rate = mode.byte_price * seconds / self.problem.memory_bytes
-            weight, shared = weight + rate * held[0], shared + rate * held[1]
+            weight, shared, frozen = weight + rate * held[0], shared + rate * held[1], rate * held[2]
             kept = rate * 2.0 ** ceil(log2(max(self.live(candidate))))
-        return Rates(0.0 if mode.byte_price == ONLY else 1.0, weight, shared, kept)
+        return Rates(0.0 if mode.byte_price == ONLY else 1.0, weight, shared, kept, frozen)
 
     def _parts_of(self, prices: LayerPrices, recompute: str, index: int) -> np.ndarray:
-        """The parts of a row's costs: seconds, kept bytes, weights and shared weights, each by the choices of the row
-        before, of the row itself, and of the next row. Modes differ in the prices of these parts only.
+        """The parts of a row's costs: seconds, kept bytes, weights, shared weights and frozen ones, each by the choices
+        of the row before, of the row itself, and of the next row. Modes differ in the prices of these parts only.
         """
         options = self._chain_of(prices.width).options
         key = (id(prices), recompute, self._kinds_of_rows(prices.width)[index])
@@ -150,7 +151,7 @@ class Chooser:
             followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
             is_again = bool(recompute) and prices.is_recomputed(index)
             is_own = self.problem.rows[index].layer.tied_to is None
-            parts = np.empty((4, len(befores), len(options[index]), len(followings)))
+            parts = np.empty((5, len(befores), len(options[index]), len(followings)))
             neighbours = befores, options[index], followings
             for place, (before, choice, following) in zip(
                 np.ndindex(parts.shape[1:]), product(*neighbours), strict=True
@@ -158,7 +159,7 @@ class Chooser:
                 price = prices.row(index, before, choice, following)
                 alone = price.input_bytes if prices.has_blocks else price.kept_alone_bytes
                 kept = alone + price.kept_results_bytes(recompute) if is_again else price.kept_bytes
-                own = (price.weights, price.shared) if is_own else (0.0, 0.0)
+                own = (price.weights, price.shared, price.frozen.number) if is_own else (0.0, 0.0, 0.0)
                 parts[:, *place] = prices.seconds(index, price, recompute), kept, *own
             self._parts[key] = parts
         return self._parts[key]
@@ -199,7 +200,7 @@ class Chooser:
     def _added_up(
         self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: str, stage: int | None
     ) -> Unit:
-        seconds = kept = weights = shared = again = 0.0
+        seconds = kept = weights = shared = again = frozen = 0.0
         last = len(choices) - 1
         for index in rows:
             before = choices[index - 1] if index else None
@@ -212,7 +213,8 @@ class Chooser:
                 kept += price.input_bytes if prices.has_blocks else price.kept_alone_bytes
             if self.problem.rows[index].layer.tied_to is None:
                 weights, shared = weights + price.weights, shared + price.shared
-        return Unit(seconds, kept, weights, shared, again, len(rows), stage)
+                frozen += price.frozen.number
+        return Unit(seconds, kept, weights, shared, again, len(rows), stage, frozen)
 
 
 def _ranges(problem: Problem) -> list[range]:

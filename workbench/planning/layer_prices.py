@@ -17,7 +17,7 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
 from workbench.cost.accumulation import accumulation_s
 from workbench.cost.hardware import Hardware
-from workbench.cost.layers import LayerPrice, layer_price, state_bytes
+from workbench.cost.layers import LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import offloads
 from workbench.cost.peaks import any_block
 from workbench.cost.reduction import optimizer_s, reduction_s
@@ -167,8 +167,9 @@ def data_ranks(problem: Problem, data: int) -> int:
     return data if problem.free_experts else 1
 
 
-def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
-    """Bytes that a rank holds: (per weight, in addition per weight that all ranks of the model axis have).
+def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool = False) -> tuple[float, float, float]:
+    """Bytes that a rank holds: (per trained weight, in addition per one that all ranks of the model axis have, per
+    frozen weight).
 
     ``is_least``: without gradients, if activations are freed while gradients are made.
     """
@@ -178,7 +179,7 @@ def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool =
         parameter + (0.0 if offloads(setting, "optimizer") else optimizer) + (gradient if has_gradients else 0.0)
         for parameter, gradient, optimizer in (state_bytes(1.0, each, setting) for each in (0.0, 1.0))
     )
-    return own, shared - own
+    return own, shared - own, state_bytes(0.0, 0.0, setting, frozen=Weights(1.0))[0]
 
 
 def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from workbench.core.weight_splits import is_splittable, overlaps, split_dim, tie
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
-from workbench.cost.stage_settings import counted_at
+from workbench.cost.stage_settings import counted_at, numbers_per_weight, weights_of
 from workbench.errors import StrategyError
 
 OBJECTIVES = ("throughput", "memory", "cost")
@@ -165,13 +165,21 @@ class Problem:
     @property
     def is_infeasible(self) -> bool:
         """Whether nothing can fit: parameters and optimizer states are too large even if all ranks share them."""
-        software = self.software
-        each: float = software.parameter_bytes(self.precision)
+        software, (trained, frozen) = self.software, self.num_weights
+        parameter: float = software.parameter_bytes(self.precision)
+        each = parameter
         if not any("optimizer" in offload_kind(value) for value in self.constraints.values("offload")):
-            each += software.optimizer_bytes(self.precision, self.optimizer)
+            per_weight = numbers_per_weight(self.costs, software, self.optimizer)
+            each += software.optimizer_bytes(self.precision, self.optimizer) * per_weight
         if software.keeps_gradients:
             each += software.gradient_bytes(self.precision)
-        return self.costs.num_parameters * each / self.num_ranks > self.memory_bytes
+        return (trained * each + frozen * parameter) / self.num_ranks > self.memory_bytes
+
+    @cached_property
+    def num_weights(self) -> tuple[float, float]:
+        """(trained weights, frozen weights) of the model in units of ``weights_of``; tied ones count once."""
+        found = [weights_of(row.layer, self.software) for row in self.rows if row.layer.tied_to is None]
+        return sum(trained for trained, _ in found), sum(frozen for _, frozen in found)
 
     @cached_property
     def pins(self) -> list[Row | None]:

@@ -17,11 +17,12 @@ class Unit:
     Attributes:
         seconds: forward and backward of a micro-batch.
         kept_bytes: activations of one micro-batch that is alive.
-        weights: on one rank.
+        weights: trained ones on one rank.
         shared: of these, the weights that all ranks of the model axis have.
         transient_bytes: activations that exist only while the unit is recomputed.
         num_rows: number of layers.
         stage: the stage that a constraint requires; None for any.
+        frozen: weights on one rank that are not trained.
     """
 
     seconds: float
@@ -31,12 +32,19 @@ class Unit:
     transient_bytes: float
     num_rows: int
     stage: int | None = None
+    frozen: float = 0.0
+
+
+def held_bytes(unit: Unit, bytes_of_weights: tuple[float, float, float]) -> float:
+    """Bytes that a rank holds for the weights of a unit; ``bytes_of_weights`` as in ``balanced_stages``."""
+    own, shared, frozen = bytes_of_weights
+    return own * unit.weights + shared * unit.shared + frozen * unit.frozen
 
 
 def balanced_stages(
     units: Sequence[Unit],
     alive: Sequence[float],
-    bytes_of_weights: tuple[float, float],
+    bytes_of_weights: tuple[float, float, float],
     memory_bytes: float,
     ranks: int,
 ) -> list[tuple[int, ...]]:
@@ -45,7 +53,7 @@ def balanced_stages(
     Args:
         units: the units of the chain.
         alive: by stage, the number of micro-batches whose activations it holds at once.
-        bytes_of_weights: bytes of a weight, and additional bytes of a shared weight.
+        bytes_of_weights: bytes of a weight, additional bytes of a shared weight, and bytes of a frozen weight.
         memory_bytes: memory of one rank.
         ranks: slices of the pipeline axis. Stages on one rank share its memory evenly.
 
@@ -53,8 +61,7 @@ def balanced_stages(
         An empty list if no cut fits.
     """
     limit = memory_bytes * ranks / len(alive)
-    own, shared = bytes_of_weights
-    held = [own * unit.weights + shared * unit.shared for unit in units]
+    held = [held_bytes(unit, bytes_of_weights) for unit in units]
     low = max(max(unit.seconds for unit in units), sum(unit.seconds for unit in units) / len(alive))
     high = inf
     counts = _fill(units, alive, held, limit, inf)

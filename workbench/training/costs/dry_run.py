@@ -166,11 +166,14 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
 
     before, behind = described(stage - 1)[-1:], described(stage + 1)[:1]
     widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
-    return repr((described(stage), before, behind, widths))
+    pairs = zip(layers, resolved.layers, strict=True)
+    has_gradients = any(c.stage < stage and len(layer.frozen) < len(layer.shapes) for layer, c in pairs)
+    return repr((described(stage), before, behind, widths, has_gradients))
 
 
 def _described(layer: Layer, choice: ResolvedLayer) -> Any:
-    return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, choice.over_data, layer.tied_to
+    parameters = tuple((name, shape, layer.itemsize_of(name)) for name, shape in layer.shapes.items()), layer.frozen
+    return layer.kind, parameters, choice.parallel, choice.split, choice.over_data, layer.tied_to
 
 
 def _boxings_of_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:

@@ -30,6 +30,7 @@ class Entry:
     attention: AttentionSize | None = None
     fused_bytes: float = 0.0
     fused_backward_bytes: float = 0.0
+    backward_products: tuple[bool, bool] = (True, True)
 
     def add_fused(self, size_bytes: float, is_backward: bool) -> None:
         """Count what it reads or writes where it is one program with its neighbours."""
@@ -51,6 +52,7 @@ class Entry:
             passing_bytes=self.passing_bytes / num_samples,
             attention=self.attention,
             fused_bytes=(self.fused_bytes / num_samples, self.fused_backward_bytes / num_samples),
+            backward_products=self.backward_products,
         )
 
     @property
@@ -117,6 +119,7 @@ class LayerCalls:
         pieces: Mapping[str, tuple[int, ...]],
         num_samples: int,
         extent: Callable[[torch.Tensor | None], Extent | None],
+        gradients: Callable[[torch.Tensor | None, torch.Tensor | None], tuple[bool, bool]],
     ) -> tuple[LayerCall, ...]:
         """All calls; none if no layer was called twice."""
         if len({call.layer for call in self._calls}) == len(self._calls):
@@ -134,6 +137,7 @@ class LayerCalls:
                 4 if output is None else output.element_size(),
                 pieces=pieces.get(call.layer, ()),
                 input_extent=extent(call.input),
+                has_gradients=gradients(call.input, output),
             )
             number = numbers.setdefault(id(call.input), len(numbers))
             itemsize = 4 if call.input is None else call.input.element_size()

@@ -8,6 +8,7 @@ the parameters that a function reads, say to which layer it belongs.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,20 +64,21 @@ def layer_costs(
     layers = describe(module)
     if not layers:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
-    name = dtype or _name_of(next(module.parameters()).dtype)
+    name = dtype or _name_of(_dtype_of(module))
     counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
     order = counter.order([layer.name for layer in layers])
     layers = [replace(layer, calls=(order.index(layer.name),) * 2) for layer in layers]
     if dtype:
-        layers = [replace(layer, itemsize=DTYPES[dtype].itemsize) for layer in layers]
+        layers = [replace(layer, itemsize=DTYPES[dtype].itemsize, itemsizes={}) for layer in layers]
     layers = in_order_of_calls(layers)
     rows = tuple(counter.row(layer) for layer in layers)
     heads = tuple(sorted(counter.heads | heads_of(module)))
     again = numbered_blocks(module, [layer.name for layer in layers])
     costs = ModelCosts(
-        rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers), recomputed=again
-    )
-    if name != "fp32":
+        rows, sample_shape, name, find_blocks(rows), heads, calls=counter.calls(layers), recomputed=again,
+        is_traced=True,
+    )  # fmt: skip
+    if dtype != "fp32" and (dtype or all(parameter.dtype != torch.float32 for parameter in module.parameters())):
         return costs
     counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
     autocast = tuple(counter.row(layer) for layer in layers)
@@ -95,7 +97,9 @@ def _count(
     given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
     batch = fakes(given.inputs)
     num_samples = _num_samples(batch)
-    counter = WorkCounter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
+    has_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+    counter = WorkCounter(_owners(module, state), num_samples, shapes, has_frozen)
     try:
         counting = counter.watch(dict(layers_of(module)), batch)
         with without_log(), even_experts(module), mode, torch.enable_grad(), counting:
@@ -160,6 +164,15 @@ def _num_samples(batch: Any) -> int:
             f"layer_costs: the inputs hold {told}; a batch of at least 1 sample is needed, e.g. (1, 784)."
         )
     return count_samples(_tensors(batch)) or first.shape[0]
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of most parameters. Whole numbers, such as a quantized model's weights, are computed in another one."""
+    numbers: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            numbers[parameter.dtype] += parameter.numel()
+    return max(numbers, key=numbers.__getitem__, default=torch.float32)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -38,12 +38,16 @@ class WorkCounter(TorchDispatchMode):
         owners: layers by the address of their parameters' storages.
         num_samples: the number of samples in the batch.
         shapes: the shapes of parameters. A batch has their gradients once, so they do not count per sample.
+        has_frozen: whether some parameters are frozen. Else all products count with a whole backward, that of the first
+            layer too.
     """
 
     def __init__(
-        self, owners: Mapping[int, list[str]], num_samples: int, shapes: Collection[tuple[int, ...]] = ()
-    ) -> None:
+        self, owners: Mapping[int, list[str]], num_samples: int, shapes: Collection[tuple[int, ...]] = (),
+        has_frozen: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._has_frozen = has_frozen
         self._owners, self._num_samples = dict(owners), num_samples
         self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
         self._entries: list[Entry] = []
@@ -58,6 +62,7 @@ class WorkCounter(TorchDispatchMode):
         self._containers: set[str] = set()  # layers in whose forward others run: what enters these is not theirs alone
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
+        self._frozen_casts: dict[int, int] = {}  # numbers in casts of frozen weights, until one is saved for backward
         self._casts: list[torch.Tensor] = []  # holding a tensor keeps its address from being used again
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # tensors that depend on the batch, by address
         self._order: list[str] = []
@@ -127,15 +132,33 @@ class WorkCounter(TorchDispatchMode):
             self._pieces.get(layer.name, ()), None if passed_itemsize == itemsize else passed_itemsize,
             self._num_cast.get(layer.name, 0), self._input_extent(layer.name),
             self._reads.of(layer.name, self._order, self._num_samples),
+            self._have_gradients(self._inputs.get(layer.name), output),
         )  # fmt: skip
 
     def calls(self, layers: Sequence[Layer]) -> tuple[LayerCall, ...]:
         """All calls of layers in order; none if each was called once."""
-        return self._calls.of({layer.name: layer for layer in layers}, self._pieces, self._num_samples, self._extent)
+        by_name = {layer.name: layer for layer in layers}
+        return self._calls.of(by_name, self._pieces, self._num_samples, self._extent, self._have_gradients)
 
     def works(self) -> list[OpCost]:
         """All counted functions, in order, for one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
+
+    def _have_gradients(self, *tensors: torch.Tensor | None) -> tuple[bool, bool]:
+        """Whether backward computes the gradients of a layer's input and output."""
+        first, second = (not self._has_frozen or (one is not None and one.requires_grad) for one in tensors)
+        return first, second
+
+    def _backward_products(self, name: str, operands: Sequence[Any]) -> tuple[bool, bool]:
+        """Which of the two products of its backward a product has: for its input, and for its weight."""
+        tensors = [one for one in operands if isinstance(one, torch.Tensor) and one.ndim > 1]
+        if not self._has_frozen or not tensors:
+            return True, True
+        if name == ATTENTION:
+            return (any(one.requires_grad for one in tensors),) * 2
+        weights = [one for one in tensors if one.untyped_storage()._cdata in self._owners] or tensors[-1:]
+        inputs = [one for one in tensors if all(one is not weight for weight in weights)]
+        return any(one.requires_grad for one in inputs), any(one.requires_grad for one in weights)
 
     def _extent(self, tensor: torch.Tensor | None) -> Extent | None:
         """The size of an activation; None without one, or if the dim of its samples is unknown.
@@ -214,6 +237,8 @@ class WorkCounter(TorchDispatchMode):
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
             entry.attention = attention_size(func, args, kwargs or {})
         entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
+        if entry.inner:
+            entry.backward_products = self._backward_products(entry.name, args)
         entry.moved_bytes = self._moved(func, inputs, outputs)
         if entry.flops or entry.inner or entry.name == ATTENTION:
             self._fusion.record_product(inputs, outputs)
@@ -257,7 +282,9 @@ class WorkCounter(TorchDispatchMode):
             return False
         self._casts.append(out)
         self._owners[out.untyped_storage()._cdata] = readers
-        if out.ndim > 1:
+        if out.ndim > 1 and not next(iter(inputs.values())).requires_grad:
+            self._frozen_casts[out.untyped_storage()._cdata] = out.numel()
+        elif out.ndim > 1:
             for name in readers:
                 self._num_cast[name] = self._num_cast.get(name, 0) + out.numel()
         return True
@@ -320,6 +347,9 @@ class WorkCounter(TorchDispatchMode):
             return tensor
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
+        for name in self._owners[address] if address in self._frozen_casts else ():
+            self._num_cast[name] = self._num_cast.get(name, 0) + self._frozen_casts[address]
+        self._frozen_casts.pop(address, None)
         if address in self._owners or tensor.numel() * tensor.element_size() > size:
             return tensor
         node = torch._C._autograd._get_sequence_nr() - 1

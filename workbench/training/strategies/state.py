@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,12 +118,21 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         num_parameters = sum(parameter.numel() for parameter in own.values())
         kind = known_kind([base.__name__ for base in type(module).__mro__])
         groups = getattr(module, "groups", 1) if kind in IMAGE_KINDS else 1
-        tied_to, itemsize = owner if owner != name else None, next(iter(own.values())).dtype.itemsize
+        tied_to, frozen = owner if owner != name else None, tuple(k for k, p in own.items() if not p.requires_grad)
+        itemsize, itemsizes = _itemsizes(own)
         number, experts = listed.get(expert_around(path, listed)) or (None, count_experts(module))
         chosen = count_chosen(model.get_submodule(path.rpartition(".")[0]), experts) if experts else 0
         of_experts = experts, number, chosen
-        found.append(Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts))
+        found.append(
+            Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts, itemsizes, frozen)
+        )
     return found
+
+
+def _itemsizes(own: Mapping[str, nn.Parameter]) -> tuple[int, dict[str, int]]:
+    """Bytes of an element of the first parameter with a gradient, else of the first one; and of others that differ."""
+    first = next((p for p in own.values() if p.requires_grad), next(iter(own.values()))).dtype.itemsize
+    return first, {name: p.dtype.itemsize for name, p in own.items() if p.dtype.itemsize != first}
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
