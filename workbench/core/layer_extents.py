@@ -84,7 +84,8 @@ def traced(
     for row in rows:
         given = row.output
         takes = row.input_extent or _own_features(row.layer, arriving)
-        found[row.layer.name] = LayerExtents(takes, given)
+        own = None if row.itemsize == 4 else row.itemsize  # those of 32 bits have the size of the strategy's precision
+        found[row.layer.name] = LayerExtents(takes, given, own, own)
         arriving = given
     return [found.get(layer.name, LayerExtents()) for layer in layers]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.stage_settings import computed_in, rate_of
 from workbench.planning.explain import Explanation, explain
 from workbench.planning.incumbents import Incumbents, PricedStrategy
 from workbench.planning.one_device import DEGREES, describe_one_device, fits, one_device
@@ -172,11 +173,18 @@ class Plan:
             *_wrapped(self.strategy),
             f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
             f"  {_memory(found, problem.memory_bytes)}",
+            *self._other_rate(),
             f"  one device: {describe_one_device(problem, self.one_device, self.found)}",
             *self._next_best(),
             f"  searched in {format_seconds(self.search_s)}: {how}",
         ]
         return "\n".join(lines)
+
+    def _other_rate(self) -> Sequence[str]:
+        problem = self.problem
+        dtype = computed_in(problem.counted, problem.precision, problem.software)
+        rate = rate_of(problem.hardware, dtype, problem.precision)
+        return [f"  no rate of products in {dtype} is known: priced as {rate}"] if rate != dtype else []
 
     def _next_best(self) -> Sequence[str]:
         lines = []

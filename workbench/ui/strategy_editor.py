@@ -329,7 +329,8 @@ def facts_of(
 
 
 _MAX_PARAMETERS = 2
-_DTYPES = {2: "bfloat16", 4: "float32"}
+_DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
+"""By bytes of an element, of which the costs of layers tell only the number."""
 
 
 def tensors_html(planned: LayerPlan, stage: int) -> str:
@@ -338,7 +339,8 @@ def tensors_html(planned: LayerPlan, stage: int) -> str:
     largest = sorted(layer.shapes.items(), key=lambda item: -prod(item[1]))[:_MAX_PARAMETERS]
     parts = []
     for name, shape in largest:
-        picture = tensor_html("float32", 4, shape, planned.parameters[name], hue=stage)
+        itemsize = layer.itemsize_of(name)
+        picture = tensor_html(_DTYPES[itemsize], itemsize, shape, planned.parameters[name], hue=stage)
         parts.append(_titled(f"{layer.name}.{name}", picture))
     if planned.input_shape is not None:
         itemsize = planned.itemsize
