@@ -24,6 +24,10 @@ def _scattered(generator):
     return [x, index, torch.randn(5, 4, generator=generator)]
 
 
+def _narrow(generator):
+    return [tensor[:, :3] if number else tensor for number, tensor in enumerate(_scattered(generator))]
+
+
 def _listed(generator):
     return [
         torch.randn(7, 4, generator=generator),
@@ -78,6 +82,10 @@ CASES = [
     Case("take", lambda x, i: x.take(i), (), _places),
     Case("scatter", lambda x, i, y: x.scatter(1, i % 4, 2.5).scatter(0, i.sort(0)[0], y * 0), (), _scattered),
     Case("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), (), _scattered),
+    Case("scatter_add to a larger target", lambda x, i, y: x.scatter_add(1, i % 4, y), (), _scattered),
+    Case("scatter to a larger target", lambda x, i, y: x.scatter(0, i.argsort(0), y), (), _narrow),
+    Case("scatter_reduce to a larger target", lambda x, i, y: x.scatter_reduce(1, i % 4, y, "amax"), (), _narrow),
+    Case("gather from a larger source", lambda x, i, y: x.gather(1, i % 4) + y, (), _narrow),
     Case("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax", include_self=False), (), _scattered),
     Case("index_add", lambda x, i, y: x.index_add(0, i, y, alpha=2), (), _listed),
     Case("index_copy", lambda x, i, y: x.index_copy(0, i, y), (), _listed),

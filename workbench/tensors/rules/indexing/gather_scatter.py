@@ -166,13 +166,8 @@ def _scatter(call: Call) -> Resolution | None:
     aligned = _aligned(call, dim, range(count))
     found = [Signature((Split(d),) * count, (Split(d),), chr(97 + d)) for d in aligned]
     found.append(Signature(_like(count, Split(dim)), (Split(dim),), "r"))
-    if call.name == "scatter_add":
-        inner = [d for d in range(ndim) if call.shapes[1][d] == call.shapes[2][d]]
-        found += [
-            Signature((partial_sum, Split(d), Split(d)), (partial_sum,), chr(110 + d))
-            for d in inner
-            if d not in aligned
-        ]
+    if call.name == "scatter_add" and call.shapes[1][dim] == call.shapes[2][dim]:
+        found.append(Signature((partial_sum, Split(dim), Split(dim)), (partial_sum,), "n"))
     if call.name == "scatter_add" or (not reduces and count == 3):
         found.append(Signature((partial_sum, broadcast, partial_sum), (partial_sum,)))
     found.append(Signature((broadcast,) * count, (broadcast,)))
