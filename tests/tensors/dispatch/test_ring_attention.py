@@ -113,6 +113,33 @@ def test_fewer_bytes_decide_between_a_ring_and_heads():
     assert {name: tuple(map(str, sbp)) for name, sbp in four.items()} == {**chosen, "causal": heads}
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_mask_learns_also_after_the_same_call_without_gradients(dropout_p):
+    """A ring has no gradient of a mask. Its plan is for masks that do not learn, whichever call comes first."""
+    (q, k, v), values = (random(1, 3, 8, 4) for _ in range(3)), random(8, 8)
+
+    def gradients(num_ranks, evaluate):
+        def program():
+            given = distributed((q, k, v), ["S(2)"] * 3)
+            mask = wb.tensor(values, placement=given[0].placement, sbp="B", requires_grad=True)
+
+            def loss():
+                wb.manual_seed(3)
+                return attend({"attn_mask": mask * 1.0, "dropout_p": dropout_p}, *given).square().sum()
+
+            if evaluate:
+                with torch.no_grad():
+                    loss()
+            loss().backward()
+            return mask.grad.full_tensor()
+
+        return run_ranks(program, num_ranks)
+
+    (expected,) = gradients(1, evaluate=False)
+    for found in gradients(2, evaluate=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_ring_beside_other_axes_and_in_16_bits():
     q, k, v = (random(2, 4, 9, 8, dtype=torch.float32) for _ in range(3))
     expected = with_gradients(lambda *x: attend({"is_causal": True}, *x), q, k, v)

@@ -19,7 +19,7 @@ from workbench.tensors import random
 from workbench.tensors.conversion import from_local_once
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.attention import with_dropout
 from workbench.tensors.rules.attention.ring import SEQUENCE, Ring
 from workbench.tensors.rules.reduction.empty_shards import zeros
@@ -49,11 +49,9 @@ def _in_a_ring(call: Call) -> list[Signature]:
     ones only.
     """
     (query, key, value), has_mask = call.shapes[:3], len(call.operands) == 4
-    with local_torch():
-        is_learned = has_mask and call.operands[3].requires_grad
     if {len(query), len(key), len(value)} != {4} or not query[0] == key[0] == value[0] or key[1] != value[1]:
         return []
-    if is_learned or query[1] % key[1]:
+    if _learns_mask(call) or query[1] % key[1]:
         return []
     entries: list[Sbp] = [Split(SEQUENCE)] * 3
     if has_mask:
@@ -63,6 +61,12 @@ def _in_a_ring(call: Call) -> list[Signature]:
     exchanged = (entries[0], broadcast, broadcast, *entries[3:])
     sees_earlier = call.arg(5, "is_causal", False) and query[SEQUENCE] == key[SEQUENCE]
     return [Signature(tuple(entries), (Split(SEQUENCE),), RING, exchanged, 0.5 if sees_earlier else 1.0)]
+
+
+def _learns_mask(call: Call) -> bool:
+    """Whether the mask has a gradient. The composite says so, as a plan also serves calls with other masks."""
+    seeds = [arg for arg in call.args if isinstance(arg, with_dropout.Seed)]
+    return call.func is scaled_dot_product_attention or any(seed.learns_mask for seed in seeds)
 
 
 def _accepts(call: Call, inputs: tuple[NdSbp, ...], _: tuple[NdSbp, ...]) -> bool:
@@ -147,6 +151,16 @@ def has_aligned_flash(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """torch's function for a mask that has a gradient. As a function of its own, it has plans of its own."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 @composite("scaled_dot_product_attention")
 def attention_with_dropout(
     query: Any,
@@ -158,20 +172,26 @@ def attention_with_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with dropout of our own: the dropped weights depend on their logical position only."""
+    """Attention with dropout of our own: the dropped weights depend on their logical position only. A mask that has a
+    gradient goes to plans of its own.
+    """
     if type(attn_mask) is torch.Tensor and type(query) is GlobalTensor:
         attn_mask = from_local_once(attn_mask, query._spec.world, query._spec.layout)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    learns_mask = attn_mask is not None and attn_mask.requires_grad
     if dropout_p == 0.0:
-        return NotImplemented
+        if not learns_mask:
+            return NotImplemented
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return call_by_plan(scaled_dot_product_attention, (query, key, value, attn_mask, 0.0, is_causal), options)
     if is_causal and attn_mask is not None:
         raise RuntimeError("scaled_dot_product_attention: set either attn_mask or is_causal=True, not both")
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     spec = next(x for x in (query, key, value, attn_mask) if isinstance(x, GlobalTensor))._spec
-    seed = with_dropout.Seed(random.draw_key(spec.world, is_used=not spec.is_placeholder))
+    seed = with_dropout.Seed(random.draw_key(spec.world, is_used=not spec.is_placeholder), learns_mask)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, seed)
     return call_by_plan(with_dropout.scaled_dot_product_attention, arguments)

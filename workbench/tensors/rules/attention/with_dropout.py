@@ -26,9 +26,12 @@ from workbench.tensors.global_tensor import local_torch
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The key of a mask. All are equal: one plan serves them."""
+    """The key of what is dropped. All are equal: one plan serves them. Attention masks that have a gradient need
+    another.
+    """
 
     key: int = field(compare=False)
+    learns_mask: bool = False
 
 
 def scaled_dot_product_attention(
