@@ -1,11 +1,16 @@
 """What a plan is remembered under: calls that differ in anything a rule looks at must not share one."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import workbench as wb
 from workbench.testing import run_ranks
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def on_two_ranks(program):
@@ -85,3 +90,60 @@ def test_terms_of_bools_are_no_terms_of_numbers(function):
 
     for numbers, bools in run_ranks(program):
         assert torch.equal(numbers, function(values)) and torch.equal(bools, function(values.bool()))
+
+
+EMPTY = {
+    "max_pool2d": (lambda x: nn.functional.max_pool2d(x, 2), (1, 1, 4, 4), ()),
+    "max_pool2d with indices": (lambda x: nn.functional.max_pool2d(x, 2, return_indices=True)[0], (1, 1, 4, 4), ()),
+    "conv2d": (nn.functional.conv2d, (1, 2, 4, 4), ((3, 2, 3, 3), (3,))),
+    "conv_transpose1d": (nn.functional.conv_transpose1d, (1, 2, 4), ((2, 3, 2), (3,))),
+    "attention": (nn.functional.scaled_dot_product_attention, (1, 3, 2, 4), ((1, 3, 2, 4), (1, 3, 2, 4))),
+    "interpolate": (lambda x: nn.functional.interpolate(x, scale_factor=2), (1, 2, 4), ()),
+    "pixel_shuffle": (lambda x: nn.functional.pixel_shuffle(x, 2), (1, 4, 2, 2), ()),
+}
+"""Functions, the shape of the operand that is split, and those of the others."""
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_empty_shards_have_the_dtype_of_each_call(name, autocast):
+    """A batch of one sample on two ranks: the second has no row, and its zeros are of the dtype that others get."""
+    function, shape, others = EMPTY[name]
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(size, generator=generator) for size in (shape, *others)]
+
+    def call(operands, dtype):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == torch.float64):
+            return function(*(x.to(torch.float32 if autocast else dtype) for x in operands))
+
+    def program(placement):
+        is_weight = [name != "attention" and number > 0 for number in range(len(data))]
+        operands = [
+            wb.tensor(x, placement=placement, sbp="B" if weight else "S(0)")
+            for x, weight in zip(data, is_weight, strict=True)
+        ]
+        return [call(operands, dtype).full_tensor() for dtype in (torch.float32, torch.float64, torch.float32)]
+
+    for found in on_two_ranks(program):
+        for ours, dtype in zip(found, (torch.float32, torch.float64, torch.float32), strict=True):
+            torch.testing.assert_close(ours, call(data, dtype))
+
+
+def test_a_table_that_changes_its_precision_while_some_rank_has_no_row():
+    def program(placement):
+        ids = wb.zeros(2, dtype=torch.int64, placement=placement, sbp="B")
+        table = wb.ones(1, 4, placement=placement, sbp="S(0)")
+        return [nn.functional.embedding(ids, table.to(dtype)).full_tensor().dtype for dtype in DTYPES]
+
+    assert on_two_ranks(program)[1] == DTYPES
+
+
+def test_a_recurrent_layer_that_changes_its_precision_while_some_rank_has_no_row():
+    weights = nn.LSTM(3, 4, batch_first=True)
+
+    def program(placement):
+        layer = wb.parallelize(copy.deepcopy(weights), "*: data")
+        x = wb.ones(1, 2, 3, placement=placement, sbp="S(0)")
+        return [layer.to(dtype)(x.to(dtype))[0].full_tensor().dtype for dtype in DTYPES]
+
+    assert on_two_ranks(program)[1] == DTYPES

@@ -8,7 +8,8 @@ run again on meta tensors and differentiated there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,11 +51,30 @@ def infer_outputs(
         NeedsDataError: the function cannot run on meta tensors. Mistakes in its arguments are its own errors.
     """
     memo: dict[int, torch.Tensor] = {}
-    grad_mode = torch.set_grad_enabled(with_grad and torch.is_grad_enabled())
-    with grad_mode, hidden_from_modes(), _without_data(), saving_as_ever():
+    with _inferring(with_grad):
         result = _run_without_data(func, args, kwargs, memo, with_grad)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
         return outputs_info(result, operands)
+
+
+def infer_dtypes(func: Callable[..., Any], args: Any, kwargs: Any, shapes: Sequence[Shape]) -> list[torch.dtype]:
+    """Dtypes of the results for shards, by a run of ``func`` on tensors without data of the logical ``shapes``."""
+    with _inferring():
+        shards = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        memo = {
+            id(shard): torch.empty(shape, dtype=shard.dtype, device=_device_without_data(shard.device))
+            for shard, shape in zip(shards, shapes, strict=True)
+        }
+        result = _run_without_data(func, args, kwargs, memo, with_grad=False)
+        return [leaf.dtype for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _inferring(with_grad: bool = False) -> Iterator[None]:
+    """Context in which functions run on tensors without data."""
+    grad_mode = torch.set_grad_enabled(with_grad and torch.is_grad_enabled())
+    with grad_mode, hidden_from_modes(), _without_data(), saving_as_ever():
+        yield
 
 
 def outputs_info(result: Any, operands: list[torch.Tensor]) -> tuple[list[OutputInfo], Any, list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from workbench.tensors.dispatch.placeholder_calls import autocast_state, infer_dtypes
 from workbench.tensors.dispatch.registry import Call, LocalFunction
 from workbench.tensors.global_tensor import Spec
 
@@ -25,15 +26,19 @@ def zeros_where_empty(
 
 def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
     """Zeros in the shapes of the results, linked to every operand: all ranks must agree on which tensors have a
-    gradient.
+    gradient. Their dtypes are those of each call, as one plan serves all dtypes, with and without autocast.
     """
-    dtypes = [dtype for _, dtype in call.outputs]
+    func, shapes = call.func, call.shapes
+    known: dict[Any, list[torch.dtype]] = {}
 
     def make(*args: Any, **kwargs: Any) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        key = (*(operand.dtype for operand in operands), autocast_state())
+        if key not in known:
+            known[key] = infer_dtypes(func, args, kwargs, shapes)
         links = [operand.flatten()[:0].sum() for operand in operands if operand.requires_grad]
         results = []
-        for spec, dtype in zip(outputs, dtypes, strict=True):
+        for spec, dtype in zip(outputs, known[key], strict=True):
             result = torch.zeros(spec.local_shape, dtype=dtype, device=operands[0].device)
             results.append(result + torch.stack(links).sum().to(dtype) if links and dtype.is_floating_point else result)
         return results[0] if len(results) == 1 else tuple(results)
