@@ -1,5 +1,6 @@
 """Reads and writes by index whose sizes differ from those of the tensor that is read or written."""
 
+import pytest
 import torch
 
 import workbench as wb
@@ -15,3 +16,44 @@ def test_split_rows_add_to_the_first_rows_of_a_larger_target():
 
     for found in run_ranks(program, 2):
         assert torch.equal(found, torch.zeros(6, 5).scatter_add(1, labels, torch.ones(4, 2)))
+
+
+ASSIGNED = {
+    "rows": (torch.tensor([0, 2]), (1, 2, 3)),
+    "one row": (torch.tensor(1), (1, 3)),
+    "rows and columns": ((torch.tensor([0, 3]), torch.tensor([2, 0])), (1, 1, 2)),
+    "columns": ((slice(None), torch.tensor([2, 0])), (1, 1, 4, 2)),
+    "a row of columns": ((2, torch.tensor([2, 0])), (1, 2)),
+    "a mask of rows": (torch.tensor([True, False, True, False]), (1, 2, 3)),
+    "one number": (torch.tensor([0, 2]), (1, 1, 1)),
+    "a list": ([1, 3], (1, 1, 2, 3)),
+}
+"""Indices of a (4, 3), and shapes of values that have leading dims of size one more than the place has."""
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+def test_assigned_values_may_have_leading_dims_of_size_one(name, sbp):
+    index, shape = ASSIGNED[name]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(4, 3)
+    expected[index] = values
+
+    def program():
+        x = wb.zeros(4, 3, placement=wb.placement.all(), sbp=sbp)
+        x[index] = values
+        return x.full_tensor()
+
+    for found in run_ranks(program, 2):
+        assert torch.equal(found, expected)
+
+
+def test_index_put_refuses_values_with_more_dims_as_torch_does():
+    def program():
+        x = wb.zeros(4, 3, placement=wb.placement.all(), sbp="S(0)")
+        x.index_put_((torch.tensor([0, 2]),), torch.ones(1, 2, 3))
+
+    with pytest.raises(RuntimeError):
+        torch.zeros(4, 3).index_put_((torch.tensor([0, 2]),), torch.ones(1, 2, 3))
+    with pytest.raises(RuntimeError):
+        run_ranks(program, 2)

@@ -129,7 +129,15 @@ def _assign(target: GlobalTensor, items: list[Any], value: Any) -> None:
         items = [item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int)]
         view[tuple(items)] = value
         return None
-    return write_rows(target, items, _global(value, target), accumulate=False)
+    num_dims = len(items) - len(indices) + max(index.dim() for index in indices)
+    return write_rows(target, items, _without_ones(_global(value, target), num_dims), accumulate=False)
+
+
+def _without_ones(value: Any, num_dims: int) -> Any:
+    """A value without leading dims of size one beyond ``num_dims``, which torch drops in ``x[index] = value``."""
+    while value.dim() > num_dims and value._spec.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
 
 
 def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
@@ -163,9 +171,7 @@ def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
     by_item = [None if item is None else next(dims) for item in items]
     whole = {d for d, item in zip(by_item, items, strict=True) if d is not None and _takes_all(item, spec.shape[d])}
     result = [d if d in whole else None for d, i in zip(by_item, items, strict=True) if not isinstance(i, int)]
-    while value.dim() > len(result) and value._spec.shape[0] == 1:
-        value = value.squeeze(0)
-    boxed = _boxed_value(value, target, result)
+    boxed = _boxed_value(_without_ones(value, len(result)), target, result)
     if spec.is_placeholder:
         write_placeholder(target, [target, boxed])
         return _count_write(target)
