@@ -9,7 +9,6 @@ from torch import nn
 import workbench as wb
 from workbench.testing import run_ranks
 
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 

@@ -16,7 +16,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split, broadcast, dual, partial_sum
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, infer_outputs
 from workbench.tensors.dispatch.planning import Plan, candidates_of, make_plan
-from workbench.tensors.dispatch.registry import COMPOSITES, RULES, Call
+from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, RULES, Call
 from workbench.tensors.global_tensor import local_torch, spec_of, wrap
 from workbench.tensors.proof.cut import cut, mismatch
 from workbench.tensors.proof.examples import Example, collect
@@ -113,7 +113,8 @@ class _Search:
         for inputs in declared:
             self._check_if_run(inputs, proof)
         # A composite takes split operands before its rule; the functions that it calls have proofs of their own.
-        if finds_missing and self.expected.has_distinct_values and self.example.name.folded not in COMPOSITES:
+        is_composite = self.example.name.folded in COMPOSITES or self.example.func in EXACT
+        if finds_missing and self.expected.has_distinct_values and not is_composite:
             tried = [inputs for inputs in self._combinations(max_combinations) if inputs not in declared]
             right = [(inputs, outputs) for inputs in tried if (outputs := self._right_outputs_of(inputs))]
             missing = [

@@ -15,7 +15,7 @@ from workbench.kernels.launch import can_launch
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
 from workbench.tensors.dispatch.arguments import by_name
 from workbench.tensors.dispatch.local_call import can_read
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import EXACT, Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
 
@@ -27,7 +27,7 @@ def _embedding(call: Call) -> Resolution | None:
 
     Gradients are dense, whatever ``sparse`` says. Gradients scaled by frequency need all indices.
     """
-    by_function = call.func is not torch.embedding
+    by_function = call.func is F.embedding
     indices, table = (0, 1) if by_function else (1, 0)
     scales = call.arg(5, "scale_grad_by_freq", False) if by_function else call.arg(3, "scale_grad_by_freq", False)
     kept = "ABCDFGHIJKLMNOP"[: len(call.shapes[indices])] if scales else "..."
@@ -106,7 +106,6 @@ def _check_range(indices: torch.Tensor, num_rows: int) -> None:
         )
 
 
-@composite("embedding")
 def embedding(
     input: Any,
     weight: Any,
@@ -124,12 +123,15 @@ def embedding(
     return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
 
+EXACT[F.embedding] = embedding  # the first argument of torch.embedding is the table
+
+
 @rule("embedding_bag")
 def _embedding_bag(call: Call) -> Resolution | None:
     """The rows of two-dim indices may be split (each is a bag), and the width of the table. With offsets, all indices
     stay whole.
     """
-    if call.func is torch.embedding_bag or call.arg(3, "max_norm") is not None:
+    if call.func is not F.embedding_bag or call.arg(3, "max_norm") is not None:
         return None
     scales = call.arg(5, "scale_grad_by_freq", False)
     bags = "B" if scales else "b"

@@ -91,7 +91,7 @@ def linalg_norm(
     return torch.linalg.matrix_norm(A, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-@composite("linalg_matrix_norm", "frobenius_norm")
+@composite("linalg_matrix_norm")
 def matrix_norm(
     A: Any,  # noqa: N803 - torch's name for the argument
     ord: Any = "fro",
@@ -112,6 +112,12 @@ def matrix_norm(
     sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype)
     found = sums.amax(kept, keepdim=True) if ord > 0 else sums.amin(kept, keepdim=True)
     return found if keepdim else found.squeeze(max(first, second)).squeeze(min(first, second))
+
+
+@composite("frobenius_norm")
+def frobenius_norm(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """``torch.frobenius_norm``, which takes no order."""
+    return torch.linalg.vector_norm(input, 2, dim or None, keepdim)
 
 
 @composite("norm_except_dim")
