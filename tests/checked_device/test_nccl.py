@@ -334,3 +334,22 @@ def test_launches_of_a_boxing(name, monkeypatch):
 def test_two_ranks_on_one_device_are_refused():
     with pytest.raises(RuntimeError, match="Duplicate GPU detected: 3 ranks on 2 devices"):
         PlayedNccl(["gpu 0", "gpu 1", "gpu 0"])
+
+
+def _extrema(x):
+    return x.amax(0), x.amin(0), x.max(), x.min(), x.norm(torch.inf, 0), x.aminmax(dim=0)[0], x.max(0)[0]
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_extrema_over_a_split_dim_show_a_nan(row):
+    values = torch.randn(4, 3, generator=_DATA)
+    values[row, 1] = torch.nan
+    expected = _extrema(values)
+
+    def program(rank):
+        x = wb.tensor(values, placement=wb.placement.all(), sbp="S(0)")
+        return [value.full_tensor() for value in _extrema(x)]
+
+    for found in assert_all_returned(run_over_nccl(program)):
+        for value, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, truth, equal_nan=True)

@@ -6,12 +6,14 @@
 * Work is done as late as possible. A sender's memory is read, and a receiver's written, when the receiver waits; until
   then that holds garbage. The results of a collective come at each rank's own wait.
 * A handle holds the results of its call.
+* The maximum of a number and NaN is the number, and the minimum, too.
 * A group that its members make alone has a name by the number of groups of each: members with unlike numbers wait.
 * Two ranks on one device are refused. After an abort, waits of the rank end without data, and it can make no call.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from typing import Any, NamedTuple
@@ -21,7 +23,9 @@ from torch.distributed import ReduceOp
 
 KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
 """Dtypes of NCCL; torch makes bools of bytes and complex numbers of pairs."""
-REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "amax", ReduceOp.MIN: "amin"}
+REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
+COMBINED = {"sum": torch.add, "reduce-scatter": torch.add, "max": torch.fmax, "min": torch.fmin}
+"""How two terms become one, by the kind of a call."""
 
 
 class Stalled(AssertionError):
@@ -270,8 +274,8 @@ class PlayedNccl:
         if len({one.size for one in parts.values()}) > 1:
             return False  # NCCL hangs, or writes beyond the end
         terms = [one.read.clone() for _, one in sorted(parts.items()) if one.read is not None]
-        if part.kind in REDUCTIONS.values() or part.kind == "reduce-scatter":
-            terms = [getattr(torch.stack(terms), part.kind.replace("reduce-scatter", "sum"))(0)]
+        if part.kind in COMBINED:
+            terms = [functools.reduce(COMBINED[part.kind], terms)]
         for rank, one in parts.items():
             one.arrived, one.is_done = [one.part_of(term) for term in terms] if one.write else [], True
             queue = self.queues[call.communicator, rank]

@@ -140,6 +140,24 @@ def test_dtypes_and_flags_that_nccl_lacks_are_sent():
     assert assert_all_returned(results) == [expected, expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_maximum_keeps_nan_which_nccl_drops(dtype):
+    inf, nan = torch.inf, torch.nan
+    rows = torch.tensor([[1, nan, 2, -inf, nan, -0.5], [3, 4, nan, -inf, nan, inf]], dtype=dtype)
+
+    def program(transport, rank):
+        waits = [transport.start_all_reduce([rows[rank]], [0, 1], name, 0, "extrema") for name in ("max", "min")]
+        none = transport.start_all_reduce([rows[rank, :0]], [0, 1], "max", 0, "extrema of nothing")()
+        two = transport.start_all_reduce([rows[rank, :2], rows[rank, 2:].view(2, 2)], [0, 1], "max", 0, "two tensors")()
+        return *[wait() for wait in waits], two, none.shape
+
+    results, _ = run_played(program, 2)
+    for largest, smallest, two, empty in assert_all_returned(results):
+        for found, expected in ((largest, rows.amax(0)), (smallest, rows.amin(0)), (two, rows.amax(0))):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert empty == (0,)
+
+
 def test_collectives_of_flat_tensors_of_any_sizes_and_dtypes():
     def program(transport, rank):
         found, group = [], [0, 1, 2]

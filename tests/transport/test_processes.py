@@ -34,6 +34,20 @@ def test_boxing_between_sampled_layouts(transport):
     assert run_processes(boxing, 4, 60, environment=over(transport)) == [(60, transport)] * 4
 
 
+def extrema_with_nan():
+    values = torch.tensor([[1.0, torch.nan, 2.0], [3.0, 4.0, torch.nan]])
+    x = wb.tensor(values, placement=wb.placement.all(), sbp="S(0)")
+    found = torch.stack([x.amax(0).full_tensor(), x.amin(0).full_tensor()])
+    return found.isnan().tolist(), current().transport_name
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_extrema_over_a_split_dim_show_a_nan(transport):
+    assert (
+        run_processes(extrema_with_nan, 2, environment=over(transport)) == [([[False, True, True]] * 2, transport)] * 2
+    )
+
+
 def training(kind, strategies):
     warnings.simplefilter("ignore", FallbackWarning)
     for strategy in strategies:

@@ -15,6 +15,7 @@ sent.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -136,12 +137,17 @@ class DistributedTransport(Transport):
         wide = (_SUMMED_IN if reduction == "sum" else _COMPARED_IN).get(dtype, dtype)
         is_copied = len(tensors) > 1 or wide == dtype  # NCCL writes the total there
         total = (pack(tensors) if is_copied else tensors[0].detach().reshape(-1)).to(wide)
+        numel, drops_nan = total.numel(), reduction != "sum" and wide.is_floating_point
+        if drops_nan:  # to NCCL the larger one of a number and NaN is the number
+            is_nan = total.isnan().to(wide)
+            total = torch.cat([total, is_nan if reduction == "max" else -is_nan])
         call = partial(dist.all_reduce, total, _REDUCE_OPS[reduction])
-        wait = self._start_collective(call, group, f"{header}, {reduction} of {total.numel()}")
+        wait = self._start_collective(call, group, f"{header}, {reduction} of {numel}")
 
         def finish() -> torch.Tensor:
             wait()
-            return total.to(dtype)
+            result = total[:numel].masked_fill(total[numel:] != 0, math.nan) if drops_nan else total
+            return result.to(dtype)
 
         return finish
 
