@@ -5,7 +5,6 @@ One kernel serves every operator. Views only describe memory, so torch's own ker
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.checked_device import clock, late_copies
 from tests.checked_device.counts import count_launch, count_wait, counts_of_thread
 from tests.checked_device.host_memory import on_device, on_host
+from workbench.tensors import default_generator
 
 DEVICE_TYPE = "checked"
 PAGEABLE = "copy of pageable memory"
@@ -49,7 +49,6 @@ _WAITING = frozenset(
 """Operators for whose result, or for the size of it, the host waits."""
 _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
 """Operators that take indices of the host."""
-_drawing = threading.Lock()
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,11 +228,9 @@ def _follow_size(tensor: torch.Tensor, host: torch.Tensor) -> None:
 @contextmanager
 def _drawing_on_device() -> Iterator[None]:
     """The host's generator has the state of the device's inside."""
-    with _drawing:
-        before = torch.get_rng_state()
+    with default_generator.restored():
         torch.set_rng_state(generator.get_state())
         try:
             yield
         finally:
             generator.set_state(torch.get_rng_state())
-            torch.set_rng_state(before)
