@@ -99,13 +99,12 @@ def test_engines_have_one_parent_which_ends_with_the_last_session():
     assert not server.is_running()
 
 
-def test_engines_draw_random_numbers_of_their_own():
+def test_engines_draw_random_numbers_of_their_own(session):
     """They are copies of one process, whose libraries have seeded their generators."""
     cell = "import numpy as np, sympy.core.random\n(np.random.rand(), sympy.core.random.random(), torch.rand(1).item())"
-    with Session(engines=2, device="cpu") as session:
-        first = session.run(cell).values
-        session.restart()
-        first += session.run(cell).values
+    first = session.run(cell).values
+    session.restart()
+    first += session.run(cell).values
     of_numpy, of_sympy, of_torch = map(set, zip(*first, strict=True))
     assert len(of_numpy) == len(of_sympy) == 4
     assert len(of_torch) == 2  # ranks share torch's, so that their models agree; other ranks begin with another seed

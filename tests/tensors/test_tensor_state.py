@@ -70,6 +70,7 @@ def test_ranks_outside_a_placement_know_that_a_reshape_of_moved_dims_is_a_copy()
     assert run_ranks(sums, 3) == [(32.0, 32.0)] * 3
 
 
+@pytest.mark.filterwarnings("ignore:torch.save or pickle")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("has_history", [True, False])

@@ -33,5 +33,5 @@ def install_command(extra: str, package: str = "") -> str:
     >>> install_command("demo", "scikit-learn")
     'pip install scikit-learn'
     """
-    wanted = [each for each in packages_of(extra) if not package or re.match(rf"{re.escape(package)}(?![\\w-])", each)]
+    wanted = [each for each in packages_of(extra) if not package or re.match(rf"{re.escape(package)}(?![\w-])", each)]
     return f"pip install {shlex.join(wanted or [package or f'.[{extra}]'])}"

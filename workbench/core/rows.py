@@ -119,7 +119,7 @@ def range_of(names: Sequence[str], siblings: Iterable[str]) -> str | None:
 
 
 def _numbers(first: str, last: str) -> list[str]:
-    """The names in a range. They are as wide as its first one: ``[08-10]`` is 08, 09, 10."""
+    """The names in a range. They are at least as wide as its first one: ``[08-10]`` is 08, 09, 10."""
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 

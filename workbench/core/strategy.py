@@ -295,7 +295,7 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
 
 
 def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    return [Mistake(None, *each) for each in mistakes_of_rows(strategy.rows, layers, strategy.rows_of(layers))]
+    return [Mistake(None, *each) for each in mistakes_of_rows(strategy.rows, layers)]
 
 
 def _check_stages(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:

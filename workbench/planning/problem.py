@@ -13,6 +13,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.offload_kinds import CHOICES, offload_kind
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
 from workbench.core.recompute_kinds import KINDS, recompute_kind
+from workbench.core.row_mistakes import mistakes_of_rows
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import is_splittable, overlaps, split_dim, tied_pairs
@@ -191,11 +192,9 @@ class Problem:
         if self.constraints.layers is None:
             return [None] * len(self.rows)
         strategy = Strategy(self.constraints.layers)
-        mistakes = [
-            mistake for mistake in strategy.check(self.costs.layers, 1) if "no layer matches" in mistake.message
-        ]
+        mistakes = mistakes_of_rows(strategy.rows, self.costs.layers)
         if mistakes:
-            raise StrategyError(f"layers={self.constraints.layers!r}: " + "; ".join(map(str, mistakes)))
+            raise StrategyError(f"layers={self.constraints.layers!r}: " + "; ".join(message for message, _ in mistakes))
         if any(row.parallel == "expert" for row in strategy.rows):
             raise StrategyError(
                 f"layers={self.constraints.layers!r}: a search cannot pin expert; it tries it for those without a pin. "

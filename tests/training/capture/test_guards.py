@@ -137,7 +137,9 @@ def new_attribute(module):
     module.fc.scale = 2
 
 
-@pytest.mark.parametrize(("change", "backend"), [(lower, None), (drop_all, None), (lower, "inductor")])
+@pytest.mark.parametrize(
+    ("change", "backend"), [(lower, None), (drop_all, None), pytest.param(lower, "inductor", marks=pytest.mark.slow)]
+)
 def test_another_number_of_a_module_is_recorded_anew(change, backend):
     def program():
         module = wb.parallelize(Tempered(), "*: data")

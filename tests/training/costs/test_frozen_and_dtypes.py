@@ -92,7 +92,7 @@ def predicted(
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=2 mb=2", "*: data | zero=3", IN_TWO])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_bytes_as_a_dry_run(name, text):

@@ -36,7 +36,7 @@ def edited(
         found = {wanted[index] for index in indices}
         if len(found) == 1:
             rows = _with_row(rows, replace(found.pop(), pattern=pattern), layers)
-    rows = without_hidden(_repaired(rows, layers, wanted), layers)
+    rows = without_hidden(_repaired(rows, layers, wanted))
     short = compress_patterns([layer.name for layer in layers], wanted)
     unmatched = [row for row in rows if not _decides(row, layers)]
     return (*short, *unmatched) if len(short) + len(unmatched) < len(rows) else tuple(rows)
@@ -77,10 +77,12 @@ def _repaired(rows: list[Row], layers: Sequence[Layer], wanted: Sequence[Row]) -
     return [*rows, *(replace(wanted[i], pattern=quoted(layers[i].name)) for i in wrong)]
 
 
-def without_hidden(rows: list[Row], layers: Sequence[Layer]) -> list[Row]:
-    """The rows without those of which a later one covers all layers."""
-    hidden = {row for row, _ in hidden_rows(rows, layers, Strategy.from_rows(rows).rows_of(layers))}
-    return [row for row in rows if row not in hidden]
+def without_hidden(rows: list[Row]) -> list[Row]:
+    """The rows without those that a later one replaces or covers."""
+    last = {(row.pattern, row.parallel == "expert"): place for place, row in enumerate(rows)}
+    kept = [row for place, row in enumerate(rows) if place == last[row.pattern, row.parallel == "expert"]]
+    hidden = {row for row, _ in hidden_rows(kept)}
+    return [row for row in kept if row not in hidden]
 
 
 def _same(one: Row, other: Row) -> bool:
@@ -111,7 +113,7 @@ def clauses(text: str, wrong_layers: Sequence[str], layers: Sequence[Layer]) -> 
     rows = [_row_or_none(part) for part in parts]
     decisive = Strategy.from_rows([row for row in rows if row is not None])
     blamed = {decisive.row_of(layer) for layer in layers if layer.name in wrong_layers}
-    blamed |= {row for row, _ in hidden_rows(decisive.rows, layers, decisive.rows_of(layers))}
+    blamed |= {row for row, _ in hidden_rows(decisive.rows)}
     pieces: list[tuple[str, str]] = []
     for part, row in zip(parts, rows, strict=True):
         is_wrong = row is None or row in blamed or not (row.pattern == "*" or _decides(row, layers))

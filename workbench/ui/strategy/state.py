@@ -324,7 +324,7 @@ class PanelState:
         rows = list(self.strategy.rows)
         wrong = edit_rows.first_unmatched(rows, self.layers)
         rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
-        rows = edit_rows.without_hidden(rows, self.layers)
+        rows = edit_rows.without_hidden(rows)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def _become(self, moment: _UndoEntry) -> None:
