@@ -109,8 +109,7 @@ class LayerPrice:
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
-        kept_s = {"attention": self.own_products_s, "cheap": self.products_s}.get(kind, 0.0)
-        return self.forward_s - kept_s if self.has_backward else 0.0
+        return self.forward_s - {"attention": self.own_products_s, "cheap": self.products_s}.get(kind, 0.0)
 
     def kept_results_bytes(self, kind: str) -> float:
         """Bytes of the results that a recomputed block keeps."""

@@ -52,7 +52,7 @@ NO_PEAKS = Peaks()
 
 
 def peaks_of(
-    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
+    model: ModelCosts, mine: Sequence[int], again: RowsAgain, units: Sequence[int], prices: Sequence[LayerPrice],
     setting: StageSettings, updated: Sequence[int], in_place: Sequence[float],
 ) -> Peaks:  # fmt: skip
     """Peaks of a stage that consists of the rows ``mine``, of which those in ``updated`` hold their weights.
@@ -65,7 +65,7 @@ def peaks_of(
     tables = [model.rows[i].layer.kind == TABLE for i in mine]
     shared = sum(prices[i].shared for i in updated)
     gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting, in_place, frozen)
-    places = _activations(mine, blocks, prices, setting)
+    places = _activations(mine, again, prices, setting)
     has_parts = setting.num_micro_batches > 1
     first, later, last = (
         max((Alive(size, *gradients.at(row, is_own, *which)) for row, is_own, size in places), key=sum, default=Alive())
@@ -84,24 +84,41 @@ def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
     return [block if sizes[block] <= largest else -1 - index for index, block in enumerate(blocks)]
 
 
+class RowsAgain(NamedTuple):
+    """What recomputation runs again.
+
+    Attributes:
+        blocks: for every row the number of the block that runs again with it; below zero where none does.
+        are_alone: the model has no blocks, and each layer that has a backward runs again alone.
+    """
+
+    blocks: Sequence[int]
+    are_alone: bool
+
+    def is_outside(self, row: int) -> bool:
+        """Whether a row is outside of what runs again."""
+        return self.blocks[row] < 0 and not self.are_alone
+
+
 def any_block(blocks: Sequence[int]) -> bool:
-    """Whether a model has blocks that are recomputed as a whole; otherwise each layer is, alone."""
+    """Whether any row has a block."""
     return max(blocks, default=-1) >= 0
 
 
 def _activations(
-    mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
+    mine: Sequence[int], rows_again: RowsAgain, prices: Sequence[LayerPrice], setting: StageSettings
 ) -> list[tuple[int, bool, float]]:
     """(row, whether in its own function or in those after it, bytes) through a stage."""
     found, kept = [], 0.0
     is_offloaded, before, stays = offloads(setting, "activations"), 0.0, 0.0
     block, of_block = None, 0.0
-    kind, has_blocks = setting.recompute_kind, any_block(blocks)
+    kind, (blocks, are_alone) = setting.recompute_kind, rows_again
     is_full = kind not in ("", "scores")
     for row, i in enumerate(mine):
         price, again = prices[i], 0.0
+        is_alone = are_alone and price.has_backward
         results = min(price.kept_results_bytes(kind), price.kept_bytes)
-        if is_full and not has_blocks:  # each layer alone
+        if is_full and is_alone:
             kept, again = kept + price.kept_alone_bytes + results, price.kept_bytes - price.kept_alone_bytes
         elif is_full and blocks[i] >= 0:
             if blocks[i] != block:
@@ -117,7 +134,7 @@ def _activations(
         else:
             kept += price.kept_bytes
         if is_offloaded:  # what backward works on, what comes or goes beside it, and what never goes
-            own = kept - (results if is_full and (blocks[i] >= 0 or not has_blocks) else 0.0)
+            own = kept - (results if is_full and (blocks[i] >= 0 or is_alone) else 0.0)
             stays += kept - own
             before, kept = own, before + own + stays
         found.append((row, False, kept + again + price.passing_after_bytes))

@@ -15,7 +15,7 @@ from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import NO_WEIGHTS, LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
-from workbench.cost.peaks import NO_PEAKS, Peaks, any_block, peaks_of, units_of
+from workbench.cost.peaks import NO_PEAKS, Peaks, RowsAgain, any_block, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
 
 
@@ -116,21 +116,22 @@ def stage_prices(
     rows_of: list[list[int]] = [[] for _ in settings]
     for index, choice in enumerate(choices):
         rows_of[choice.stage].append(index)
-    blocks, again = block_of_rows(model), recomputed_blocks(model, settings[0].recompute)
+    blocks, again = block_of_rows(model), rows_again(model, settings[0].recompute)
     units = units_of(model, blocks)
     known: dict[object, StagePrice] = {}
     stages = []
     in_place = _added_in_place(model, choices, prices, settings)
     for mine, setting in zip(rows_of, settings, strict=True):
         updated = _updated(model, mine, setting)
-        begin, first = (blocks[mine[0]], again[mine[0]]) if mine else (0, 0)  # as many equal blocks cost the same
+        # as many equal blocks cost the same
+        begin, first = (blocks[mine[0]], again.blocks[mine[0]]) if mine else (0, 0)
         key = (
             id(setting),
             *(
                 (
                     id(prices[i]),
                     blocks[i] < 0 or blocks[i] - begin,
-                    again[i] < 0 or again[i] - first,
+                    again.blocks[i] < 0 or again.blocks[i] - first,
                     i in updated,
                     in_place[i],
                 )
@@ -159,14 +160,14 @@ def _added_in_place(
 
 
 def _added_up(
-    model: ModelCosts, mine: Sequence[int], again_in: Sequence[int], units: Sequence[int],
+    model: ModelCosts, mine: Sequence[int], rows_again: RowsAgain, units: Sequence[int],
     prices: Sequence[LayerPrice], setting: StageSettings, updated: Sequence[int], in_place: Sequence[float],
 ) -> StagePrice:  # fmt: skip
     if setting.zero == 3:
         prices = [price.without_casts() for price in prices]
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
-    again, has_blocks = _recomputed(mine, again_in, prices, setting), any_block(again_in)
+    again = _recomputed(mine, rows_again, prices, setting)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
     weight_s += accumulation_s(sum(prices[i].weights for i in mine) - sum(in_place), setting)
@@ -180,7 +181,7 @@ def _added_up(
     apart = sum(prices[i].apart for i in updated)
     frozen = sum((prices[i].frozen for i in updated), NO_WEIGHTS)
     parameters, gradients, optimizer = state_bytes(weights, shared, setting, apart, frozen)
-    peaks = peaks_of(model, mine, again_in, units, prices, setting, updated, in_place)
+    peaks = peaks_of(model, mine, rows_again, units, prices, setting, updated, in_place)
     offloaded = optimizer if offloads(setting, "optimizer") else 0.0
     if offloaded:
         part = setting.software.parameter_bytes(setting.precision) / (setting.shards if setting.zero else 1)
@@ -192,7 +193,8 @@ def _added_up(
     if offloads(setting, "activations"):  # not those of a loss, which is computed behind the module
         of_loss = prices[-1].kept_after_bytes if len(model.rows) - 1 in mine else 0.0
         leaving = max(0.0, again.kept_bytes - again.results_bytes - of_loss)
-    with_backward = {units[i] for i in mine if prices[i].has_backward}
+    is_kept = not setting.recompute or setting.recompute_kind == "scores"
+    with_backward = {units[i] for i in mine if prices[i].has_backward or (rows_again.blocks[i] >= 0 and not is_kept)}
     waits = copies_s(leaving, forward + boxing, setting), copies_s(leaving, backward, setting)
     return StagePrice(
         forward + boxing + waits[0],
@@ -214,7 +216,7 @@ def _added_up(
             if model.rows[i].layer.kind == TABLE or units[i] not in with_backward
         ),
         boxing,
-        sum(prices[i].cast for i in updated if not setting.recompute or (again_in[i] < 0 and has_blocks)),
+        sum(prices[i].cast for i in updated if not setting.recompute or rows_again.is_outside(i)),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
         apart,
@@ -268,17 +270,16 @@ def block_of_rows(model: ModelCosts) -> list[int]:
     return numbers
 
 
-def recomputed_blocks(model: ModelCosts, recompute: str = "full") -> Sequence[int]:
-    """For every row the number of the block that recomputation runs again; below zero outside of blocks."""
+def rows_again(model: ModelCosts, recompute: str = "full") -> RowsAgain:
+    """The rows that recomputation runs again. Where backward does not go through a block, it does not run again."""
     blocks: Sequence[int] = model.recomputed or block_of_rows(model)
+    are_alone = not any_block(blocks) and not recompute.isdecimal()
+    if recompute.isdecimal():
+        blocks = blocks if any_block(blocks) else range(len(blocks))  # each layer is one
+    chosen = chosen_blocks(max(blocks, default=-1) + 1, recompute)
     with_backward = {block for row, block in zip(model.rows, blocks, strict=True) if row.has_gradients[1]}
-    blocks = [block if block in with_backward else -1 - row for row, block in enumerate(blocks)]
-    if not recompute.isdecimal():
-        return blocks
-    if not any_block(blocks):  # each layer is one
-        blocks = range(len(blocks))
-    chosen = chosen_blocks(max(blocks) + 1, recompute)
-    return [block if block in chosen else -1 - row for row, block in enumerate(blocks)]
+    blocks = [block if block in chosen and block in with_backward else -1 - row for row, block in enumerate(blocks)]
+    return RowsAgain(blocks, are_alone)
 
 
 class Recomputation(NamedTuple):
@@ -295,7 +296,7 @@ class Recomputation(NamedTuple):
 
 
 def _recomputed(
-    mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
+    mine: Sequence[int], again: RowsAgain, prices: Sequence[LayerPrice], setting: StageSettings
 ) -> Recomputation:
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
@@ -304,9 +305,9 @@ def _recomputed(
     if kind == "scores":
         scores = [prices[i].scores_bytes for i in mine]
         return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
-    has_blocks = any_block(blocks)
-    inside = [i for i in mine if blocks[i] >= 0 or not has_blocks]
-    behind = [i for i in mine if has_blocks and blocks[i] < 0 and i - 1 in mine and blocks[i - 1] >= 0]
+    blocks = again.blocks
+    inside = [i for i in mine if blocks[i] >= 0 or (again.are_alone and prices[i].has_backward)]
+    behind = [i for i in mine if blocks[i] < 0 and i - 1 in mine and blocks[i - 1] >= 0]
     kept += sum(prices[i].kept_behind_block_bytes - prices[i].kept_bytes for i in behind)
     begun: set[int] = set()
     operands = 0.0
@@ -314,7 +315,7 @@ def _recomputed(
     for i in inside:
         kept -= prices[i].kept_bytes
         own = prices[i].kept_bytes - prices[i].kept_after_bytes
-        if not has_blocks:
+        if again.are_alone:
             kept += prices[i].kept_alone_bytes
             own -= min(own, prices[i].boxed_input_bytes)
         elif blocks[i] not in begun:
@@ -325,8 +326,8 @@ def _recomputed(
     kept += results
     return Recomputation(
         sum(prices[i].again_s(kind) for i in inside),
-        sum(prices[i].boxing_forward_s for i in inside if prices[i].has_backward),
-        sum(prices[i].boxed_forward_bytes for i in inside if prices[i].has_backward),
+        sum(prices[i].boxing_forward_s for i in inside),
+        sum(prices[i].boxed_forward_bytes for i in inside),
         kept,
         operands,
         results,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import inf
 
 from workbench.core.options import Options
@@ -19,10 +18,9 @@ from workbench.cost.accumulation import accumulation_s
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import offloads
-from workbench.cost.peaks import any_block
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.stage_settings import StageSettings, settings_of, splits_backward
-from workbench.cost.stages import StagePrice, block_of_rows, recomputed_blocks, stage_prices
+from workbench.cost.stages import StagePrice, block_of_rows, rows_again, stage_prices
 from workbench.planning.candidates import Candidate
 from workbench.planning.problem import Choice, Problem
 
@@ -46,7 +44,7 @@ class RowClasses:
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
         self.kinds = [row.layer.kind for row in problem.rows]
         self.blocks = block_of_rows(problem.costs)
-        self.recomputed = recomputed_blocks(problem.costs)
+        self.recomputed, self.are_alone = rows_again(problem.costs)
 
 
 class LayerPrices:
@@ -121,13 +119,14 @@ class LayerPrices:
         return stage_prices(self._costs, layers, prices, settings)
 
     def is_recomputed(self, index: int) -> bool:
-        """Whether ``recompute`` recomputes the block of the row."""
-        return self._classes.recomputed[index] >= 0 or not self.has_blocks
+        """Whether ``recompute`` runs the row again, with its block or alone."""
+        is_alone = self._classes.are_alone and self._rows[index].has_gradients[1]
+        return self._classes.recomputed[index] >= 0 or is_alone
 
-    @cached_property
+    @property
     def has_blocks(self) -> bool:
         """Whether blocks are recomputed as a whole, and not each layer alone."""
-        return any_block(self._classes.recomputed)
+        return not self._classes.are_alone
 
     def seconds(self, index: int, price: LayerPrice, recompute: str) -> float:
         """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""

@@ -13,7 +13,7 @@ from workbench.core.options import PRECISIONS
 from workbench.core.recompute_kinds import KINDS
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
-from workbench.cost.stages import recomputed_blocks
+from workbench.cost.stages import rows_again
 from workbench.planning.best_first_search import search_best_first
 from workbench.planning.candidates import Candidate, candidates
 from workbench.planning.incumbents import Incumbents, PricedStrategy
@@ -171,7 +171,7 @@ def finer_recompute(problem: Problem, incumbents: Incumbents) -> None:
     if problem.constraints.recompute is not None or problem.software.recompute != "full":
         return
     found = sorted(incumbents.kept, key=lambda each: each.value)[:_MAX_REFINED]
-    num_blocks = max(recomputed_blocks(problem.costs)) + 1
+    num_blocks = max(rows_again(problem.costs).blocks) + 1
     for each in found:
         if each.strategy.options.recompute != "full" or each.value[0] * _LEAST_PART > incumbents.best_value:
             continue
