@@ -31,7 +31,7 @@ from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import ITEMSIZE_16_BIT
 from workbench.cost.offload import offload_bytes_per_s, offloads
 from workbench.cost.stage_settings import StageSettings
-from workbench.cost.stages import StagePrice
+from workbench.cost.stages import StagePrice, rows_again
 
 _NUM_BUCKETS = 8
 """Sums start bucket by bucket. The last one cannot overlap with backward."""
@@ -136,12 +136,14 @@ def statistics_of(
     Batch norms: in forward, every rank gathers the mean and variance of all channels from all others; in backward, they
     add two sums. In fp8: the largest values of an input and a weight in forward, of a gradient in backward.
     """
-    found = [(0.0, 0.0)] * len(settings)
-    for row, choice in zip(model.rows, strategy.layers, strict=True):
+    found, (blocks, _) = [(0.0, 0.0)] * len(settings), rows_again(model, strategy.options.recompute)
+    for row, choice, block in zip(model.rows, strategy.layers, blocks, strict=True):
         setting = settings[choice.stage]
         calls, (seconds, received) = num_calls(model, row), found[choice.stage]
-        again = (2 * calls if setting.recompute else calls), calls
-        for times, (kind, num_bytes, size, stride) in zip(again, _statistics(row, choice, setting), strict=False):
+        is_again = setting.recompute and (row.has_gradients[1] or block >= 0)
+        comes_back = row.has_gradients[0 if "BatchNorm" in choice.kind else 1]  # its sums are for the input's gradient
+        each = (2 * calls if is_again else calls), calls * comes_back
+        for times, (kind, num_bytes, size, stride) in zip(each, _statistics(row, choice, setting), strict=False):
             seconds += times * exchange_s(setting.hardware, num_bytes, size, stride, kind)
             received += times * num_bytes
         found[choice.stage] = seconds, received

@@ -14,6 +14,7 @@ import workbench as wb
 from benchmarks.allocated import NUM_STEPS, peak_allocated
 from benchmarks.gpt import GPT, next_word_loss
 from tests.cost.test_boxed_bytes import ONE_SHOT
+from tests.training.models import CNN
 from workbench.core.options import PRECISIONS
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Strategy
@@ -26,7 +27,7 @@ from workbench.training.costs.dry_run import dry_run
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.runs.job import Job
 from workbench.training.runs.train import run_strategy
-from workbench.training.strategies.state import describe
+from workbench.training.strategies.state import ROOT, describe
 
 H200 = load_hardware("h200")
 HERE = replace(H200, exchanges_on_cores=True)
@@ -65,6 +66,39 @@ def with_adapters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+class Tagger(nn.Module):
+    """Frozen words, a recurrent layer, which returns several tensors, and a head."""
+
+    def __init__(self, recurrent=nn.LSTM) -> None:
+        super().__init__()
+        self.words = nn.Embedding.from_pretrained(torch.randn(512, 64))
+        self.rnn, self.head = recurrent(64, 32, batch_first=True), nn.Linear(32, 512)
+
+    def forward(self, words):
+        return self.head(self.rnn(self.words(words))[0])
+
+
+class Patches(nn.Module):
+    """A container with parameters of its own, of which the first is frozen: the first tensor that enters it is the
+    batch.
+    """
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        self.first, self.positions = nn.Parameter(torch.randn(1, 1, 64)), nn.Parameter(torch.randn(1, 21, 64))
+        self.words, self.embed, self.fc = nn.Embedding(512, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 512)
+        self.requires_grad_(False)
+        for name in (trained, "head"):
+            part = getattr(self, name)
+            part.requires_grad_(True)
+
+    def forward(self, words):
+        embedded = self.embed(self.words(words))
+        x = torch.cat([self.first.expand(len(words), -1, -1), embedded], 1) + self.positions
+        return self.head(F.relu(self.fc(x)))[:, 1:]
+
+
 MODELS = {
     "head": head_only,
     "16 bits": lambda: gpt().to(torch.bfloat16),
@@ -99,6 +133,72 @@ def test_as_many_bytes_as_a_dry_run(name, text):
     """Frozen weights have no sums, and activations no gradients before the first trained layer."""
     counted = dry_run(MODELS[name], text, 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss)
     assert predicted(name, text, ONE_SHOT).boxed_bytes == counted.boxed_bytes
+
+
+RNN_IN_TWO = "*: data; rnn: data@1; head: data@1 | 2x1x1 mb=4 1f1b"
+HEAD_IN_TWO = "*: data; head: data@1 | 2x1x1 mb=2 1f1b"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | zero=3", RNN_IN_TWO, HEAD_IN_TWO])
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
+def test_a_layer_that_returns_several_tensors_has_a_backward_if_one_of_them_has(recurrent, text):
+    def make():
+        return Tagger(recurrent)
+
+    costs = layer_costs(make, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    assert [row.has_gradients for row in costs.rows] == [(False, False), (False, True), (True, True)]
+    counted = dry_run(make, text, 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss)
+    found = estimate(costs, Strategy(text).resolve(costs.layers, 2), ONE_SHOT, BATCH)
+    assert found.boxed_bytes == counted.boxed_bytes
+
+
+def test_a_frozen_layer_that_returns_several_tensors_has_none():
+    class Frozen(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn.requires_grad_(False)
+
+    costs = layer_costs(Frozen, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    assert [row.has_gradients for row in costs.rows] == [(False, False), (False, False), (False, True)]
+
+
+class Twice(Tagger):
+    def forward(self, words):
+        once = self.rnn(self.words(words))[0]
+        return self.head(self.rnn(torch.cat([once, once], -1))[0])
+
+
+def test_each_call_of_such_a_layer_has_a_backward():
+    costs = layer_costs(Twice, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    found = [call.row.has_gradients for call in costs.calls if call.row.layer.name == "rnn"]
+    assert found == [(False, True), (True, True)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"), [("embed", (True, True)), ("positions", (True, True)), ("head", (False, False))]
+)
+def test_what_enters_a_container_is_unknown(trained, expected):
+    costs = layer_costs(lambda: Patches(trained), WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    (root,) = (row for row in costs.rows if row.layer.name == ROOT)
+    assert root.has_gradients == expected
+
+
+@pytest.mark.parametrize("text", ["*: data", "*: data | recompute"])
+@pytest.mark.parametrize("trained", ["fc2", "conv2", "bn2"])
+def test_frozen_batch_norms_sum_their_statistics_in_forward(trained, text):
+    """Before the first trained layer they send nothing in backward, and do not run again."""
+
+    def make():
+        model = CNN()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        return model
+
+    batch = torch.ones(16, 1, 8, 8), torch.arange(16) % 10
+    costs = layer_costs(make, batch[0], loss_fn=F.cross_entropy, targets=batch[1])
+    found = estimate(costs, Strategy(text).resolve(costs.layers, 2), ONE_SHOT, 16)
+    assert found.boxed_bytes == dry_run(make, text, 2, *batch, F.cross_entropy).boxed_bytes
 
 
 @pytest.mark.parametrize("name", ["head", "16 bits", "head of 16 bits", "64 bits"])

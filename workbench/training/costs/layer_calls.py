@@ -67,6 +67,7 @@ class _Call:
     input: torch.Tensor | None = None
     source: int | None = None
     output: torch.Tensor | None = None
+    results: Sequence[torch.Tensor] = ()
     first_made: torch.Tensor | None = None
     entries: list[Entry] = field(default_factory=list)
     number: int | None = None
@@ -89,9 +90,9 @@ class LayerCalls:
         source = None if taken is None else self._made.get(taken.untyped_storage()._cdata, (None,))[0]
         self._begun[layer] = _Call(layer, taken, source)
 
-    def end(self, layer: str, output: torch.Tensor | None) -> None:
-        """Record that the layer returns. ``output`` is None if it is not one tensor."""
-        self._begun[layer].output = output
+    def end(self, layer: str, output: torch.Tensor | None, results: Sequence[torch.Tensor]) -> None:
+        """Record that the layer returns ``results``. ``output`` is None if it is not one tensor."""
+        self._begun[layer].output, self._begun[layer].results = output, results
 
     def record(self, entry: Entry, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
         """Record the tensors (by address) that a function reads and makes."""
@@ -119,7 +120,7 @@ class LayerCalls:
         pieces: Mapping[str, tuple[int, ...]],
         num_samples: int,
         extent: Callable[[torch.Tensor | None], Extent | None],
-        gradients: Callable[[torch.Tensor | None, torch.Tensor | None], tuple[bool, bool]],
+        gradients: Callable[[str, torch.Tensor | None, Sequence[torch.Tensor]], tuple[bool, bool]],
     ) -> tuple[LayerCall, ...]:
         """All calls; none if no layer was called twice."""
         if len({call.layer for call in self._calls}) == len(self._calls):
@@ -137,7 +138,7 @@ class LayerCalls:
                 4 if output is None else output.element_size(),
                 pieces=pieces.get(call.layer, ()),
                 input_extent=extent(call.input),
-                has_gradients=gradients(call.input, output),
+                has_gradients=gradients(call.layer, call.input, call.results or ([] if output is None else [output])),
             )
             number = numbers.setdefault(id(call.input), len(numbers))
             itemsize = 4 if call.input is None else call.input.element_size()

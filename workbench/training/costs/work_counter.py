@@ -58,6 +58,7 @@ class WorkCounter(TorchDispatchMode):
         self._active: list[str] = []
         self._last: str | None = None
         self._outputs: dict[str, torch.Tensor | None] = {}
+        self._results: dict[str, list[torch.Tensor]] = {}  # all that a layer returns; of a container, its own results
         self._inputs: dict[str, torch.Tensor | None] = {}  # the first one; None where there is none
         self._containers: set[str] = set()  # layers in whose forward others run: what enters these is not theirs alone
         self._pieces: dict[str, tuple[int, ...]] = {}
@@ -132,7 +133,7 @@ class WorkCounter(TorchDispatchMode):
             self._pieces.get(layer.name, ()), None if passed_itemsize == itemsize else passed_itemsize,
             self._num_cast.get(layer.name, 0), self._input_extent(layer.name),
             self._reads.of(layer.name, self._order, self._num_samples),
-            self._have_gradients(self._inputs.get(layer.name), output),
+            self._have_gradients(layer.name, self._inputs.get(layer.name), self._results.get(layer.name, ())),
         )  # fmt: skip
 
     def calls(self, layers: Sequence[Layer]) -> tuple[LayerCall, ...]:
@@ -144,10 +145,15 @@ class WorkCounter(TorchDispatchMode):
         """All counted functions, in order, for one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 
-    def _have_gradients(self, *tensors: torch.Tensor | None) -> tuple[bool, bool]:
-        """Whether backward computes the gradients of a layer's input and output."""
-        first, second = (not self._has_frozen or (one is not None and one.requires_grad) for one in tensors)
-        return first, second
+    def _have_gradients(
+        self, name: str, taken: torch.Tensor | None, results: Sequence[torch.Tensor]
+    ) -> tuple[bool, bool]:
+        """Whether backward computes the gradients of a layer's input and output; of what is unknown, it may."""
+        if not self._has_frozen:
+            return True, True
+        is_unknown = name in self._containers or name not in self._inputs
+        comes_out = not results or any(result.requires_grad for result in results)
+        return comes_out and (is_unknown or (taken is not None and taken.requires_grad)), comes_out
 
     def _backward_products(self, name: str, operands: Sequence[Any]) -> tuple[bool, bool]:
         """Which of the two products of its backward a product has: for its input, and for its weight."""
@@ -213,7 +219,8 @@ class WorkCounter(TorchDispatchMode):
             return
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
-        self._calls.end(name, self._outputs[name])
+        self._results.setdefault(name, []).extend(tensors)
+        self._calls.end(name, self._outputs[name], tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = _on_metadata(func, args, kwargs or {})
@@ -305,8 +312,9 @@ class WorkCounter(TorchDispatchMode):
 
     def _record_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
         """Record an output. A container, or a layer whose parameters others read, gives the first result of them."""
-        if name not in self._outputs and (name not in self._active or name in self._containers):
-            self._outputs[name] = next(iter(outputs.values()))
+        if name in self._containers or name not in self._inputs:
+            self._outputs.setdefault(name, next(iter(outputs.values())))
+            self._results.setdefault(name, []).extend(outputs.values())
 
     def _place(self, inputs: Mapping[int, torch.Tensor]) -> Entry:
         """The entry of a function that reads these storages."""
