@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from tests.training.costs.test_dry_run import perceptron, random_strategy
 from tests.training.models import CNN
@@ -17,6 +18,8 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.cost.hardware_files import load_hardware
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.transport.threads import ThreadTransport
@@ -185,6 +188,51 @@ def test_residuals_over_borders_of_stages_are_sent_once_to_each_stage_that_reads
     rows = "; ".join(f"{names.get(x, x)}: {kind}@{stage}" for stage, layers in enumerate(stages) for x in layers)
     width = "2x1" if kind == "data" else "1x2"
     assert_same_bytes("skips", f"{rows} | {len(stages)}x{width} {words}", 2 * len(stages))
+
+
+def frozen_skips(*names):
+    model = Skips()
+    for name in names:
+        getattr(model, name).requires_grad_(False)
+    return model
+
+
+FROZEN = [("a",), ("b",), ("a", "b"), ("a", "b", "c"), ("a", "b", "c", "d"), ("c", "d")]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("borders", [["a", "bcdh"], *(each.replace("head", "h").split("|") for each in BORDERS)])
+@pytest.mark.parametrize("names", FROZEN)
+def test_residuals_of_frozen_layers_are_sent_without_their_gradients(names, borders):
+    make, batch = functools.partial(frozen_skips, *names), (torch.ones(16, 12), torch.arange(16) % 6)
+    rows = "; ".join(f"{x.replace('h', 'head')}: data@{stage}" for stage, layers in enumerate(borders) for x in layers)
+    costs = layer_costs(make, batch[0], loss_fn=F.cross_entropy, targets=batch[1])
+    for degrees in ("1x1 mb=2", "2x1"):
+        text, num_ranks = f"{rows} | {len(borders)}x{degrees}", len(borders) * int(degrees[0])
+        found = estimate(costs, Strategy(text).resolve(costs.layers, num_ranks), RING, 16, optimizer="momentum")
+        run = dry_run(make, text, num_ranks, *batch, F.cross_entropy, cost=RING.link_cost)
+        assert found.boxed_bytes == pytest.approx(run.boxed_bytes, rel=1e-9), text
+
+
+def test_what_frozen_residuals_send_is_what_simulated_ranks_send():
+    inputs, targets = torch.ones(16, 12), torch.arange(16) % 6
+    text = "*: data; b: data@1; c: data@1; d: data@1; head: data@1 | 2x1x1"
+
+    state = Skips().state_dict()
+
+    def program():
+        model = frozen_skips("a")
+        model.load_state_dict(state)
+        model = wb.parallelize(model, text)
+        current().traffic.reset()
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return current().traffic.sent_bytes
+
+    costs = layer_costs(lambda: frozen_skips("a"), inputs, loss_fn=F.cross_entropy, targets=targets)
+    found = estimate(costs, Strategy(text).resolve(costs.layers, 2), RING, 16)
+    sent = run_ranks(program, 2)
+    assert found.boxed_bytes == sum(sent) == 3 * 12 * 4 * 16
+    assert sent[1] == 0
 
 
 def test_half_of_the_bytes_would_be_seen():

@@ -118,11 +118,13 @@ class SkipConnection:
         size_bytes: bytes of one sample.
         readers: the layers whose functions read it, as places after the layer that makes it: 1 is the next one.
         as_input: those of ``readers`` whose own input it is.
+        has_gradient: whether backward computes its gradient.
     """
 
     size_bytes: float
     readers: tuple[int, ...]
     as_input: tuple[int, ...] = ()
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,20 +224,21 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
             seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
-        ways = 1 + row.has_gradients[1]
+        ways = 1 + (row.has_gradients[1] or model.rows[index].has_gradients[0])
         total += ways * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
-    for source, target, size in _beside(model, strategy, settings):
+    for source, target, size, ways in _beside(model, strategy, settings):
         setting = settings[source]
         slowest = max(slowest, exchange_s(setting.hardware, size, 2, setting.data * setting.model, "send"))
-        total += 2 * size * settings[target].data * settings[target].model * strategy.num_micro_batches
+        total += ways * size * settings[target].data * settings[target].model * strategy.num_micro_batches
     return slowest, total
 
 
 def _beside(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[tuple[int, int, float, int]]:
     """Transfers between stages other than from a layer to the next, such as a residual:
-    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch). A stage receives each tensor once.
+    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch, 2 with its gradient and else 1).
+    A stage receives each tensor once.
     """
     stages = [layer.stage for layer in strategy.layers]
     for index, row in enumerate(model.rows):
@@ -254,7 +255,7 @@ def _beside(
                     continue
                 is_split = reader.parallel == "data" or settings[target].sequence
                 size = skip.size_bytes * settings[source].samples * settings[source].scale
-                yield source, target, size / (settings[target].model if is_split else 1)
+                yield source, target, size / (settings[target].model if is_split else 1), 1 + skip.has_gradient
 
 
 def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:

@@ -4,7 +4,7 @@ read an activation, to whose stages it is sent; and what functions read and writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +147,8 @@ class LayerCalls:
 
 
 class ActivationReads:
-    """Activations with gradients that the functions of one layer make, and those of other layers read.
+    """Activations that the functions of one layer make, and those of other layers read: those with gradients, and in
+    a model with frozen weights those that would have one if all weights were trained.
 
     A function between layers runs where its operands are. For this count it belongs to the latest layer that makes one
     of them.
@@ -160,21 +161,34 @@ class ActivationReads:
         ] = {}  # by address; holding a tensor keeps its address from being used again
         self._readers: dict[int, list[str]] = {}
         self._entered: dict[int, list[str]] = {}
+        self._of_weights: set[int] = set()  # by address, in a model with frozen weights: what comes from any weights
+        self._with_gradient: set[int] = set()
 
     def record(
-        self, layer: str | None, is_own: bool, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Record the tensors (by address) that a function reads and makes; ``layer`` is its layer, or the last one
-        before it.
+        self, layer: str | None, is_own: bool, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor],
+        weights: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """Record the tensors (by address) that a function reads and makes.
+
+        Args:
+            layer: its layer, or the last one before it.
+            is_own: whether it is the layer's own.
+            inputs, outputs: the tensors.
+            weights: addresses of the weights, if some of them are frozen.
         """
         if layer is None:
             return
+        if any(address in weights or address in self._of_weights for address in inputs):
+            self._of_weights.update(address for address, tensor in outputs.items() if tensor.is_floating_point())
         self._places.setdefault(layer, len(self._places))
         makers = [self._made[address][0] for address in inputs if address in self._made]
         if makers and not is_own:
             layer = max(makers, key=self._places.__getitem__)
         for address, tensor in inputs.items():
-            if address in self._made and self._made[address][0] != layer and tensor.requires_grad:
+            if tensor.requires_grad:
+                self._with_gradient.add(address)
+            is_sent = tensor.requires_grad or address in self._of_weights
+            if is_sent and address in self._made and self._made[address][0] != layer:
                 _add(self._readers, address, layer)
         for address, tensor in outputs.items():
             if address not in inputs:  # neither a view nor written in place
@@ -193,6 +207,7 @@ class ActivationReads:
                 tensor.numel() * tensor.element_size() / num_samples,
                 tuple(place[name] - place[layer] for name in self._readers[address] if name in place),
                 tuple(place[name] - place[layer] for name in self._entered.get(address, ()) if name in place),
+                address in self._with_gradient,
             )
             for address, (maker, tensor) in self._made.items()
             if maker == layer and layer in place and address in self._readers

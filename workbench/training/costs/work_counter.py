@@ -237,7 +237,7 @@ class WorkCounter(TorchDispatchMode):
             self._record_samples(out)
         self._record_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
-        self._reads.record(entry.layer, entry.is_own, inputs, outputs)
+        self._reads.record(entry.layer, entry.is_own, inputs, outputs, self._owners if self._has_frozen else ())
         self._calls.record(entry, inputs, outputs)
         entry.name = name_of(func, inputs)
         if entry.name == ATTENTION:
