@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,14 +183,16 @@ def test_a_first_call_and_calls_with_other_keys_run_unchanged():
     assert kinds[0] == [GlobalTensor, *[torch.Tensor] * 5, GlobalTensor, torch.Tensor]
 
 
-def test_a_setting_that_changes_between_steps_is_looked_at_on_all_ranks():
+@pytest.mark.parametrize("kind", [float, np.float32])
+def test_a_setting_that_changes_between_steps_is_looked_at_on_all_ranks(kind):
     """Dropout that begins later draws the numbers of one device, on the block's rank and on that of others."""
 
     def begin(model):
-        model.a.drop.p = model.c.drop.p = 0.4
+        model.a.drop.p = model.c.drop.p = kind(0.4)
 
     torch.manual_seed(0)
     one = Model(Block)
+    one.a.drop.p = one.c.drop.p = kind(0)
     models = [copy.deepcopy(one) for _ in range(2)]
     truth = run_ranks(program_of([one], "*: data | mb=2", between=begin), 1)[0][0]
     for found, _, _ in run_ranks(program_of(models, TWO_STAGES, between=begin), 2):

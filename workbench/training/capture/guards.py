@@ -1,5 +1,5 @@
-"""What must hold for a replay: the strategies and modes of the modules that a step calls, what they consist of, the
-numbers that they hold, and the kinds of its inputs.
+"""What must hold for a replay: the strategies and modes of the modules that a step calls, what they consist of, and the
+kinds of its inputs. ``read_numbers`` has the numbers that the step reads.
 """
 
 from __future__ import annotations
@@ -7,9 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -18,13 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
+from workbench.training.capture.read_numbers import Key, change_of, numbers_of
 from workbench.training.strategies.state import STATE
-
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-"""Values that can be compared and never change."""
-_OF_TORCH = frozenset(nn.Module().__dict__)
-"""Attributes that every module has."""
-_NOT_PLAIN = object()
 
 
 @contextmanager
@@ -49,7 +42,6 @@ class Guards:
 
     def __init__(self) -> None:
         self._roots: list[nn.Module] = []
-        self._unguarded: set[tuple[int, str]] = set()
         self._look()
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -66,35 +58,24 @@ class Guards:
         return self._held_now() != self._held or self._states_now() != self._states
 
     def now(self) -> Any:
-        """The present modes, frozen parameters and numbers. While they are the same, a replay is allowed."""
+        """The present modes and frozen parameters. While they are the same, a replay is allowed."""
         with local_torch():
             return (
                 tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
-                self._numbers_now(),
             )
 
-    def numbers(self) -> dict[tuple[int, str], Any]:
-        """The numbers, strings and flags that programs have set on modules, by the id of the module and the name."""
-        return {
-            (key, name): value
-            for key, part in self._parts.items()
-            for name, value in part.__dict__.items()
-            if name not in _OF_TORCH and _is_plain(value)
-        }
+    def numbers(self) -> dict[Key, Any]:
+        """The present numbers that programs have set on the modules."""
+        return numbers_of(self._parts.values())
 
-    def unguard(self, before: Mapping[tuple[int, str], Any]) -> list[str]:
-        """Guard no numbers any more that the step itself has changed: a replay leaves them as they are. ``before`` has
-        those of before the step. Returns what it has changed, one text each.
-        """
+    def changes_since(self, before: Mapping[Key, Any]) -> list[str]:
+        """The numbers that have another value than ``before``, a text for each."""
         now = self.numbers()
-        changed = [key for key, value in before.items() if key in now and value != now[key]]
-        if not self._unguarded.issuperset(changed):
-            self._unguarded.update(changed)
-            self._look_at_numbers()
         return [
-            f"{type(self._parts[part]).__name__}.{name} ({before[part, name]!r}, then {now[part, name]!r})"
-            for part, name in changed
+            change_of(self._parts[part], name, value, now[part, name])
+            for (part, name), value in before.items()
+            if (part, name) in now and value != now[part, name]
         ]
 
     def _look(self) -> None:
@@ -108,37 +89,12 @@ class Guards:
         parameters = (parameter for part in self._parts.values() for parameter in part._parameters.values())
         self._parameters = [parameter for parameter in parameters if parameter is not None]
         self._held = self._held_now()
-        self._attributes = [part.__dict__ for part in self._parts.values()]
-        self._look_at_numbers()
-
-    def _look_at_numbers(self) -> None:
-        """Look where the numbers are, and how many attributes modules have: with a new one, there may be others."""
-        self._lengths = list(map(len, self._attributes))
-        self._guarded = [
-            (self._parts[part].__dict__, name) for part, name in self.numbers() if (part, name) not in self._unguarded
-        ]
-        self._values: list[Any] = []
-        self._key: tuple[Any, ...] = ()
-
-    def _numbers_now(self) -> tuple[Any, ...]:
-        """The guarded numbers. As long as they are the same objects, they have the key that they had."""
-        if list(map(len, self._attributes)) != self._lengths:
-            self._look_at_numbers()
-        values = [attributes.get(name) for attributes, name in self._guarded]
-        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            self._values = [value if _is_plain(value) else _NOT_PLAIN for value in values]  # keeps no tensor alive
-            self._key = tuple([(type(value), value) for value in self._values])
-        return self._key
 
     def _held_now(self) -> tuple[int, ...]:
         return tuple(map(id, chain.from_iterable(map(dict.values, self._places))))
 
     def _states_now(self) -> list[Any]:
         return [part.__dict__.get(STATE) for part in self._parallelized]
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(isinstance(inner, _PLAIN) for inner in value))
 
 
 def kind_of(leaf: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -20,12 +20,14 @@ from workbench.training.capture.gradients import LeafCollector, held_grad, hold_
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.operators import RejectValueReads
-from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
+from workbench.training.capture.optimizer_steps import optimizer_listener
 from workbench.training.capture.parts import written_memory
+from workbench.training.capture.read_numbers import Numbers, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
 from workbench.training.capture.recorder import Recorder
+from workbench.training.capture.recordings import InputKind, Recording
 from workbench.training.capture.replay_options import ReplayOptions
-from workbench.training.capture.step_warnings import warn_of_changes, warn_of_inputs, warn_of_numbers
+from workbench.training.capture.step_warnings import warn_of_changes, warn_of_inputs, warn_of_numbers, warn_of_values
 from workbench.training.capture.trace import Trace
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
@@ -41,65 +43,6 @@ _MOST_CHANGES = 8
 """Of the modules before a warning, one after the other without a replay."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-@dataclass(slots=True)
-class _Recording:
-    """One trace, and what else a replay needs.
-
-    Attributes:
-        strides: of the step's inputs on this rank; None for those that it writes to.
-        leaves: of autograd, each with the number of the output that becomes its gradient, and the spec of a shard.
-        used_grads: leaves whose gradient the trace reads; these are its last inputs.
-        cleared: leaves whose earlier gradient the step drops.
-        placeholders: leaves of other ranks, each with whether its owner has a gradient when the step ends.
-        results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
-            constant itself.
-        addresses: the tensors that the step works on, each with its address.
-        written: tensors among them that the step writes to.
-        steps: the optimizers' steps.
-        traffic: exchanges and bytes of one step.
-    """
-
-    trace: Trace
-    run: Callable[..., Sequence[torch.Tensor]]
-    strides: list[tuple[int, ...] | None]
-    leaves: list[tuple[torch.Tensor, int, Spec | None]]
-    used_grads: list[torch.Tensor]
-    cleared: list[torch.Tensor]
-    placeholders: list[tuple[GlobalTensor, bool]]
-    results: list[tuple[bool, Any]]
-    structure: TreeSpec
-    addresses: list[tuple[torch.Tensor, int]]
-    written: list[torch.Tensor]
-    steps: list[OptimizerStep]
-    traffic: TrafficCount
-
-    def fits(self) -> bool:
-        """Whether every tensor that the step works on has the same address."""
-        with local_torch():
-            return all(tensor.data_ptr() == address for tensor, address in self.addresses)
-
-    def has_its_optimizers(self) -> bool:
-        """Whether optimizers have the parameters that they had, in the layouts that they had."""
-        return all(step.fits() for step in self.steps)
-
-
-@dataclass(slots=True)
-class _InputKind:
-    """The recordings for one kind of inputs, under the same guards.
-
-    Attributes:
-        leaves: the leaves of autograd that the step works on.
-        recordings: by the leaves that have a gradient when the step begins.
-    """
-
-    leaves: list[torch.Tensor]
-    recordings: dict[tuple[bool, ...], _Recording]
-
-    def graded(self) -> tuple[bool, ...]:
-        with local_torch():
-            return tuple([held_grad(leaf) is not None for leaf in self.leaves])
 
 
 def capture(
@@ -120,11 +63,12 @@ def capture(
     ran normally.
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
-    that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or number
-    (``model.drop.p``; also strings, flags and tuples of these), or has got other layers, parameters or buffers, if
-    parameters have moved, or if the world was rebuilt. After
-    ``max_recordings`` records, calls run normally, with a warning. All ranks make the same calls, with inputs of equal
-    logical shapes.
+    that the step calls has another strategy, mode (``train()``, ``eval()``) or set of frozen parameters, or has got
+    other layers, parameters or buffers, if a number that the step reads from a module (``model.drop.p``; also strings,
+    flags, and lists, tuples and dicts of these with at most 64 entries) has another value, if parameters have moved, or
+    if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the
+    same calls, with inputs of equal logical shapes, and read the same numbers: a rank that alone reads another value
+    records anew while the others replay, and they wait for each other.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
     warning names numbers of modules that the step itself changes. A batch is an argument: one that the step takes from
@@ -177,17 +121,17 @@ class CapturedStep(Generic[_Arguments, _Result]):
         functools.update_wrapper(self, step)
         self._options = options
         self._step, self._max_recordings = step, max_recordings
-        self._kinds: dict[Any, _InputKind] = {}
+        self._kinds: dict[Any, list[InputKind]] = {}
         self._guards = Guards()
         self.num_recordings = self.num_replays = 0
         self._num_rebuilds = self._num_forgotten = 0
         self._num_changes = 0  # of the modules since the last replay
-        self._has_warned_of_numbers = False
+        self._has_warned_of_numbers = self._has_warned_of_values = False
 
     @property
     def traces(self) -> list[Trace]:
         """The recorded programs; ``print`` one."""
-        return [recording.trace for kind in self._kinds.values() for recording in kind.recordings.values()]
+        return [recording.trace for kind in chain(*self._kinds.values()) for recording in kind.recordings.values()]
 
     @property
     def problem(self) -> str:
@@ -215,20 +159,17 @@ class CapturedStep(Generic[_Arguments, _Result]):
                 warn_of_changes(self._name, _MOST_CHANGES)
             self._forget_recordings(world.num_rebuilds)
         key = (structure, torch.is_grad_enabled(), autocast_dtype(world), *map(kind_of, leaves))
-        guarded = self._guards.now()
-        kind = self._kinds.get((key, guarded))
-        if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
-            kind = None
+        kinds = self._kinds.get((key, self._guards.now()), [])
+        kind = _fitting(kinds)
         if kind is None:
-            before = self._guards.numbers()
             with LeafCollector() as seen, called_modules() as modules:
                 result = self._step(*args, **kwargs)
-            self._guards.unguard(before)
             self._guards.add(modules)
             if self._forget_one():
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
-            self._kinds[key, self._guards.now()] = _InputKind(list(seen.found.values()), {})
+            kind = InputKind(Numbers(), list(seen.found.values()), {})
+            self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
         graded = kind.graded()
         recording = kind.recordings.get(graded)
@@ -237,18 +178,25 @@ class CapturedStep(Generic[_Arguments, _Result]):
             self._num_changes = 0
             return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self.num_recordings - self._num_forgotten >= self._max_recordings:
-            limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
-            warn_of_inputs(self._name, leaves, f"{limit} (max_recordings={self._max_recordings})")
+            changed = [] if kind.recordings else next((c for k in reversed(kinds) if (c := k.numbers.changes())), [])
+            if not changed:
+                limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
+                warn_of_inputs(self._name, leaves, f"{limit} (max_recordings={self._max_recordings})")
+            elif not self._has_warned_of_values:
+                self._has_warned_of_values = True
+                warn_of_values(self._name, changed, self._max_recordings)
             return self._step(*args, **kwargs)
         _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
         before = self._guards.numbers()
-        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves, self._options)
+        with read_numbers() as reads:
+            result, recording = _record(self._step, world, leaves, structure, kind.leaves, self._options)
+        changed = kind.numbers.add(reads, before)
+        kind.recordings[graded] = recording
         self.num_recordings += 1
-        if changed := self._guards.unguard(before):
-            if not self._has_warned_of_numbers:
-                self._has_warned_of_numbers = True
-                warn_of_numbers(self._name, changed)
-            self._kinds[key, self._guards.now()] = self._kinds.pop((key, guarded))
+        changed = list(dict.fromkeys((*self._guards.changes_since(before), *changed)))
+        if changed and not self._has_warned_of_numbers:
+            self._has_warned_of_numbers = True
+            warn_of_numbers(self._name, changed)
         return result
 
     def _forget_recordings(self, num_rebuilds: int) -> None:
@@ -262,10 +210,13 @@ class CapturedStep(Generic[_Arguments, _Result]):
 
     def _forget_one(self) -> bool:
         """Forget the oldest of too many kinds of inputs that have come once; returns whether there were too many."""
-        once = [key for key, kind in self._kinds.items() if not kind.recordings]
+        once = [(key, kind) for key, kinds in self._kinds.items() for kind in kinds if not kind.recordings]
         if len(once) < _MOST_KINDS:
             return False
-        del self._kinds[once[0]]
+        key, oldest = once[0]
+        self._kinds[key].remove(oldest)
+        if not self._kinds[key]:
+            del self._kinds[key]
         return True
 
     @property
@@ -276,6 +227,15 @@ class CapturedStep(Generic[_Arguments, _Result]):
         return f"CapturedStep({self._name}, {self.num_recordings} recordings, {self.num_replays} replays)"
 
 
+def _fitting(kinds: list[InputKind]) -> InputKind | None:
+    """The one whose numbers are those of now; one of optimizers that are others now is removed."""
+    kind = next((kind for kind in kinds if kind.numbers.hold()), None)
+    if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
+        kinds.remove(kind)
+        return None
+    return kind
+
+
 def _record(
     step: Callable[..., Any],
     world: World,
@@ -283,7 +243,7 @@ def _record(
     structure: TreeSpec,
     leaves: list[torch.Tensor],
     options: ReplayOptions,
-) -> tuple[Any, _Recording]:
+) -> tuple[Any, Recording]:
     """Run the step and record it."""
     given = [own_input(argument) for argument in arguments]
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
@@ -328,7 +288,7 @@ def _record(
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
-    recording = _Recording(
+    recording = Recording(
         trace, trace.compile(), strides, made, used, cleared, placeholders, results, result_structure, addresses,
         written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
     )  # fmt: skip
@@ -353,7 +313,7 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
     return tensor._spec if isinstance(tensor, GlobalTensor) else None
 
 
-def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
+def _replay(recording: Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
     with torch.no_grad(), local_torch(), torch._C._DisableAutocast():
         grads = [grad for leaf in recording.used_grads if (grad := held_grad(leaf)) is not None]
         for leaf in recording.cleared:

@@ -19,8 +19,8 @@ def warn_of_inputs(name: str, leaves: Sequence[Any], which: str) -> None:
     shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     warnings.warn(
         f"capture: {name} was called with {shapes}, which is {which}. Such calls run as they are. Every shape, layout "
-        "and value that is no tensor is a recording of its own, also a number that a module holds. Pad batches to one "
-        "shape, and hand numbers in as tensors.",
+        "and value that is no tensor is a recording of its own. Pad batches to one shape, and hand numbers in as "
+        "tensors.",
         CaptureWarning,
         stacklevel=_LEVEL,
     )
@@ -42,6 +42,17 @@ def warn_of_numbers(name: str, changed: Sequence[str]) -> None:
     warnings.warn(
         f"capture: {name} changes numbers of its modules: {', '.join(changed)}. A replay neither changes them nor "
         "reads them: they stay those of the recording. Change them outside of the step, or keep them in tensors.",
+        CaptureWarning,
+        stacklevel=_LEVEL,
+    )
+
+
+def warn_of_values(name: str, changed: Sequence[str], max_recordings: int) -> None:
+    """Numbers that the step reads from modules have had too many values; ``changed`` has a text for each."""
+    warnings.warn(
+        f"capture: {name} reads numbers of its modules that change between calls: {', '.join(changed)}. Every value is "
+        f"a recording of its own, and there are {max_recordings} already (max_recordings={max_recordings}). Such calls "
+        "run as they are. Keep the number in a tensor that the step reads, and write to it: module.tau.fill_(0.5).",
         CaptureWarning,
         stacklevel=_LEVEL,
     )

@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -33,14 +34,15 @@ from workbench.tensors.world import World
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 """Modules of whose parts the program calls some by themselves."""
-VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-"""Arguments that can be compared and never change."""
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, np.number, np.bool_)
+"""Arguments and attributes that can be compared and never change."""
 _HOLDERS = (list, dict, set, deque)
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _NOT_CACHED = object()
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
+_NO_SETTINGS = OF_TORCH - {"training"}
 _KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -243,7 +245,7 @@ class ForwardCache(ABC):
             attributes = part.__dict__
             known, names = self._names[number]
             if known != (present := tuple(attributes)):
-                names = tuple([name for name in present if name not in _OF_TORCH])
+                names = tuple([name for name in present if name not in _NO_SETTINGS])
                 self._names[number] = present, names
             for name in names:
                 value = attributes[name]

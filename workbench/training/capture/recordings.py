@@ -1,0 +1,80 @@
+"""Recordings of a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.training.capture.gradients import held_grad
+from workbench.training.capture.optimizer_steps import OptimizerStep
+from workbench.training.capture.read_numbers import Numbers
+from workbench.training.capture.trace import Trace
+from workbench.transport.traffic import TrafficCount
+
+
+@dataclass(slots=True)
+class Recording:
+    """One trace, and what else a replay needs.
+
+    Attributes:
+        strides: of the step's inputs on this rank; None for those that it writes to.
+        leaves: of autograd, each with the number of the output that becomes its gradient, and the spec of a shard.
+        used_grads: leaves whose gradient the trace reads; these are its last inputs.
+        cleared: leaves whose earlier gradient the step drops.
+        placeholders: leaves of other ranks, each with whether its owner has a gradient when the step ends.
+        results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
+            constant itself.
+        addresses: the tensors that the step works on, each with its address.
+        written: tensors among them that the step writes to.
+        steps: the optimizers' steps.
+        traffic: exchanges and bytes of one step.
+    """
+
+    trace: Trace
+    run: Callable[..., Sequence[torch.Tensor]]
+    strides: list[tuple[int, ...] | None]
+    leaves: list[tuple[torch.Tensor, int, Spec | None]]
+    used_grads: list[torch.Tensor]
+    cleared: list[torch.Tensor]
+    placeholders: list[tuple[GlobalTensor, bool]]
+    results: list[tuple[bool, Any]]
+    structure: TreeSpec
+    addresses: list[tuple[torch.Tensor, int]]
+    written: list[torch.Tensor]
+    steps: list[OptimizerStep]
+    traffic: TrafficCount
+
+    def fits(self) -> bool:
+        """Whether every tensor that the step works on has the same address."""
+        with local_torch():
+            return all(tensor.data_ptr() == address for tensor, address in self.addresses)
+
+    def has_its_optimizers(self) -> bool:
+        """Whether optimizers have the parameters that they had, in the layouts that they had."""
+        return all(step.fits() for step in self.steps)
+
+
+@dataclass(slots=True, eq=False)
+class InputKind:
+    """The recordings for one kind of inputs, under the same guards and numbers.
+
+    Attributes:
+        numbers: that the recordings have read. Without a recording there are none, as a normal call may replay blocks
+            (see ``forward_cache``) on some ranks and not on others.
+        leaves: the leaves of autograd that the step works on.
+        recordings: by the leaves that have a gradient when the step begins.
+    """
+
+    numbers: Numbers
+    leaves: list[torch.Tensor]
+    recordings: dict[tuple[bool, ...], Recording]
+
+    def graded(self) -> tuple[bool, ...]:
+        """The leaves that have a gradient now."""
+        with local_torch():
+            return tuple([held_grad(leaf) is not None for leaf in self.leaves])
