@@ -41,7 +41,7 @@ def read_numbers() -> Iterator[Reads]:
     thread, reads = threading.get_ident(), Reads()
     with _LOCK:
         _READERS[thread] = reads
-        setattr(nn.Module, "__getattribute__", _noted)  # noqa: B010 (mypy refuses the assignment)
+        setattr(nn.Module, "__getattribute__", _recording_reads)  # noqa: B010 (mypy refuses the assignment)
     try:
         yield reads
     finally:
@@ -51,7 +51,7 @@ def read_numbers() -> Iterator[Reads]:
                 del nn.Module.__getattribute__
 
 
-def _noted(module: nn.Module, name: str) -> Any:
+def _recording_reads(module: nn.Module, name: str) -> Any:
     """``nn.Module.__getattribute__`` while a step is recorded."""
     inherited = super(nn.Module, module).__getattribute__
     reads = _READERS.get(threading.get_ident())
