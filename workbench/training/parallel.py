@@ -37,7 +37,7 @@ from workbench.training.strategies.layout_hooks import Interruptible, RootHooks,
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
-from workbench.training.strategies.reshard_state import OptimizerState
+from workbench.training.strategies.reshard_state import states_of
 from workbench.training.strategies.shard_parameters import (
     move_parameters,
     refuse_overlaps,
@@ -121,7 +121,7 @@ def place(
     resolved = strategy.resolve(described, num_ranks)
     refuse_overlaps(module)
     check_same_on_all_ranks(module, world)
-    states = [OptimizerState(optimizer, module, world) for optimizer in optimizers]
+    states = states_of(optimizers, module, world)
     on_meta = names_on_meta(module)
     unhook(module)
     layers = list(layers_of(module))

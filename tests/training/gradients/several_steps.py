@@ -143,6 +143,23 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Shows groups and state of another optimizer as its own, as accelerate, Opacus and ScheduleFree do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
 class Unknown(torch.optim.Optimizer):
     """Steps an optimizer that is none of its attributes."""
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import optim
 
 import workbench as wb
-from tests.training.gradients.several_steps import Chain, Lookahead, TwoKinds, Unknown, WarmUp
+from tests.training.gradients.several_steps import Chain, Lookahead, TwoKinds, Unknown, WarmUp, Wrapper
 from tests.training.gradients.test_several_steps import (
     PIPELINE,
     STRATEGIES,
@@ -39,6 +39,8 @@ KINDS = {
     "warm-up of Adam": lambda model: WarmUp(model.parameters(), optim.Adam, lr=0.1),
     "lookahead": lambda model: Lookahead(sgd(model)),
     "lookahead of a chain": lambda model: Lookahead(chain(model)),
+    "wrapper": lambda model: Wrapper(sgd(model)),
+    "wrapper of a chain": lambda model: Wrapper(chain(model)),
     "two kinds": lambda model: TwoKinds(model.parameters()),
 }
 
@@ -123,7 +125,7 @@ def test_an_optimizer_that_is_not_known_to_step_another_says_so():
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize("kind", ["chain of two", "warm-up of Adam", "two kinds"])
+@pytest.mark.parametrize("kind", ["chain of two", "warm-up of Adam", "two kinds", "wrapper", "wrapper of a chain"])
 def test_the_state_of_the_inner_ones_moves_with_a_strategy(kind, is_plain):
     def run(model):
         optimizer = KINDS[kind](model)

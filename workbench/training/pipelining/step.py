@@ -29,7 +29,7 @@ from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
 from workbench.training.sample_rows import Rows
 from workbench.training.strategies.call_order import Calls, recorded_calls
-from workbench.training.strategies.reshard_state import OptimizerState
+from workbench.training.strategies.reshard_state import states_of
 from workbench.training.strategies.state import ParallelState, describe, state_of
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -227,7 +227,7 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     strategy = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
     if strategy == state.strategy:
         return state
-    optimizers = [OptimizerState(optimizer, module, world) for optimizer in optimizers_of(module, world)]
+    optimizers = states_of(optimizers_of(module, world), module, world)
     parallelize(module, strategy)
     for optimizer in optimizers:
         optimizer.reshard({})

@@ -6,6 +6,7 @@ this rank's part, so what it is a part of is written down before the parameters 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,31 @@ class _Scalar:
     is_on_device: bool
 
 
-class OptimizerState:
-    """The state of an optimizer while its parameters change their layouts."""
+def states_of(optimizers: Iterable[Optimizer], module: nn.Module, world: World) -> list[OptimizerState]:
+    """Those of optimizers over the module's parameters. All ranks call it.
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module, world: World) -> None:
-        self.optimizer, self.world = optimizer, world
+    A wrapper may show the state of the optimizer that it holds as its own. Such a state moves once, with the optimizer
+    that holds it.
+    """
+    seen: set[int] = set()
+    states = []
+    for optimizer in sorted(optimizers, key=_is_shown):
+        bring_back(optimizer)  # which may make another object for the state
+        states.append(OptimizerState(optimizer, module, world, moves=id(optimizer.state) not in seen))
+        seen.add(id(optimizer.state))
+    return states
+
+
+def _is_shown(optimizer: Optimizer) -> tuple[bool, int]:
+    """Sorts those first that hold their state, of these the ones with the most parameters."""
+    return "state" not in vars(optimizer), -sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+class OptimizerState:
+    """The state of an optimizer while its parameters change their layouts. ``moves``: no other one has moved it."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module, world: World, moves: bool = True) -> None:
+        self.optimizer, self.world, self.moves = optimizer, world, moves
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {id(parameter) for parameter in module.parameters()}
         others = sum(id(parameter) not in own for parameter in self.parameters)
@@ -55,7 +76,6 @@ class OptimizerState:
                 f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
             )
         refuse_block_state(optimizer, "parallelize(optimizer=)", StrategyError)
-        bring_back(optimizer)
         self.specs = [_state_spec(p) for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
@@ -74,6 +94,14 @@ class OptimizerState:
     def reshard(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Bring the state to where the parameters are now; ``replaced`` has the new ones by the old."""
         new = [replaced.get(parameter, parameter) for parameter in self.parameters]
+        if self.moves:
+            self._move(new)
+        remaining = iter(new)
+        for group in self.optimizer.param_groups:
+            group["params"] = [next(remaining) for _ in group["params"]]
+        forget_layouts(self.optimizer)
+
+    def _move(self, new: Sequence[torch.Tensor]) -> None:
         state = dict(self.optimizer.state)
         self.optimizer.state.clear()
         with torch.no_grad():
@@ -83,10 +111,6 @@ class OptimizerState:
                     if not (isinstance(parameter, GlobalTensor) and state_spec(parameter).is_placeholder):
                         self.optimizer.state[parameter] = values
             self._box()
-        remaining = iter(new)
-        for group in self.optimizer.param_groups:
-            group["params"] = [next(remaining) for _ in group["params"]]
-        forget_layouts(self.optimizer)
 
     def _resharded(
         self, values: dict[str, Any], parameter: torch.Tensor, spec: Spec | None, described: dict[str, Any]
