@@ -149,6 +149,33 @@ def test_the_state_of_the_inner_ones_moves_with_a_strategy(kind, is_plain):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
+def test_a_state_that_a_wrapper_shows_moves_once(strategy):
+    def start(model):
+        optimizer = Wrapper(optim.AdamW(model.parameters(), lr=0.1))
+        F.mse_loss(model(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    def go_on(model, optimizer):
+        evaluate(model)
+        optimizer.step()
+        return weights_of(model)
+
+    one, *models = (new_model() for _ in range(3))
+    expected = go_on(one, start(one))
+
+    def program(rank):
+        optimizer = start(models[rank])
+        wb.parallelize(models[rank], strategy, optimizer=optimizer)
+        wb.parallelize(models[rank], "*: model", optimizer=optimizer)
+        return go_on(models[rank], optimizer)
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
 def test_a_captured_step_refuses_them():
     class Declared(TwoKinds):
         elementwise = True
