@@ -84,6 +84,27 @@ def test_a_hook_sees_the_layout_of_the_strategy_that_holds_when_it_is_called():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("change", [lambda h: h.unsqueeze_(0), lambda h: h.transpose_(0, 1)])
+def test_a_hook_sees_the_gradient_from_before_a_change_of_shape_in_place(change, strategy):
+    plain, *models = built(3)
+
+    def seen(model):
+        gradients = []
+        h = model(IDS) * 2
+        h.register_hook(lambda grad: gradients.append(grad))
+        change(h)
+        (h * torch.linspace(0, 1, 16).view(h.shape)).sum().backward()
+        return gradients.pop()
+
+    expected = seen(plain)
+
+    def program(rank):
+        assert_equal_to_one_device(seen(wb.parallelize(models[rank], strategy)), expected)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_after_accumulation_stay(strategy):
     """A step in the backward: the hook gets the parameter that the module has now."""
     plain, *models = built(3)

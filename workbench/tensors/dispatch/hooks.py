@@ -72,12 +72,17 @@ def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _seeing_globals(tensor: GlobalTensor, hook: Callable[[Any], Any]) -> Callable[[Any], torch.Tensor | None]:
-    """The hook that torch calls. A leaf may have got another layout since its hook was set."""
+    """The hook that torch calls. A leaf may have got another layout since its hook was set.
+
+    Of other tensors torch gives the gradient from before later changes in place.
+    """
     at_first, reference = GradientConversion(tensor), weakref.ref(tensor)
+    with local_torch():
+        is_leaf = tensor.is_leaf
 
     @functools.wraps(hook, updated=())
     def on_shard(local: torch.Tensor | None) -> torch.Tensor | None:
-        leaf = reference()
+        leaf = reference() if is_leaf else None
         conversion = at_first if leaf is None or leaf._spec is at_first.spec else GradientConversion(leaf)
         return conversion.to_local(hook(conversion.to_global(local)), local)
 
