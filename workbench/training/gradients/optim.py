@@ -67,7 +67,7 @@ def restore_parameters() -> None:
     Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last complete step.
     """
     for optimizer in _in_a_step():
-        _put_back(optimizer, sends=False)
+        put_back(optimizer, sends=False)
 
 
 def _in_a_step() -> list[Optimizer]:
@@ -81,7 +81,7 @@ _torch_zero_grad: Callable[..., None] = Optimizer.zero_grad
 @functools.wraps(_torch_zero_grad)
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """A step that raised has left local tensors behind, of whose gradients nobody asks."""
-    _put_back(self)
+    put_back(self)
     parameters = [p for group in self.param_groups for p in group["params"]]
     if not set_to_none or not all(isinstance(p, GlobalTensor) for p in parameters):
         _torch_zero_grad(self, set_to_none)
@@ -93,7 +93,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if is_nested(optimizer):
         return
-    _put_back(optimizer)  # after a step that raised, its local tensors are still in place
+    put_back(optimizer)  # after a step that raised, its local tensors are still in place
     _end_others(optimizer)
     put_behind_hooks(optimizer, _before_step)
 
@@ -179,7 +179,7 @@ def _end_others(optimizer: Optimizer) -> None:
                 f"{outer} have the {inner} as an attribute, alone or in a list, from when it is made."
             )
         if shared:
-            _put_back(other)
+            put_back(other)
 
 
 def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
@@ -298,7 +298,7 @@ def _after_step(self: Optimizer) -> None:
         _put_parts_in_groups(self, swap)  # its update leaves none
     for listener in after_steps:
         listener(self)
-    _put_back(self)
+    put_back(self, has_stepped=True)
     _context().end_step(self)
 
 
@@ -307,7 +307,8 @@ def _context() -> ExecutionContext:
     return here.context if here is not None else ExecutionContext()
 
 
-def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
+def put_back(optimizer: Optimizer, sends: bool = True, has_stepped: bool = False) -> None:
+    """Return the parameters to an optimizer, where a step has replaced them; ``has_stepped``: it has not raised."""
     swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
     _stepping.pop(id(optimizer), None)
     if swap is None or swap.held is None:
@@ -323,14 +324,17 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
         group["params"] = params
     swap.held = None
     unfuse(swap.fused)
-    _write_back(swap, sends)
+    _write_back(swap, sends, has_stepped)
     for _, part in swap.pairs:
         part.grad = None
     swap.pairs, swap.states = [], []
 
 
-def _write_back(swap: Swap, sends: bool) -> None:
-    """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter."""
+def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
+    """Write stepped copies to their places, and if ``sends``, shards to the other ranks that hold the parameter.
+
+    Copies of a step that raised are dropped: the parameter may have got other values since, from a checkpoint.
+    """
     if swap.is_summed:
         forget_sums(swap.present)
     stepped = []
@@ -341,7 +345,10 @@ def _write_back(swap: Swap, sends: bool) -> None:
                 continue
             if shard is not None:
                 stepped.append(owner)
-            elif swap.is_torchs and owner._optimizer_part is not None:
+            if not has_stepped:
+                owner._optimizer_part = None  # the step may have given the part other memory
+                continue
+            if shard is None and swap.is_torchs and owner._optimizer_part is not None:
                 continue  # the part lies in its place
             place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
             if place.numel() and place.data_ptr() != part.data_ptr():

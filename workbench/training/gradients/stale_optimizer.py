@@ -42,13 +42,20 @@ def optimizers_of(module: nn.Module, world: World) -> list[Optimizer]:
     number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     found: dict[tuple[tuple[int, ...], int], Optimizer] = {}
     for optimizer in reversed(list(_with_state)):
-        numbers = tuple([number_of.get(id(p), -1) for group in optimizer.param_groups for p in group["params"]])
+        numbers = tuple([number_of.get(id(p), -1) for params in _groups_of(optimizer) for p in params])
         if -1 not in numbers:
             found[numbers, sum(known == numbers for known, _ in found)] = optimizer
     if world.device.type == "meta":  # a dry run has no other ranks
         return list(found.values())
     everywhere = set(found).intersection(*all_gather_object(list(found), world, "optimizers of a module"))
     return [found[key] for key in sorted(everywhere)]
+
+
+def _groups_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    """The parameters of each group, also after a step that raised, which has left parts in their places."""
+    swap = optimizer.__dict__.get("_workbench_swap")
+    held: list[list[torch.Tensor]] | None = None if swap is None else swap.held
+    return [group["params"] for group in optimizer.param_groups] if held is None else held
 
 
 def mark_replaced(parameter: torch.Tensor) -> None:

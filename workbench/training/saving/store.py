@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.optim import Optimizer
+
 from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, at_rebuild, current
+from workbench.training.gradients.failed_steps import end_failed_steps
+from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.saving import reading, writing
 from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
 
@@ -146,6 +150,7 @@ def begin(
     """
     world = current()
     finish_previous(world)
+    _end_failed_steps(parts, world)
     if _listener is not None:
         _listener(path, parts)
     what = f"save({str(path)!r})"
@@ -208,6 +213,12 @@ def _collect(parts: dict[str, Any], world: World, folder: Path) -> Any:
     return collect(parts, world)
 
 
+def _end_failed_steps(parts: Mapping[str, Any], world: World) -> None:
+    """Optimizers whose step raised have no parameters with names."""
+    given = [value for value in parts.values() if isinstance(value, Optimizer)]
+    end_failed_steps([each for optimizer in given for each in (optimizer, *optimizers_within(optimizer))], world)
+
+
 def finish_previous(world: World) -> None:
     """Wait for this world's asynchronous save in progress, if there is one."""
     previous = _under_way.get(world)
@@ -243,6 +254,7 @@ def load(
     """
     world, path = current(), Path(os.path.abspath(path))
     finish_previous(world)
+    _end_failed_steps(parts, world)
     what = f"load({str(path)!r})"
     found = run_on_all_ranks(lambda: reading.find(path) if world.rank == 0 else None, world, what)
     folder: Path = all_gather_object(found, world, what)[0]

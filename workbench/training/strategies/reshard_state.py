@@ -6,7 +6,7 @@ this rank's part, so what it is a part of is written down before the parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder,
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.block_state import refuse_block_state
+from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.gradients.optim import forget_layouts
 from workbench.training.gradients.shard import state_spec
 from workbench.training.gradients.state_on_host import bring_back
@@ -42,12 +43,13 @@ class _Scalar:
     is_on_device: bool
 
 
-def states_of(optimizers: Iterable[Optimizer], module: nn.Module, world: World) -> list[OptimizerState]:
+def states_of(optimizers: Sequence[Optimizer], module: nn.Module, world: World) -> list[OptimizerState]:
     """Those of optimizers over the module's parameters. All ranks call it.
 
     A wrapper may show the state of the optimizer that it holds as its own. Such a state moves once, with the optimizer
     that holds it.
     """
+    end_failed_steps(optimizers, world)
     seen: set[int] = set()
     states = []
     for optimizer in sorted(optimizers, key=_is_shown):
