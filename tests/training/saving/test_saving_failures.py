@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,44 @@ class TestPlainTensorsOfOneRank:
                 model.bias.fill_(1)
             with pytest.raises(CheckpointError, match=r"model.weight has other plain tensors on rank 0 than on rank 1"):
                 wb.checkpoint.save(tmp_path / "ckpt", model=model)
+
+        run_ranks(program, 2)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+    def test_copies_that_differ_by_rounding_are_saved_with_a_warning(self, tmp_path, dtype):
+        """As after many steps with atomics, or on hosts with other processors."""
+
+        def program(rank):
+            torch.manual_seed(0)
+            head = nn.Linear(40, 30).to(dtype)
+            same = head.weight.detach().clone()
+            with torch.no_grad():
+                for number, parameter in enumerate(head.parameters()):
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * rank + number))
+                    parameter.mul_(1 + rank * torch.finfo(dtype).eps * noise)
+            wb.checkpoint.save(tmp_path / "ckpt", head=head, values={"moments": [head.weight.detach() * 3]}, same=same)
+            found = nn.Linear(40, 30).to(dtype)
+            wb.checkpoint.load(tmp_path / "ckpt", head=found)
+            return head.state_dict(), found.state_dict()
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            results = run_ranks(program, 2)
+        texts = {text for each in said if "checkpoint" in (text := str(each.message))}
+        assert len(texts) == 1 and re.search(r"head.weight differ.*rounding, as those of 2 other.*rank 0", *texts)
+        (kept, _), (other, _) = results
+        assert not torch.equal(kept["weight"], other["weight"])
+        for _, found in results:
+            assert all(torch.equal(found[name], kept[name]) for name in kept)
+
+    @pytest.mark.parametrize("size", [1, 300, 3_000_000])
+    def test_parts_of_large_states_are_not_taken_for_copies(self, tmp_path, size):
+        def program(rank):
+            moments = torch.randn(size, generator=torch.Generator().manual_seed(rank)).square()
+            with pytest.raises(
+                CheckpointError, match=r"moments has other plain tensors on rank 0 than on rank 1, by mor"
+            ):
+                wb.checkpoint.save(tmp_path / "ckpt", moments=moments)
 
         run_ranks(program, 2)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from workbench.errors import CheckpointError
 
@@ -80,23 +79,3 @@ def _refuse_hidden_tensors(path: Path, value: Any) -> None:
 
 def _is_holder(value: Any) -> bool:
     return isinstance(value, tuple | list | set)
-
-
-def checksum(value: Any) -> int | None:
-    """The CRC-32 of the plain tensors of floating point in a leaf: places, shapes, dtypes and bytes. None for none.
-
-    Other contents may differ between ranks: numbers without dims, and whole numbers such as the states of generators.
-    """
-    found = [(place, leaf.detach()) for place, leaf in tree_flatten_with_path(value)[0] if _is_compared(leaf)]
-    so_far = 0
-    for place, tensor in found:
-        so_far = zlib.crc32(f"{place} {tuple(tensor.shape)} {tensor.dtype}".encode(), so_far)
-        elements = tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten()
-        so_far = zlib.crc32(elements.view(torch.uint8).numpy(), so_far)
-    return so_far if found else None
-
-
-def _is_compared(leaf: Any) -> bool:
-    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta:
-        return False
-    return leaf.dim() > 0 and (leaf.is_floating_point() or leaf.is_complex())

@@ -15,7 +15,8 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.saving import optimizers
-from workbench.training.saving.flat import Path, checksum, flatten, name_of
+from workbench.training.saving.flat import Path, flatten, name_of
+from workbench.training.saving.plain_copies import checksum
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 RANDOM = "random"

@@ -161,7 +161,7 @@ def begin(
     planner, local, checked = run_on_all_ranks(
         lambda: (*writing.local_plan(leaves), checksums(leaves, parts) if world.world_size > 1 else {}), world, what
     )
-    items, metadata = writing.agree(planner, local, checked, world, what)
+    items, metadata = writing.agree(planner, local, checked, leaves, world, what)
     job = writing.Job(
         path,
         world,

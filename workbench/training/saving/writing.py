@@ -21,8 +21,9 @@ import pickle
 import shutil
 import threading
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of
+from workbench.training.saving.plain_copies import unlike_entries
 
 INCOMPLETE = ".incomplete"
 """End of a directory's name while it is written."""
@@ -179,39 +181,43 @@ def local_plan(flat: Mapping[StatePath, Any], to_lowest: bool = False) -> tuple[
     return planner, replace(planner.create_local_plan(), planner_data={name_of(path): path for path in flat})
 
 
-def agree(planner: Any, local: Any, checksums: Mapping[str, int], world: World, what: str) -> tuple[list[Any], Any]:
+def agree(
+    planner: Any, local: Any, checksums: Mapping[str, int], leaves: Mapping[StatePath, Any], world: World, what: str
+) -> tuple[list[Any], Any]:
     """This rank's items to write, and torch's table of contents. All ranks call it.
 
     Equal slices of several ranks are written once, by the rank with the least to write so far. Each rank computes that
-    from the plans of all. ``checksums`` are those of this rank's entries of which all ranks must have equal copies.
+    from the plans of all. ``checksums`` are those of this rank's leaves of which all ranks must have equal copies.
+    Copies that differ by rounding are those of the first rank that has them.
 
     Raises:
         CheckpointError: ranks have other copies. All ranks raise it.
     """
+    by_name = {name_of(path): value for path, value in leaves.items()}
     gathered = all_gather_object((local, checksums), world, what)
-    _refuse_unlike([of_rank for _, of_rank in gathered], what)
-    plans, metadata = planner.create_global_plan([plan for plan, _ in gathered])
+    unlike = unlike_entries([of_rank for _, of_rank in gathered], by_name.__getitem__, world, what)
+    if unlike:
+        _warn(unlike)
+    plans, metadata = planner.create_global_plan(
+        [
+            replace(plan, items=[item for item in plan.items if unlike.get(item.index.fqn, rank) == rank])
+            for rank, (plan, _) in enumerate(gathered)
+        ]
+    )
     metadata.planner_data = {name: path for plan in plans for name, path in plan.planner_data.items()}
     return plans[world.rank].items, metadata
 
 
-def _refuse_unlike(checksums: Sequence[Mapping[str, int]], what: str) -> None:
-    """Raise if ranks have unlike checksums of an entry. Ranks that do not have it agree with all others."""
-    first: dict[str, int] = {}
-    unlike: dict[str, tuple[int, int]] = {}
-    for rank, of_rank in enumerate(checksums):
-        for name, checksum in of_rank.items():
-            if checksums[first.setdefault(name, rank)][name] != checksum:
-                unlike.setdefault(name, (first[name], rank))
-    if unlike:
-        (name, (one, other)), part = next(iter(unlike.items())), next(iter(unlike)).partition(".")[0]
-        more = f", and {len(unlike) - 1} other entries" if len(unlike) > 1 else ""
-        raise CheckpointError(
-            f"{what}: {name} has other plain tensors on rank {one} than on rank {other}{more}. Of plain tensors one "
-            "copy is kept, so after a load all ranks would have that of one rank. Give the objects that know which "
-            f"rank holds what: {part}=optimizer in place of optimizer.state_dict(), the optimizer inside a wrapper, "
-            "a parallelized module; or global tensors (wb.to_global)."
-        )
+def _warn(unlike: Mapping[str, int]) -> None:
+    name, rank = next(iter(unlike.items()))
+    more = f", as those of {len(unlike) - 1} other entries do" if len(unlike) > 1 else ""
+    warnings.warn(
+        f"wb.checkpoint.save: the copies of {name} differ between ranks by rounding{more}. The checkpoint has that of "
+        f"rank {rank}. Ranks that train a plain module alike move apart: wb.parallelize it, or broadcast its values "
+        "from time to time.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any, torch.Tensor | bytes]]:
