@@ -5,6 +5,7 @@ import torch
 from torch import optim
 
 import workbench as wb
+from tests.training.gradients.several_steps import Wrapper
 from tests.training.gradients.test_several_steps import STRATEGIES, evaluate, new_model, weights_of
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -64,14 +65,15 @@ def test_weights_that_were_loaded_after_it_stay(strategy, next_call, tmp_path):
         torch.testing.assert_close(found, kept, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("wraps", [lambda optimizer: optimizer, Wrapper])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_optimizer_is_loaded_saved_and_moved_after_it(strategy, tmp_path):
+def test_the_optimizer_is_loaded_saved_and_moved_after_it(strategy, wraps, tmp_path):
     expected = on_one_device(3)
     models = [new_model() for _ in range(2)]
 
     def program(rank):
         model = wb.parallelize(models[rank], strategy)
-        optimizer = new_optimizer(model)
+        optimizer = wraps(new_optimizer(model))
         train(model, optimizer)
         wb.checkpoint.save(tmp_path / "first", model=model, optimizer=optimizer)
         train(model, optimizer)
@@ -83,7 +85,7 @@ def test_the_optimizer_is_loaded_saved_and_moved_after_it(strategy, tmp_path):
         fail(model, optimizer)
         wb.parallelize(model, "*: model", optimizer=optimizer)
         fail(model, optimizer)
-        assert optimizers_of(model, current()) == [optimizer]
+        assert optimizers_of(model, current()) == [getattr(optimizer, "inner", optimizer)]
         fail(model, optimizer)
         wb.checkpoint.load(tmp_path / "second", model=model, optimizer=optimizer)
         train(model, optimizer)

@@ -17,7 +17,7 @@ from tests.training.gradients.test_several_steps import (
     new_model,
     weights_of,
 )
-from workbench.errors import CaptureError, LayoutError
+from workbench.errors import CaptureError, CheckpointError, LayoutError
 from workbench.testing import run_ranks
 
 
@@ -174,6 +174,58 @@ def test_a_state_that_a_wrapper_shows_moves_once(strategy):
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_has_the_state_of_the_inner_ones(kind, strategy, tmp_path):
+    def half(model, optimizer):
+        for _ in range(2):
+            evaluate(model)
+            optimizer.step()
+            model.zero_grad()
+
+    def new_optimizer(model):
+        optimizer = KINDS[kind](model)
+        optimizer.count = 3  # an attribute of the warm-up and of lookahead, and not their state
+        optimizer.k = 1
+        return optimizer
+
+    one = new_model()
+    optimizer = new_optimizer(one)
+    half(one, optimizer)
+    optimizer.count = 3
+    half(one, optimizer)
+    expected = weights_of(one)
+    models = [[new_model() for _ in range(2)] for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[0][rank], strategy)
+        optimizer = new_optimizer(model)
+        half(model, optimizer)
+        wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
+        model = wb.parallelize(models[1][rank], "*: model")
+        optimizer = new_optimizer(model)
+        wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=optimizer)
+        half(model, optimizer)
+        return weights_of(model)
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_checkpoint_without_the_inner_ones_is_of_another_optimizer(tmp_path):
+    models = [new_model() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        optimizer = sgd(model)
+        wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
+        with pytest.raises(CheckpointError, match="optimizer: 0 optimizers within it .*, 1 in the optimizer: SGD"):
+            wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=Chain(optimizer))
+        wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=Wrapper(optimizer))
+
+    run_ranks(program, 2)
 
 
 def test_a_captured_step_refuses_them():

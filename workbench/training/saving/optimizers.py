@@ -3,6 +3,8 @@
     {"state": {"fc1.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
 
+Optimizers within the optimizer (a chain, warm-up, lookahead) have the same form in the list ``"within"``.
+
 Per-element state becomes global tensors in the layout of ``optim.state_layout``, and is split like weights. Optimizers
 that are not elementwise already have global tensors.
 """
@@ -20,17 +22,38 @@ from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.training.gradients.block_state import refuse_block_state
+from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.gradients.optim import forget_layouts, state_layout
 from workbench.training.gradients.optimizer_kinds import is_elementwise
-from workbench.training.saving.flat import unflatten
+from workbench.training.saving.flat import Path, unflatten
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 Names = Mapping[int, str]
 """Names of parameters by the id of the parameter."""
 
 
+def distinct(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those within it. Of a wrapper that shows the groups and state of another one, only that one."""
+    found: dict[tuple[int, ...], Optimizer] = {}
+    for each in (optimizer, *optimizers_within(optimizer)):
+        key = (id(each.state), *map(id, each.param_groups))
+        if key not in found or "state" not in vars(found[key]):
+            found[key] = each
+    return list(found.values())
+
+
+def _places(optimizer: Optimizer, part: str) -> list[tuple[Path, Optimizer]]:
+    """The distinct ones with their places in a checkpoint."""
+    return [((part, "within", i - 1) if i else (part,), each) for i, each in enumerate(distinct(optimizer))]
+
+
 def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
     """The nested state to save; ``part`` is the optimizer's name in messages."""
+    first, *within = [_state_of(each, names, part) for each in distinct(optimizer)]
+    return {**first, "within": within} if within else first
+
+
+def _state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
     refuse_block_state(optimizer, part, CheckpointError)
     state = {
         _name(parameter, names, part): {
@@ -85,10 +108,20 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
 
 def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint) -> list[str]:
     """The mismatches, one line each."""
-    groups, where = checkpoint.value(part, "param_groups") or [], checkpoint.title
+    places, saved = _places(optimizer, part), {rest[0] for rest in checkpoint.below(part, "within")}
+    if len(saved) != len(places) - 1:
+        return [
+            f"{part}: {len(saved)} optimizers within it in {checkpoint.title}, {len(places) - 1} in the optimizer: "
+            + ", ".join(type(each).__name__ for _, each in places[1:])
+        ]
+    return [problem for place, each in places for problem in _problems(each, names, part, place, checkpoint)]
+
+
+def _problems(optimizer: Optimizer, names: Names, part: str, place: Path, checkpoint: Checkpoint) -> list[str]:
+    groups, where, found = checkpoint.value(*place, "param_groups") or [], checkpoint.title, list[str]()
+    part = part if len(place) == 1 else f"{part}, its {type(optimizer).__name__}"
     if len(groups) != len(optimizer.param_groups):
         return [f"{part}: {len(groups)} parameter groups in {where}, {len(optimizer.param_groups)} in the optimizer"]
-    found = []
     for index, (ours, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         have, want = {_name(parameter, names, part) for parameter in ours["params"]}, set(saved["params"])
         for text, some in ((f"missing in {where}", have - want), ("unexpected", want - have)):
@@ -101,11 +134,12 @@ def targets(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """(path, new tensor to fill) for all tensors of the state; ``assign`` moves them into the optimizer."""
-    for parameter in _with_state(optimizer):
-        path = (part, "state", _name(parameter, names, part))
-        for rest, entry in checkpoint.below(*path).items():
-            if checkpoint.is_tensor((*path, *rest)):
-                yield (*path, *rest), _new_state(optimizer, parameter, str(rest[0]), entry)
+    for place, each in _places(optimizer, part):
+        for parameter in _with_state(each):
+            path = (*place, "state", _name(parameter, names, part))
+            for rest, entry in checkpoint.below(*path).items():
+                if checkpoint.is_tensor((*path, *rest)):
+                    yield (*path, *rest), _new_state(each, parameter, str(rest[0]), entry)
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -152,13 +186,25 @@ def assign(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, filled: Mapping[Any, torch.Tensor]
 ) -> None:
     """Set hyperparameters, and state whose tensors have been filled."""
-    for ours, saved in zip(optimizer.param_groups, checkpoint.value(part, "param_groups"), strict=True):
+    for place, each in _places(optimizer, part):
+        _assign(each, names, part, place, checkpoint, filled)
+
+
+def _assign(
+    optimizer: Optimizer,
+    names: Names,
+    part: str,
+    place: Path,
+    checkpoint: Checkpoint,
+    filled: Mapping[Any, torch.Tensor],
+) -> None:
+    for ours, saved in zip(optimizer.param_groups, checkpoint.value(*place, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.clear()
     forget_layouts(optimizer)
     keeps_local = is_elementwise(optimizer)
     for parameter in _with_state(optimizer):
-        path = (part, "state", _name(parameter, names, part))
+        path = (*place, "state", _name(parameter, names, part))
         leaves = {}
         for rest in checkpoint.below(*path):
             full = (*path, *rest)

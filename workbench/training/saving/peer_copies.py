@@ -21,6 +21,7 @@ from workbench.tensors.object_collectives import all_gather_object, run_on_all_r
 from workbench.tensors.world import World
 from workbench.training.saving import writing
 from workbench.training.saving.flat import Path as StatePath
+from workbench.training.saving.optimizers import distinct
 from workbench.training.saving.parts import Restoring, kind_of, leaves_of
 from workbench.training.saving.reading import Checkpoint
 
@@ -85,9 +86,8 @@ class PeerCopies(Checkpoint):
             left = {**said, **left}
         gone = {id(p) for part in left if isinstance(parts[part], nn.Module) for p in parts[part].parameters()}
         for part, value in parts.items():
-            if isinstance(value, Optimizer) and any(
-                id(p) in gone for group in value.param_groups for p in group["params"]
-            ):
+            within = distinct(value) if isinstance(value, Optimizer) else ()
+            if any(id(p) in gone for each in within for group in each.param_groups for p in group["params"]):
                 left.setdefault(part, "some of its parameters are lost")
         return left
 

@@ -17,8 +17,8 @@ from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.gradients.failed_steps import end_failed_steps
-from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.saving import reading, writing
+from workbench.training.saving.optimizers import distinct
 from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
 
 _POLL_S = 0.01
@@ -216,7 +216,7 @@ def _collect(parts: dict[str, Any], world: World, folder: Path) -> Any:
 def _end_failed_steps(parts: Mapping[str, Any], world: World) -> None:
     """Optimizers whose step raised have no parameters with names."""
     given = [value for value in parts.values() if isinstance(value, Optimizer)]
-    end_failed_steps([each for optimizer in given for each in (optimizer, *optimizers_within(optimizer))], world)
+    end_failed_steps([each for optimizer in given for each in distinct(optimizer)], world)
 
 
 def finish_previous(world: World) -> None:
