@@ -221,7 +221,7 @@ def test_a_checkpoint_without_the_inner_ones_is_of_another_optimizer(tmp_path):
         model = wb.parallelize(models[rank], "*: data")
         optimizer = sgd(model)
         wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
-        with pytest.raises(CheckpointError, match="optimizer: 0 optimizers within it .*, 1 in the optimizer: SGD"):
+        with pytest.raises(CheckpointError, match=r"optimizer: 0 optimizers within it .*, 1 in the optimizer: SGD"):
             wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=Chain(optimizer))
         wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=Wrapper(optimizer))
 

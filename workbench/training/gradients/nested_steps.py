@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,13 +24,7 @@ def is_nested(optimizer: Optimizer) -> bool:
 
     Only the stack can tell: after a step that raised, no hook runs.
     """
-    frame = sys._getframe(2)  # torch's function around a step, which calls the hook
-    around, before = (frame.f_code, step_without_hooks.__code__), frame.f_back
-    while before is not None:
-        if before.f_code in around and before.f_locals.get("self") is optimizer:
-            return True
-        before = before.f_back
-    return False
+    return _is_behind(optimizer, sys._getframe(2).f_back)  # of torch's function around a step, which calls the hook
 
 
 def step_without_hooks(self: Optimizer, step: Callable[[Any], Any]) -> None:
@@ -43,7 +38,11 @@ _AROUND = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 def is_within_step(optimizer: Optimizer) -> bool:
     """Whether a step of this optimizer has called, at any depth, the caller of this function."""
-    frame = sys._getframe(1).f_back
+    return _is_behind(optimizer, sys._getframe(1).f_back)
+
+
+def _is_behind(optimizer: Optimizer, frame: FrameType | None) -> bool:
+    """Whether a step of the optimizer is among the calls from a frame outwards."""
     while frame is not None:
         if frame.f_code in (_AROUND, step_without_hooks.__code__) and frame.f_locals.get("self") is optimizer:
             return True

@@ -21,6 +21,7 @@ from workbench.core.offload_kinds import BUCKET_BYTES
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.training.gradients.nested_steps import step_without_hooks
+from workbench.training.gradients.optimizer_kinds import closure_of
 from workbench.training.offload.host_memory import HostMemory, host_memory, is_offloaded
 from workbench.training.offload.staging import Staging
 
@@ -75,8 +76,8 @@ class StateOnHost:
 
         torch's step calls the closure first, and then finds groups without parameters.
         """
-        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        return (args[0], *args[2:]), {**kwargs, "closure": UpdateClosure(self, optimizer, step, given)}
+        update = UpdateClosure(self, optimizer, step, closure_of(args, kwargs))
+        return (args[0], *args[2:]), {**kwargs, "closure": update}
 
     def waiting(self, state: Any) -> Any:
         """The state as a mapping whose readers wait for copies that are under way."""
