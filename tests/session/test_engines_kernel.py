@@ -91,13 +91,16 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path
     assert printed == "[0] end\n" and shown == [{"text/plain"}] * 2
 
     module, where = tmp_path / "edited_model.py", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})"
-    module.write_text("SIZE = 8\ndef width(): return SIZE")
+    text = "import torch\n@torch.no_grad()\ndef width(): return 8"
+    module.write_text(text)
     assert notebook.run(f"%%global\n{where}")[2] is None
     load = f"{where}\n%load_ext autoreload\n%autoreload 2\nimport workbench as wb\nfrom edited_model import width"
     assert notebook.run(load)[2] is None
     trains = "print(wb.Session.current().submit(width).result())"
     assert notebook.run(trains)[0] == "[8, 8]\n"
-    module.write_text("SIZE = 4096\ndef width(): return SIZE")
+    module.write_text(text.replace("8", "4096"))
+    assert notebook.run(trains)[0] == "[4096, 4096]\n"
+    module.write_text(text.replace("8", "4096  # a comment"))
     assert notebook.run(trains)[0] == "[4096, 4096]\n"
 
     _, _, error = notebook.run("%%global\ntime.sleep(1000)", interrupt_after_s=0.5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import pickle
+import importlib.util
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from IPython.extensions.autoreload import ModuleReloader
 from torch import nn
 
 import workbench as wb
@@ -30,7 +33,6 @@ def make(): return Net()
 """
 TRAINER = "import edited_models\nfrom edited_models import make\ndef width(): return make()[0].out_features"
 LAZY = "def width():\n    from edited_models import HIDDEN\n    return HIDDEN"
-NAMES = ("edited_models", "edited_trainer", "edited_lazy", "edited_pkg", "edited_pkg.parts", "edited_pkg.rest")
 
 
 @pytest.fixture
@@ -41,8 +43,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     user_modules.watch()
     yield tmp_path
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    forget()
 
 
 def write(folder: Path, **modules: str) -> None:
@@ -50,106 +51,221 @@ def write(folder: Path, **modules: str) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
+def forget() -> None:
+    for name in [name for name in sys.modules if name.startswith("edited_")]:
+        del sys.modules[name]
+
+
 def load(name: str) -> Any:
     return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
 
 
-def sent_from_a_notebook_with_present_files(value: Any, *used: str) -> bytes:
-    """The payload of a notebook that has loaded the present files. This process is then an engine that has not."""
-    versions = {}
-    for name, version in user_modules.loaded().items():
-        versions[name] = user_modules._version_of(version.file) or version
-    rest = pickle.dumps((versions, used))
-    return pickle.dumps(value) + rest + len(rest).to_bytes(8, "big")
+@pytest.fixture
+def pack_in_notebook(monkeypatch):
+    """``pack`` of a notebook that has loaded the present files. This process is then an engine that has not."""
+
+    def pack(value: Any) -> bytes:
+        versions = {name: user_modules._version_of(name, sys.modules[name].__spec__) for name in user_modules.loaded()}
+        with monkeypatch.context() as patched:
+            patched.setattr(user_modules, "loaded", lambda: versions)
+            return user_modules.pack(value)
+
+    return pack
+
+
+def unpack(payload: bytes) -> Any:
+    return user_modules.unpack(payload)[0]
+
+
+def write_package(folder: Path, **modules: str) -> None:
+    folder.mkdir(exist_ok=True)
+    write(folder, **modules)
 
 
 def test_a_value_comes_back(folder):
     make = load("edited_models").make
     payload = user_modules.pack(({"a": [1, 2]}, make, lambda: make()))
-    value, same, by_value = user_modules.unpack(payload)
+    value, same, by_value = unpack(payload)
     assert value == {"a": [1, 2]} and same is make and by_value()[0].out_features == OLD
 
 
-def test_an_older_module_is_imported_anew_with_those_that_use_it(folder):
+def test_an_older_module_is_imported_anew_with_those_that_use_it(folder, pack_in_notebook):
     trainer, lazy = load("edited_trainer"), load("edited_lazy")
     old = trainer.make()
     payload = user_modules.pack((trainer.width, lazy.width))
-    assert [width() for width in user_modules.unpack(payload)] == [OLD, OLD]
+    assert [width() for width in unpack(payload)] == [OLD, OLD]
     assert sys.modules["edited_trainer"] is trainer
     write(folder, edited_models=MODELS.format(hidden=NEW))
-    payload = sent_from_a_notebook_with_present_files((trainer.width, lazy.width), "edited_trainer", "edited_lazy")
-    assert [width() for width in user_modules.unpack(payload)] == [NEW, NEW]
+    value, renewed = user_modules.unpack(pack_in_notebook((trainer.width, lazy.width)))
+    assert [width() for width in value] == [NEW, NEW]
+    assert sorted(renewed) == ["edited_models", "edited_trainer"]
     assert sys.modules["edited_trainer"] is not trainer and sys.modules["edited_lazy"] is lazy
     assert old[0].out_features == OLD and trainer.width() == OLD  # what was made before stays
 
 
-def test_a_package_is_imported_anew_as_a_whole(folder):
+@pytest.mark.parametrize("init", ["from edited_pkg import parts, rest", "from edited_pkg.parts import size", None])
+def test_the_edited_parts_of_a_package_are_imported_anew(folder, pack_in_notebook, init):
+    """A package that has a function of an edited part is a user of it; one that has the part itself stays as it is.
+    Without ``__init__.py`` it is a namespace package.
+    """
     package = folder / "edited_pkg"
-    package.mkdir()
-    write(package, __init__="from edited_pkg import parts, rest", parts="SIZE = 1", rest="")
-    load("edited_pkg")
-    write(package, parts="SIZE = 22")
-    user_modules.unpack(sent_from_a_notebook_with_present_files(None))
+    write_package(package, parts="def size(): return 1", rest="", user="from edited_pkg import parts")
+    if init is not None:
+        write(package, __init__=init)
+    user, rest = load("edited_pkg.user"), load("edited_pkg.rest")
+    old = sys.modules["edited_pkg"]
+    write(package, parts="def size(): return 22")
+    payload = pack_in_notebook(lambda: user.parts.size())
+    assert unpack(payload)() == 22
     new = importlib.import_module("edited_pkg")
-    assert new.parts.SIZE == 22 and new.rest is sys.modules["edited_pkg.rest"]
+    assert new.parts.size() == new.user.parts.size() == 22 and new.rest is rest is sys.modules["edited_pkg.rest"]
+    assert (new is old) == (init is None or "size" not in init)
+
+
+def test_a_function_in_the_place_of_its_module_is_the_new_one(folder, pack_in_notebook):
+    package = folder / "edited_pkg"
+    write_package(
+        package, __init__="from .size import size\nimport edited_pkg.rest", size="def size(): return 1", rest=""
+    )
+    size, rest = load("edited_pkg").size, sys.modules["edited_pkg.rest"]
+    write(package, size="def size(): return 22")
+    assert unpack(pack_in_notebook(sys.modules["edited_pkg"])).size() == 22 and size() == 1
+    assert sys.modules["edited_pkg"].size() == 22 and sys.modules["edited_pkg"].rest is rest
+
+
+def test_a_request_that_uses_no_edited_module_changes_none(folder, pack_in_notebook):
+    write(folder, edited_other="class Config: pass")
+    models, trainer, other = load("edited_models"), load("edited_trainer"), load("edited_other")
+    write(folder, edited_models=MODELS.format(hidden=NEW))
+
+    def in_a_cell() -> int:
+        return 1
+
+    in_a_cell.__module__ = "__main__"
+    for value in (1, {"x": torch.ones(2)}, other.Config(), in_a_cell):
+        assert user_modules.unpack(pack_in_notebook(value))[1] == []
+    assert sys.modules["edited_models"] is models and sys.modules["edited_trainer"] is trainer
+
+
+def test_imports_in_functions_count(folder, pack_in_notebook):
+    def in_a_cell() -> int:
+        from edited_models import HIDDEN
+
+        return HIDDEN
+
+    in_a_cell.__module__ = "__main__"  # it travels by value
+    package = folder / "edited_pkg"
+    write_package(
+        package,
+        parts="SIZE = 1",
+        lazy="import torch\n@torch.no_grad()\ndef size():\n    from . import parts\n    return parts.SIZE",
+    )
+    load("edited_models"), load("edited_pkg.parts")
+    size = load("edited_pkg.lazy").size
+    write(folder, edited_models=MODELS.format(hidden=NEW))
+    write(package, parts="SIZE = 22")
+    in_cell, late = unpack(pack_in_notebook((in_a_cell, size)))
+    assert (in_cell(), late()) == (NEW, 22)
+
+
+def test_comments_and_formatting_are_no_difference(folder, pack_in_notebook):
+    models = load("edited_models")
+    write(folder, edited_models="# a comment\n" + MODELS.format(hidden=f"( {OLD} )"))
+    assert user_modules.unpack(pack_in_notebook(models.make)) == (models.make, [])
+    forget()
+    load("edited_models")
+    write(folder, edited_models=MODELS.format(hidden=OLD))
+    assert user_modules.unpack(pack_in_notebook(models.Net))[1] == []
+
+
+def test_modules_that_load_at_their_first_use_stay_unloaded(folder):
+    """As those of ``importlib.util.LazyLoader``; the file of this one raises an error."""
+    write(folder, edited_lazy="raise ImportError('too early')", edited_trainer="def width(): return 1")
+    trainer = load("edited_trainer")
+    spec = importlib.util.find_spec("edited_lazy")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    trainer.lazy = sys.modules["edited_lazy"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer.lazy)
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    sys.modules["edited_odd"] = Odd()
+    assert unpack(user_modules.pack(trainer.width))() == 1
+    user_modules.import_edited_anew()
 
 
 def test_a_notebook_that_has_not_loaded_the_present_file_is_refused(folder):
     """The engine is new, for example: it imports the file as it is."""
     payload = user_modules.pack(load("edited_trainer").width)
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    forget()
     write(folder, edited_models=MODELS.format(hidden=NEW))
     with pytest.raises(SessionError, match=r"module edited_models: .*edited_models.py of .*%autoreload 2"):
         user_modules.unpack(payload)
-    assert user_modules.unpack(user_modules.pack(load("edited_trainer").width))() == NEW
+    assert unpack(user_modules.pack(load("edited_trainer").width))() == NEW
 
 
 def test_modules_that_a_request_does_not_use_may_differ(folder):
+    write(folder, edited_other="def one(): return 1")
     load("edited_models")
-    payload = user_modules.pack(load("edited_lazy").width)
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    payload = user_modules.pack(load("edited_other").one)
+    forget()
     write(folder, edited_models=MODELS.format(hidden=NEW))
     load("edited_models")
-    user_modules.unpack(payload)
+    assert unpack(payload)() == 1
+
+
+def present(name: str) -> str:
+    return user_modules._digest(name)
 
 
 def test_an_edit_after_the_import_is_not_the_version_that_was_loaded(folder):
-    load("edited_models")
+    module = load("edited_models")
     write(folder, edited_models=MODELS.format(hidden=NEW))
-    first = user_modules.loaded()["edited_models"]
-    assert first.digest != user_modules._version_of(first.file).digest
+    assert user_modules.loaded()["edited_models"].digest != present("edited_models")
     load("edited_models")
-    assert user_modules.loaded()["edited_models"].digest == user_modules._version_of(first.file).digest
-    user_modules.forget_edited()
-    assert "edited_models" in sys.modules
+    assert user_modules.loaded()["edited_models"].digest == present("edited_models")
+    user_modules.import_edited_anew()
+    assert sys.modules["edited_models"] is module
     write(folder, edited_models=MODELS.format(hidden=OLD))
-    user_modules.forget_edited()
-    assert "edited_models" not in sys.modules
+    user_modules.import_edited_anew()
+    assert sys.modules["edited_models"] is not module and sys.modules["edited_models"].HIDDEN == OLD
 
 
-@pytest.mark.parametrize("edit", ["a constant", "a function", "a default", "a method", "a method of a class"])
-def test_a_module_that_is_changed_in_its_place_is_of_the_present_file(folder, edit):
-    """As ``%autoreload 2`` does from IPython 9 on, where it can. An edit alone does not count."""
-    models = load("edited_models")
-    first = user_modules.loaded_in_notebook()["edited_models"]
-    write(folder, edited_models=MODELS.format(hidden=NEW))
-    assert user_modules.loaded_in_notebook()["edited_models"] == first
-    if edit == "a constant":
-        models.HIDDEN = NEW
-    elif edit == "a function":
-        models.make.__code__ = (lambda: NEW).__code__
-    elif edit == "a default":
-        models.make.__defaults__ = (NEW,)
-    elif edit == "a method":
-        models.Net.forward = lambda self, x: x
-    else:
-        models.Net.made = classmethod(lambda cls: cls())
-    second = user_modules.loaded_in_notebook()["edited_models"]
-    assert second == user_modules._version_of(first.file) != first
-    models.count = 1  # the module's own code changes it
-    assert user_modules.loaded_in_notebook()["edited_models"] == second
+@pytest.fixture
+def reloader(monkeypatch):
+    """The records of ``%autoreload 2`` in a notebook."""
+    found = ModuleReloader()
+    magics = {"AutoreloadMagics": SimpleNamespace(_reloader=found)}
+    shell = SimpleNamespace(magics_manager=SimpleNamespace(registry=magics))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    return found
+
+
+BROKEN = "def make(:"
+DECORATED = "import torch\n@torch.no_grad()\ndef make(): return {size}"
+
+
+@pytest.mark.parametrize("edit", ["a decorated function", "a comment", "an error"])
+def test_a_module_that_autoreload_has_changed_in_its_place_is_of_the_present_file(folder, reloader, edit):
+    write(folder, edited_models=DECORATED.format(size=1))
+    module = load("edited_models")
+    reloader.check(check_all=True)
+    first = user_modules.loaded()["edited_models"]
+    edited = {"a decorated function": DECORATED.format(size=22), "a comment": f"#\n{DECORATED.format(size=1)}"}
+    write(folder, edited_models=edited.get(edit, BROKEN))
+    os.utime(first.file, (first.time_s + 1, first.time_s + 1))
+    assert user_modules.loaded()["edited_models"] == first  # an edit alone does not count
+    reloader.check(check_all=True)
+    second = user_modules.loaded()["edited_models"]
+    assert sys.modules["edited_models"] is module
+    assert (second == first) == (edit == "an error") and (second.digest == present("edited_models")) == (
+        second != first
+    )
+    assert (second.digest == first.digest) == (edit != "a decorated function")
+    write(folder, edited_models=DECORATED.format(size=333))
+    assert user_modules.loaded()["edited_models"] == second
 
 
 def test_only_modules_of_the_users_count(folder):
@@ -210,4 +326,8 @@ def test_a_comparison_after_an_edit_trains_the_new_model(session, folder):
     session.run("del sys.modules['edited_models']", ranks=[1])
     with pytest.raises(CellError, match=r"SessionError on rank 1: module edited_models: .*different versions"):
         session.submit(sys.modules["edited_models"].make).result()
-    assert session.submit(load("edited_models").make).result()[1][0].out_features == OLD
+    call = session.submit(load("edited_models").make, ranks=[0])
+    assert call.result()[0][0].out_features == OLD
+    assert "imported anew" in call.text and "edited_models. Ranks that do not run this request" in call.text
+    call = session.submit(load("edited_models").make)
+    assert [model[0].out_features for model in call.result()] == [OLD, OLD] and "imported anew" not in call.text

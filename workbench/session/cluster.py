@@ -341,7 +341,7 @@ class Session:
 
     def _make_current(self) -> None:
         _open.append(self)
-        user_modules.loaded_in_notebook()
+        user_modules.loaded()
         offer_magics()
 
     def _forget(self) -> bool:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def call(payload: bytes) -> bytes:
     """Run a pickled (function, arguments, keyword arguments) and return its pickled result."""
     from workbench.session.on_engine.torch_modes import restored_after_interrupt
 
-    function, arguments, keywords = user_modules.unpack(payload)
+    function, arguments, keywords = _unpack(payload)
     with restored_after_interrupt():
         result = protocol.dump(function(*arguments, **keywords))
         engine_messages.deliver()
@@ -140,7 +141,19 @@ def call(payload: bytes) -> bytes:
 
 def push(payload: bytes) -> None:
     """Set pickled variables in the engine's namespace."""
-    shell().user_ns.update(user_modules.unpack(payload))
+    shell().user_ns.update(_unpack(payload))
+
+
+def _unpack(payload: bytes) -> Any:
+    value, renewed = user_modules.unpack(payload)
+    tag = current_tag()
+    if renewed and tag is not None and not tag.all_ranks:
+        warnings.warn(
+            f"imported anew, as the notebook has loaded other versions: {', '.join(renewed)}. Ranks that do not run "
+            f"this request keep what they have loaded, until a request uses these modules there.",
+            stacklevel=1,
+        )
+    return value
 
 
 def pull(name: str) -> bytes:

@@ -1,13 +1,15 @@
 """Modules of the user's in requests: engines run the version of a module that the notebook has loaded.
 
 Functions and classes of a module travel by name. An engine that imported the module before its file was edited would
-run the old code, and a new engine the new one. So a request has the versions of the user's modules with it, which are
-those outside of Python and of installed packages. An engine that has an older version imports the module again, and
-the modules that use it. Objects that the engine has already made stay as they are.
+run the old code, and a new engine the new one. So a request has the versions of the modules that it uses with it, if
+they are the user's: outside of Python and of installed packages. An engine that has an older version imports the module
+again, and the modules that have names of it. Objects that the engine has already made stay as they are.
 """
 
 from __future__ import annotations
 
+import ast
+import dis
 import hashlib
 import importlib
 import io
@@ -15,18 +17,19 @@ import pickle
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from importlib.util import resolve_name
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from workbench.errors import SessionError
 from workbench.session.pickling import Pickler
 
 _LENGTH_BYTES = 8
-_OF_CLASSES = {"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__doc__", "__static_attributes__"}
 _NOT_THE_USERS = {"__main__", "workbench"}
 """Top names of modules that are no files of the user's, wherever they are."""
 _PACKAGED = {"site-packages", "dist-packages"}
@@ -37,18 +40,15 @@ class Version(NamedTuple):
     """A module as a process has loaded it."""
 
     file: str
-    digest: str  #: of the file's content
+    digest: str  #: of the file's code; comments are no part of it
     time_s: float  #: when the file was written
+    imports: tuple[str, ...]  #: at its top or in functions: modules, and names that may be modules
 
 
 _loaded: dict[str, tuple[Any, Version | None]] = {}
-"""By name: the module's spec, which each load of it replaces, and its version; None for modules of packages."""
+"""By name: the module's spec, which each load replaces, and its version; None where it is no file of the user's."""
 _found: dict[str, Version] = {}
 """Versions of the files from which modules are loaded now or were loaded last, by name."""
-
-
-_contents: dict[str, tuple[Any, Any]] = {}
-"""By name: the module's spec, and its content when it was last equal to its file."""
 
 
 class _Recorder:
@@ -57,87 +57,84 @@ class _Recorder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         with suppress(Exception):  # whatever it is, the finders behind this one report it better
-            if path is None or any(map(_is_users, path)):
-                spec = PathFinder.find_spec(name, path, target)
-                version = _version_of(spec.origin) if spec is not None else None
-                if version is not None:
-                    _found[name] = version
+            is_users = path is None or any(map(_is_users, path))
+            if is_users and (version := _version_of(name, PathFinder.find_spec(name, path, target))):
+                _found[name] = version
 
 
 def watch() -> None:
     """Record the versions of the user's modules from now on; safe to call twice."""
-    if not any(finder is _Recorder for finder in sys.meta_path):
+    if _Recorder not in sys.meta_path:
         sys.meta_path.insert(0, _Recorder)
     loaded()
 
 
 def loaded() -> dict[str, Version]:
-    """The versions of all modules of the user's that this process has loaded, by name."""
+    """The versions of the user's modules that this process has loaded, or ``%autoreload`` has changed in their place."""
+    try:
+        reloader = sys.modules["IPython"].get_ipython().magics_manager.registry["AutoreloadMagics"]._reloader
+        handled_s, failed = dict(reloader.modules_mtimes), set(reloader.failed)
+    except Exception:  # noqa: BLE001 - no notebook, no autoreload, or one that keeps other records
+        handled_s, failed = {}, set()
     found = {}
     for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__dict__", {}).get("__spec__")
+        spec = _names_in(module).get("__spec__")
         if name not in _loaded or _loaded[name][0] is not spec:
-            file = getattr(spec, "origin", None)
-            version = _version_of(file) if name.partition(".")[0] not in _NOT_THE_USERS else None
-            before = _found.get(name)
-            is_same_file = version is not None and before is not None and before.file == version.file
-            _loaded[name] = (spec, before if is_same_file else version)
-        if (known := _loaded[name][1]) is not None:
+            version, before = _version_of(name, spec), _found.get(name)
+            _loaded[name] = (spec, before if version and before and before.file == version.file else version)
+        if known := _loaded[name][1]:
+            is_other = handled_s.get(name, known.time_s) != known.time_s and known.file not in failed
+            if is_other and (now := _version_of(name, spec)) and now.time_s == handled_s[name]:
+                _loaded[name] = (spec, known := now)
             found[name] = known
     return found
 
 
-def loaded_in_notebook() -> dict[str, Version]:
-    """As `loaded`. ``%autoreload`` may also change a module in its place, without a new load: a module whose content
-    has changed, and its file too, has the code of the file. So has one that is seen for the first time.
-    """
-    found = loaded()
-    for name, version in found.items():
-        spec, content = _loaded[name][0], _content_of(sys.modules.get(name))
-        known_spec, known_content = _contents.get(name, (None, None))
-        if _mtime_of(version) != version.time_s:
-            if known_spec is spec and known_content == content:
-                continue  # edited, and not loaded
-            found[name] = _version_of(version.file) or version
-            _loaded[name] = spec, found[name]
-        _contents[name] = spec, content
-    return found
-
-
 def pack(value: object) -> bytes:
-    """The pickle of a value, and behind it the versions of the modules that it may use."""
+    """The pickle of a value, and behind it the versions of the user's modules that it may use."""
     buffer = io.BytesIO()
     pickler = _RecordingPickler(buffer)
     pickler.dump(value)
-    versions = loaded_in_notebook()
-    rest = pickle.dumps((versions, sorted(pickler.modules & versions.keys())))
+    here = loaded()
+    used, new = set(), pickler.modules & here.keys()
+    while new:
+        used |= new
+        new = {of for name in new for of in (*_used_by(name), *here[name].imports) if of in here} - used
+    rest = pickle.dumps({name: here[name] for name in sorted(used)})
     buffer.write(rest + len(rest).to_bytes(_LENGTH_BYTES, "big"))
     return buffer.getvalue()
 
 
-def unpack(payload: bytes) -> Any:
-    """The value of the bytes of ``pack``, with the modules' code as the notebook has it.
+def unpack(payload: bytes) -> tuple[Any, list[str]]:
+    """The value of the bytes of ``pack``, with the modules' code as the notebook has it, and the names of the modules
+    that were imported anew for it.
 
     Raises:
         SessionError: this process cannot load the version of a module that the notebook has. Errors of unpickling pass.
     """
     length = int.from_bytes(payload[-_LENGTH_BYTES:], "big")
-    wanted, used = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
-    here = loaded()
-    other = {name for name in here.keys() & wanted.keys() if here[name].digest != wanted[name].digest}
-    _forget({name for name in other if _digest_now(here[name]) == wanted[name].digest})
+    wanted: dict[str, Version] = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
+    here = loaded() if wanted else {}
+    renewed = _import_anew({n for n in here.keys() & wanted.keys() if here[n].digest != wanted[n].digest == _digest(n)})
     value = pickle.loads(payload)  # ends where the pickle does
-    _check(wanted, used)
-    return value
+    for name, own in sorted(loaded().items() if wanted else ()):
+        if own.digest != (theirs := wanted.get(name, own)).digest:
+            raise SessionError(
+                f"module {name}: the notebook and this engine have loaded different versions. The notebook has "
+                f"{theirs.file} of {_clock(theirs)}, the engine {own.file} of {_clock(own)}. Both must run the same "
+                f"code. Load the present file in the notebook (importlib.reload, %autoreload 2, or a new kernel), and "
+                f"run this again. If the engine's file is the older one, copy the file to its host."
+            )
+    return value, renewed
 
 
-def forget_edited() -> None:
-    """Let modules whose files have changed since they were loaded be imported anew."""
-    _forget({name for name, version in loaded().items() if _digest_now(version) not in ("", version.digest)})
+def import_edited_anew() -> None:
+    """Import modules again whose files have changed since they were loaded."""
+    _import_anew({name for name, version in loaded().items() if _digest(name) not in ("", version.digest)})
 
 
 class _RecordingPickler(Pickler):
-    """Collects the names of the modules of functions and classes."""
+    """Collects the names of the modules of functions and classes, and of those that functions import."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -146,107 +143,100 @@ class _RecordingPickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType | ModuleType):
             self.modules.add(_module_of(obj))
+        if isinstance(obj, FunctionType):
+            self.modules.update(_imports_of(obj.__code__))
         return super().reducer_override(obj)
 
 
-def _check(wanted: Mapping[str, Version], used: Iterable[str]) -> None:
-    """Whether this process has the notebook's versions of the modules, and of the others that these use."""
-    here = loaded()
-    for name in sorted(_with_used(used, here)):
-        if name in wanted and name in here and here[name].digest != wanted[name].digest:
-            theirs, own = wanted[name], here[name]
-            raise SessionError(
-                f"module {name}: the notebook and this engine have loaded different versions. The notebook has "
-                f"{theirs.file} of {_clock(theirs)}, the engine {own.file} of {_clock(own)}. Both must run the same "
-                f"code. Load the present file in the notebook (importlib.reload, or restart its kernel; %autoreload 2 "
-                f"does it before each cell), and run this again. If the engine's file is the older one, copy the file "
-                f"to its host."
-            )
+def _import_anew(edited: Collection[str]) -> list[str]:
+    """Import modules again, and those that have names of them, in their first order; returns their names.
 
-
-def _forget(names: Collection[str]) -> None:
-    """Remove modules, the modules that use them, and the parts of these packages; the next import loads them anew."""
-    if not names:
-        return
-    here = loaded()
-    found, size = set(names), 0
+    A package does not count as a user of its own parts: it stays, and gets the new part in the place of the old one.
+    """
+    here, found, size = loaded() if edited else (), set(edited), 0
     while len(found) > size:
         size = len(found)
-        found |= {name for name in here if _names_in(name) & found or any(name.startswith(f"{of}.") for of in found)}
-    for name in found:
-        sys.modules.pop(name, None)
+        found |= {name for name in here if found & _used_by(name, with_parts=False)}
+    old = {name: sys.modules.pop(name) for name in list(sys.modules) if name in found}
+    for name, module in old.items():
+        parent, _, part = name.rpartition(".")
+        if (names := _names_in(sys.modules.get(parent))).get(part) is module:
+            del names[part]
     importlib.invalidate_caches()
+    for name in old:
+        with suppress(Exception):  # where the request needs it, its own import fails too
+            importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        parent, _, part = name.rpartition(".")
+        if parent in found:
+            _names_in(sys.modules.get(parent)).setdefault(part, module)  # the parts that have stayed
+    return list(old)
 
 
-def _with_used(names: Iterable[str], among: Collection[str]) -> set[str]:
-    """These modules and all that they use."""
-    found: set[str] = set()
-    new = set(names)
-    while new:
-        found |= new
-        new = {used for name in new for used in _names_in(name) if used in among} - found
-    return found
-
-
-def _names_in(name: str) -> set[str]:
+def _used_by(name: str, with_parts: bool = True) -> set[str]:
     """The modules whose names, functions, classes or objects a module has among its own names."""
-    module = sys.modules.get(name)
-    return {_module_of(value) for value in list(getattr(module, "__dict__", {}).values())}
+    return {
+        _module_of(value)
+        for own, value in list(_names_in(sys.modules.get(name)).items())
+        if with_parts or _names_in(value).get("__name__") != f"{name}.{own}"
+    }
 
 
-def _module_of(value: object) -> str:
-    try:
-        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    except Exception:  # noqa: BLE001 - objects may answer in any way
-        return ""
-    return name if isinstance(name, str) else ""
+def _names_in(module: object) -> dict[str, Any]:
+    """A module's own names. Modules that are loaded at their first use stay unloaded."""
+    with suppress(Exception):
+        return object.__getattribute__(module, "__dict__")
+    return {}
 
 
-def _content_of(value: Any, owner: str = "") -> Any:
-    """What an edit of a module changes: the code of its functions and classes, and its constants."""
-    if isinstance(value, ModuleType) and not owner:
-        return {
-            name: _content_of(one, value.__name__) for name, one in vars(value).items() if not name.startswith("__")
-        }
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    if isinstance(value, property):
-        return [_content_of(one, owner) for one in (value.fget, value.fset, value.fdel)]
-    if isinstance(value, FunctionType):
-        defaults = value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items())
-        return value.__code__, _content_of(defaults, f"{owner}:")
-    if isinstance(value, type) and value.__module__ == owner:
-        return {name: _content_of(one, f"{owner}:") for name, one in vars(value).items() if name not in _OF_CLASSES}
-    if type(value) is tuple:
-        return [_content_of(one, owner) for one in value]
-    return (type(value), value) if type(value) in (bool, int, float, str, bytes) else id(value)
+def _module_of(value: Any) -> str:
+    with suppress(Exception):  # objects may answer in any way
+        name = _names_in(value).get("__name__") if isinstance(value, ModuleType) else value.__module__
+        return name if isinstance(name, str) else ""
+    return ""
 
 
-def _mtime_of(version: Version) -> float | None:
-    try:
-        return Path(version.file).stat().st_mtime
-    except OSError:
-        return None
+def _imports_of(code: CodeType) -> set[str]:
+    """What a function imports, as `Version.imports`."""
+    found, module = set(), ""
+    for each in dis.get_instructions(code):
+        if each.opname == "IMPORT_NAME":
+            found.add(module := each.argval)
+        elif each.opname == "IMPORT_FROM":
+            found.add(f"{module}.{each.argval}")
+    return found.union(*(_imports_of(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 def _is_users(path: str) -> bool:
     return not _PACKAGED & set(Path(path).parts) and not path.startswith(_OF_PYTHON)
 
 
-def _version_of(file: str | None) -> Version | None:
-    """The version of a Python file of the user's; None for any other."""
-    if not isinstance(file, str) or not file.endswith(".py") or not _is_users(file):
-        return None
+def _version_of(name: str, spec: Any) -> Version | None:
+    """The version of a Python file of the user's as it is now; None for any other, and where it cannot be found."""
     try:
-        path = Path(file)
-        return Version(file, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime)
-    except OSError:
+        file = spec.origin
+        if name.partition(".")[0] in _NOT_THE_USERS or not file.endswith(".py") or not _is_users(file):
+            return None
+        time_s, content = Path(file).stat().st_mtime, Path(file).read_bytes()
+    except Exception:  # noqa: BLE001 - specs of modules are anybody's objects
         return None
+    imports = set()
+    with suppress(Exception), warnings.catch_warnings():  # what does not parse is known by its bytes
+        warnings.simplefilter("ignore")
+        tree, package = ast.parse(content), name if Path(file).stem == "__init__" else name.rpartition(".")[0]
+        content = ast.dump(tree).encode()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imports |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = resolve_name("." * node.level + (node.module or ""), package)
+                imports |= {module, *(f"{module}.{each.name}" for each in node.names)}
+    return Version(file, hashlib.sha256(content).hexdigest(), time_s, tuple(sorted(imports)))
 
 
-def _digest_now(version: Version) -> str:
-    now = _version_of(version.file)
-    return now.digest if now is not None else ""
+def _digest(name: str) -> str:
+    """Of the code in a module's file as it is now; empty if there is none."""
+    return getattr(_version_of(name, _loaded[name][0]), "digest", "")
 
 
 def _clock(version: Version) -> str:

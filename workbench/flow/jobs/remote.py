@@ -39,7 +39,7 @@ def keep_job(name: str, payload: bytes, sources: Mapping[str, tuple[str, list[st
     for filename, (title, lines) in sources.items():
         engine_failures.user_files[filename] = title
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
-    _jobs[name] = user_modules.unpack(payload)
+    _jobs[name], _ = user_modules.unpack(payload)
 
 
 def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials: tuple[str, ...] | None) -> Reply:

@@ -85,7 +85,7 @@ class Comparison:
         """
         has_job = self._on_engines(training_on_engine.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
-        versions = user_modules.loaded_in_notebook()
+        versions = user_modules.loaded()
         if missing and any(versions.get(name) != version for name, version in self._versions.items()):
             missing = list(range(len(has_job)))
         if missing:

@@ -53,7 +53,7 @@ def keep(loss: int) -> list[str]:
     if _kept is None or _kept[0] != loss:
         variables = shell().user_ns
         _kept = (loss, {name: variables[name] for name in engine_assist.names()}, _random_states(current()))
-        user_modules.forget_edited()  # new ranks import the present files, so all do
+        user_modules.import_edited_anew()  # as new ranks do
     return sorted(name for name, value in spread(_kept[1]).items() if kind(value) in ("module", "optimizer"))
 
 
