@@ -22,6 +22,9 @@ from workbench.session import user_modules
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
+from workbench.session.on_engine.recovery import Recovery, _random_states
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
 
 OLD, NEW = 8, 4096
 MODELS = """
@@ -266,6 +269,37 @@ def test_a_module_that_autoreload_has_changed_in_its_place_is_of_the_present_fil
     assert (second.digest == first.digest) == (edit != "a decorated function")
     write(folder, edited_models=DECORATED.format(size=333))
     assert user_modules.loaded()["edited_models"] == second
+
+
+def test_values_of_an_edited_module_are_recovered(folder):
+    """Also those in lists and attributes; classes, functions and the module itself are those of now on all ranks."""
+    text = """
+class Size:
+    def __init__(self, number): self.number = number
+    def doubled(self): return {factor} * self.number
+def make(): return {factor}
+"""
+    write(folder, edited_sizes=text.format(factor=2))
+    sizes = load("edited_sizes")
+    shared = {"Size": sizes.Size, "make": sizes.make, "sizes": sizes}
+    outer = [sizes.Size(1) for _ in range(3)]
+    for size in outer:
+        size.parts = [{"a": sizes.Size(7)}]
+    write(folder, edited_sizes=text.format(factor=2000))
+    user_modules.import_edited_anew()
+    new = sys.modules["edited_sizes"]
+
+    def program(rank):
+        kept = {**shared, "outer": outer[rank], "listed": [outer[rank]]}
+        namespace = {} if rank == 1 else dict(kept)
+        rows = Recovery(namespace, {}, kept, [1], current()).run(_random_states(current()))
+        assert dict(rows) == dict.fromkeys(kept, "rank 0")
+        return namespace
+
+    for has in run_ranks(program, 3):
+        assert has["Size"] is new.Size and has["make"] is new.make and has["sizes"] is new
+        assert type(has["outer"]) is type(has["listed"][0]) is new.Size
+        assert has["outer"].doubled() == 2000 and has["outer"].parts[0]["a"].doubled() == 14000
 
 
 def test_only_modules_of_the_users_count(folder):

@@ -70,7 +70,7 @@ def watch() -> None:
 
 
 def loaded() -> dict[str, Version]:
-    """The versions of the user's modules that this process has loaded, or ``%autoreload`` has changed in their place."""
+    """The versions of the user's modules that this process has loaded, or ``%autoreload`` has changed in place."""
     try:
         reloader = sys.modules["IPython"].get_ipython().magics_manager.registry["AutoreloadMagics"]._reloader
         handled_s, failed = dict(reloader.modules_mtimes), set(reloader.failed)

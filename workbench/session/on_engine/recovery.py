@@ -23,7 +23,7 @@ import torch
 from workbench.errors import CheckpointError
 from workbench.session import user_modules
 from workbench.session.on_engine import completion as engine_assist
-from workbench.session.on_engine.sent_values import in_new_class, is_same, kind, pack, shown, spread, unpack
+from workbench.session.on_engine.sent_values import is_same, kind, pack, renewed, shown, spread, unpack
 from workbench.session.on_engine.shell import shell
 from workbench.session.ranks import describe_ranks
 from workbench.tensors import default_generator
@@ -142,9 +142,7 @@ class Recovery:
     ) -> None:
         self.namespace, self.fresh, self.world, self.checkpoints = namespace, spread(fresh), world, checkpoints
         self.is_lost = world.rank in lost
-        self.kept = (
-            {} if self.is_lost else {name: in_new_class(value, namespace) for name, value in spread(kept).items()}
-        )
+        self.kept = {} if self.is_lost else {name: renewed(value, namespace) for name, value in spread(kept).items()}
         self.holders = [rank for rank in range(world.world_size) if rank not in lost]
         self.rows: dict[str, str] = {}
 

@@ -78,14 +78,38 @@ def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and torch.equal(one, other)
 
 
-def in_new_class(value: Any, namespace: Mapping[str, Any]) -> Any:
-    """The value, as an object of the class that set-up cells have made in the place of its own."""
-    old = type(value)
-    new = namespace.get(old.__name__)
-    if old.__module__ == "__main__" and isinstance(new, type) and new is not old:
-        with contextlib.suppress(TypeError):  # its layout has changed
-            value.__class__ = new
+def renewed(value: Any, namespace: Mapping[str, Any]) -> Any:
+    """The value after set-up cells have made classes anew, and modules were imported anew: a module, class or function
+    of a module as it is now, or the object with its new class. So for objects in it.
+    """
+    if isinstance(value, ModuleType):
+        return sys.modules.get(value.__name__, value)
+    if isinstance(value, type | FunctionType):
+        return value if value.__module__ == "__main__" else _now(value, namespace)
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        old = type(one)
+        new = _now(old, namespace)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if new is not old:
+            with contextlib.suppress(TypeError):  # its layout has changed
+                one.__class__ = new
+        if isinstance(one, list | tuple | set | dict) and kind(one) == "value":
+            waiting += one.values() if isinstance(one, dict) else one
+        if (new is not old or old.__module__ == "__main__") and kind(one) == "value":
+            waiting += getattr(one, "__dict__", {}).values()
     return value
+
+
+def _now(old: Any, namespace: Mapping[str, Any]) -> Any:
+    """The class or function that has taken the place of this one; itself if none has."""
+    names = namespace if old.__module__ == "__main__" else getattr(sys.modules.get(old.__module__), "__dict__", {})
+    new = names.get(old.__name__)
+    is_other = type(new) is type(old) and (new.__module__, new.__qualname__) == (old.__module__, old.__qualname__)
+    return new if is_other else old
 
 
 class _Function(NamedTuple):
