@@ -17,6 +17,7 @@ from torch import nn
 
 import workbench as wb
 from tests.session.simulated_session import SimulatedSession
+from tests.session.test_verdicts import nobody_listens
 from workbench.errors import CellError, SessionError
 from workbench.session import user_modules
 from workbench.session.comparison import training_on_engine
@@ -26,6 +27,7 @@ from workbench.session.on_engine.recovery import Recovery, _random_states
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
+__all__ = ["nobody_listens"]  # a fixture
 OLD, NEW = 8, 4096
 MODELS = """
 from torch import nn
@@ -309,7 +311,8 @@ def test_only_modules_of_the_users_count(folder):
     assert not {name.partition(".")[0] for name in names} & {"torch", "workbench", "json", "pytest", "__main__"}
 
 
-def test_all_engines_get_a_job_again_where_a_new_one_would_get_other_code(folder, monkeypatch):
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_all_engines_get_a_job_again_after_an_edit(folder, monkeypatch, is_lost):
     make = load("edited_models").make
     data = torch.randn(32, 4), torch.randn(32, 2)
     session: Any = SimulatedSession()
@@ -319,17 +322,47 @@ def test_all_engines_get_a_job_again_where_a_new_one_would_get_other_code(folder
 
         def play(function: Any, *args: Any, ranks: Any = None) -> list[Any]:
             if function is training_on_engine.has_job:
-                return [True, False]
-            sent.append(ranks)
+                return [True, not is_lost]
+            sent.append((function.__name__, ranks))
             return [training_on_engine.Prepared(1)] * len(ranks)
 
         monkeypatch.setattr(comparison, "_on_engines", play)
         comparison.prepare()
+        to_new = [("keep_job", [1])] * is_lost
+        assert sent == to_new
         write(folder, edited_models=MODELS.format(hidden=NEW))
         load("edited_models")
         comparison.prepare()
         comparison.prepare()
-        assert sent == [[1], [0, 1], [1]]
+        assert sent == [*to_new, ("keep_job", [0, 1]), ("forget_one_device", [0]), *to_new]
+
+
+@pytest.mark.usefixtures("nobody_listens")
+def test_an_open_comparison_trains_one_device_again_after_an_edit(folder):
+    """Also where the model's function is one of a cell, which imports the model late."""
+
+    def make() -> nn.Module:
+        from edited_models import Net
+
+        torch.manual_seed(0)
+        return Net()
+
+    load("edited_models")
+    data = torch.randn(32, 4), torch.randn(32, 2)
+    session: Any = SimulatedSession()
+    subject = Subject.of(make, data, nn.functional.mse_loss, batch_size=16, steps=3)
+    with Comparison(session, subject) as comparison:
+        old = comparison.baseline()
+        assert comparison.baseline() is old
+        write(folder, edited_models=MODELS.format(hidden=NEW))
+        assert comparison.baseline() is old
+        before = comparison.start("data")
+        load("edited_models")
+        after = comparison.start("data")
+        assert after.result().equal and before.result().equal is None
+        new = comparison.baseline()
+        held = [record.memory_by_kind[0]["parameters"] for record in (old, before.result(), new, after.result())]
+        assert new.losses != old.losses and held[0] == held[1] < 100 * held[0] < held[2] == held[3]
 
 
 @pytest.mark.engines

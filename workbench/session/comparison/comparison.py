@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from workbench.core.metrics import RunRecord
 from workbench.core.presets import preset_name
@@ -66,7 +67,8 @@ class Comparison:
         self._keep, self._writers = keep, tuple(log)
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
-        self._versions: dict[str, user_modules.Version] = {}
+        self._checkers: WeakKeyDictionary[TrainingRun, Checker] = WeakKeyDictionary()
+        self._digests: dict[str, str] = {}
         self.prepare()
 
     def __enter__(self) -> Comparison:
@@ -77,24 +79,33 @@ class Comparison:
 
     def prepare(self) -> None:
         """Send the job to engines that do not have it: first to all, later to new ones after a restart or a loss. If
-        the engine of the one-device run is new, the run is trained again. Where modules of the user's have changed
-        meanwhile, new engines would have other code, so all get the job again.
+        the engine of the one-device run is new, the run is trained again. So it is where modules of the user's have
+        changed meanwhile, and all engines get the job again, with the new code.
 
         Raises:
             NotStartedError: the session is closed.
         """
         has_job = self._on_engines(training_on_engine.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
-        versions = user_modules.loaded()
-        if missing and any(versions.get(name) != version for name, version in self._versions.items()):
+        digests = {name: each.digest for name, each in user_modules.loaded().items()}
+        has_changed = any(digests.get(name, digest) != digest for name, digest in self._digests.items())
+        if has_changed:
             missing = list(range(len(has_job)))
         if missing:
-            self._versions = versions
             prepared = self._on_engines(training_on_engine.keep_job, self.key, self.job, ranks=missing)
             self._num_threads = max(engine.num_threads for engine in prepared)
             self._no_micro_batches = prepared[0].no_micro_batches
-        if 0 in missing:
+        if has_changed:
+            self._forget_one_device()
+            self._checker = Checker(self.session, self.key)  # runs of the old code keep theirs, which knows nothing
+        elif 0 in missing:
             self._checker.forget()
+        self._digests = digests
+
+    def _forget_one_device(self) -> None:
+        self._baseline = None
+        self._checker.forget()
+        self._on_engines(training_on_engine.forget_one_device, self.key, ranks=[0])
 
     def _on_engines(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         try:
@@ -110,9 +121,8 @@ class Comparison:
         they are compared hold the weights of models, and are freed.
         """
         if seed != self.seed:
-            self.seed, self._baseline = seed, None
-            self._checker.forget()
-            self._on_engines(training_on_engine.forget_one_device, self.key, ranks=[0])
+            self.seed = seed
+            self._forget_one_device()
 
     def close(self) -> None:
         """Free the engines' copies of the job."""
@@ -157,7 +167,7 @@ class Comparison:
             return None
         if self._baseline is None or len(self._baseline.losses) < len(reference.losses):
             name = with_seed("one device", self.seed, self.job.seed)
-            record = self._measured(name, NO_STRATEGY, [reference], 1, self.seed)
+            record = self._measured(self._checker, name, NO_STRATEGY, [reference], 1, self.seed)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
             log = self.log(record)
             log.add_record(record)
@@ -195,7 +205,9 @@ class Comparison:
             self.compiles,
             label=description,
         )
-        return TrainingRun(self, planned, strategy, call, file, self.log(planned))
+        run = TrainingRun(self, planned, strategy, call, file, self.log(planned))
+        self._checkers[run] = self._checker
+        return run
 
     def log(self, planned: RunRecord) -> RunLog:
         """The log of a run, where the comparison's writers keep it."""
@@ -239,9 +251,10 @@ class Comparison:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         planned = run.planned
         seed, compiles = planned.settings["seed"], planned.settings.get("compiled", False)
-        found = self._measured(planned.name, planned.strategy, reports, planned.num_ranks, seed)
+        checker = self._checkers[run]
+        found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        verdict = self._checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
+        verdict = checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
         return replace(
             found,
             predicted=planned.predicted,
@@ -255,6 +268,8 @@ class Comparison:
             segments=segments_of(planned, found, reports, run.announced),
         )
 
-    def _measured(self, name: str, text: str, reports: Sequence[RankResult], num_ranks: int, seed: int) -> RunRecord:
-        reference = self._checker.known(OneDevice(seed=seed))
+    def _measured(
+        self, checker: Checker, name: str, text: str, reports: Sequence[RankResult], num_ranks: int, seed: int
+    ) -> RunRecord:
+        reference = checker.known(OneDevice(seed=seed))
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())
