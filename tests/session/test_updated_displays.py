@@ -110,6 +110,21 @@ def test_a_cleared_output_makes_room_for_the_next_one(notebook):
     assert "step 0" in notebook.listener.text  # the collected text is whole
 
 
+def test_lines_of_both_streams_go_also_unfinished_ones(notebook):
+    """A warning waits for an equal one of the other rank; it was shown behind the clear that came after it."""
+    for step in range(3):
+        notebook.say(0, "stream", ("stdout", f"loss {step}"))
+        notebook.say(0, "stream", ("stderr", f"a warning in step {step}\na line without end"))
+        notebook.say(1, "stream", ("stderr", f"a warning in step {step}\n"))
+        notebook.say(0, "clear", WAIT)
+        notebook.say(0, "stream", ("stdout", "then\n"))
+        notebook.say(0, "stream", ("stderr", "and a warning\n"))
+        others = [f"[1] a warning in step {each}" for each in range(step + 1)]
+        assert sorted(notebook.later()) == sorted(["[0] then", "[0] and a warning", *others])
+    lines = notebook.listener.text.split("\n")  # it keeps all output
+    assert lines.count("[0] a line without end") == 3 and "[0] loss 2" in lines and "[0] a warning in step 0" in lines
+
+
 def test_ranks_that_clear_together_leave_nothing(notebook):
     for step in range(3):
         for rank in (0, 1):

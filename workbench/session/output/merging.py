@@ -90,6 +90,13 @@ class Merger:
         for line in self._splitters[rank].rest():
             self._queues[rank].append(_Item("line", line, line, now))
 
+    def release(self, rank: int, now: float) -> list[Block]:
+        """All that waits of this rank, with its unfinished line; it is not joined with that of other ranks."""
+        self.finish(rank, now)
+        blocks = [Block(item.kind, (rank,), item.content) for item in self._queues[rank]]
+        self._queues[rank].clear()
+        return blocks
+
     def take(self, now: float, final: bool = False) -> list[Block]:
         """The blocks that can be shown now; all that wait if ``final``."""
         blocks = []
@@ -200,11 +207,16 @@ class OutputMerger:
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
         self._mergers = {"stdout": Merger(ranks, merge), "stderr": Merger(ranks, merge)}
         self._limiters = {name: RateLimiter() for name in self._mergers}
+        self._released: list[tuple[str, Block]] = []
 
     def feed_stream(self, rank: int, name: str, text: str, now: float) -> None:
         self._mergers[name].feed_text(rank, text, now)
 
     def feed_bundle(self, rank: int, kind: str, bundle: dict[str, Any], now: float) -> None:
+        if kind == "clear":  # it comes behind all that the rank has printed
+            self._mergers["stdout"].finish(rank, now)
+            blocks = self._mergers["stderr"].release(rank, now)
+            self._released += [("stderr", each) for each in self._limiters["stderr"].take(blocks, now, final=True)]
         self._mergers["stdout"].feed_bundle(rank, kind, bundle, now)
 
     def finish(self, rank: int, now: float) -> None:
@@ -213,7 +225,7 @@ class OutputMerger:
 
     def take(self, now: float, final: bool = False) -> list[tuple[str, Block]]:
         """(stream, block) pairs that can be shown now."""
-        shown = []
+        shown, self._released = self._released, []
         for name, merger in self._mergers.items():
             blocks = self._limiters[name].take(merger.take(now, final), now, final)
             shown += [(name, block) for block in blocks]
