@@ -83,7 +83,7 @@ def renewed(value: Any, namespace: Mapping[str, Any]) -> Any:
     of a module as it is now, or the object with its new class. So for objects in it.
     """
     if isinstance(value, ModuleType):
-        return sys.modules.get(value.__name__, value)
+        return sys.modules.get(object.__getattribute__(value, "__dict__").get("__name__", ""), value)
     if isinstance(value, type | FunctionType):
         return value if value.__module__ == "__main__" else _now(value, namespace)
     waiting, seen = [value], set()
@@ -107,7 +107,7 @@ def renewed(value: Any, namespace: Mapping[str, Any]) -> Any:
 def _now(old: Any, namespace: Mapping[str, Any]) -> Any:
     """The class or function that has taken the place of this one; itself if none has."""
     names = namespace if old.__module__ == "__main__" else getattr(sys.modules.get(old.__module__), "__dict__", {})
-    new = names.get(old.__name__)
+    new: Any = names.get(old.__name__)
     is_other = type(new) is type(old) and (new.__module__, new.__qualname__) == (old.__module__, old.__qualname__)
     return new if is_other else old
 
