@@ -11,7 +11,6 @@ import importlib.util
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,9 @@ from workbench.session.on_engine.shell import current_tag, publish, shell, stop_
 from workbench.session.processes import oom_kills
 
 __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
+
+_renewed_alone: set[str] = set()
+"""Modules that this rank imported anew for a request that not all ranks ran."""
 
 
 def join(
@@ -147,13 +149,20 @@ def push(payload: bytes) -> None:
 def _unpack(payload: bytes) -> Any:
     value, renewed = user_modules.unpack(payload)
     tag = current_tag()
-    if renewed and tag is not None and not tag.all_ranks:
-        warnings.warn(
-            f"imported anew, as the notebook has loaded other versions: {', '.join(renewed)}. Ranks that do not run "
-            f"this request keep what they have loaded, until a request uses these modules there.",
-            stacklevel=1,
-        )
+    if tag is not None and not tag.all_ranks:
+        _renewed_alone.update(renewed)
     return value
+
+
+def _report_renewed(*_: object) -> None:
+    """The next cell says where ranks may have different versions of modules: requests show no output."""
+    if _renewed_alone:
+        print(
+            f"workbench: a request to some of the ranks imported {', '.join(sorted(_renewed_alone))} anew, after an "
+            f"edit. Other ranks keep what they have loaded until a request that uses it runs there.",
+            file=sys.stderr,
+        )
+        _renewed_alone.clear()
 
 
 def pull(name: str) -> bytes:
@@ -181,6 +190,7 @@ def _install() -> None:
     engine_imports.install(here.kernel)
     user_modules.watch()
     engine_awaiting.install(here)
+    here.events.register("pre_run_cell", _report_renewed)
     here.events.register("post_run_cell", _report_remaining_steps)
     engine_messages.install(here)
     engine_modes.install(here)  # before the hook that frees errors
