@@ -111,18 +111,17 @@ def test_an_older_module_is_imported_anew_with_those_that_use_it(folder, pack_in
 @pytest.mark.parametrize("init", ["from edited_pkg import parts, rest", "from edited_pkg.parts import size", None])
 def test_the_edited_parts_of_a_package_are_imported_anew(folder, pack_in_notebook, init):
     """A package that has a function of an edited part is a user of it; one that has the part itself stays as it is.
-    Without ``__init__.py`` it is a namespace package.
+    Without ``__init__.py`` it is a namespace package. Two of its parts import each other.
     """
-    package = folder / "edited_pkg"
-    write_package(package, parts="def size(): return 1", rest="", user="from edited_pkg import parts")
+    package, parts = folder / "edited_pkg", "from edited_pkg import user\ndef size(): return {}"
+    write_package(package, parts=parts.format(1), rest="", user="from edited_pkg import parts")
     if init is not None:
         write(package, __init__=init)
     user, rest = load("edited_pkg.user"), load("edited_pkg.rest")
     old = sys.modules["edited_pkg"]
-    write(package, parts="def size(): return 22")
-    payload = pack_in_notebook(lambda: user.parts.size())
-    assert unpack(payload)() == 22
-    new = importlib.import_module("edited_pkg")
+    write(package, parts=parts.format(22))
+    assert unpack(pack_in_notebook(lambda: user.parts.size()))() == 22
+    new = sys.modules["edited_pkg"]
     assert new.parts.size() == new.user.parts.size() == 22 and new.rest is rest is sys.modules["edited_pkg.rest"]
     assert (new is old) == (init is None or "size" not in init)
 
@@ -184,8 +183,8 @@ def test_comments_and_formatting_are_no_difference(folder, pack_in_notebook):
 
 
 def test_modules_that_load_at_their_first_use_stay_unloaded(folder):
-    """As those of ``importlib.util.LazyLoader``; the file of this one raises an error."""
-    write(folder, edited_lazy="raise ImportError('too early')", edited_trainer="def width(): return 1")
+    """As those of ``importlib.util.LazyLoader``; the file of this one leaves a mark."""
+    write(folder, edited_lazy="import sys; sys.modules['edited_mark'] = sys", edited_trainer="def width(): return 1")
     trainer = load("edited_trainer")
     spec = importlib.util.find_spec("edited_lazy")
     spec.loader = importlib.util.LazyLoader(spec.loader)
@@ -199,6 +198,7 @@ def test_modules_that_load_at_their_first_use_stay_unloaded(folder):
     sys.modules["edited_odd"] = Odd()
     assert unpack(user_modules.pack(trainer.width))() == 1
     user_modules.import_edited_anew()
+    assert "edited_mark" not in sys.modules
 
 
 def test_a_notebook_that_has_not_loaded_the_present_file_is_refused(folder):
