@@ -1,6 +1,7 @@
 """Captured steps with experts: a replay sends as many rows as its own tokens ask for."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.training.strategies.mixtures import Mixture, batch_of
 from workbench.errors import CaptureError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.strategies.fused_experts import PASSING
 from workbench.training.strategies.opaque_call import opaque_call
 
 STEPS = 20
@@ -73,6 +75,22 @@ def test_replays_send_what_their_own_choices_ask_for():
 def test_replays_with_other_choices_of_experts_equal_one_device(strategy, num_ranks):
     """Also experts that are whole on each rank, and those of blocks that run again."""
     assert_replays_equal_one_device(strategy, num_ranks)
+
+
+def test_a_recording_keeps_no_experts_but_those_of_the_model():
+    """A call makes a module of this rank's experts, and with it the tensors that ZeRO has gathered."""
+
+    models = [made() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: expert | zero=3")
+        step = wb.capture(lambda x, classes: model(x, classes).backward())
+        for number in range(3):
+            step(*batch_of(number))
+        kept = [each for each in gc.get_objects() if isinstance(each, type(model.pool)) and PASSING in vars(each)]
+        return step.num_replays, len(kept)
+
+    assert run_ranks(program, 2) == [(1, 0)] * 2
 
 
 def test_replays_in_stages_and_in_16_bits_equal_steps_as_they_are():

@@ -186,7 +186,10 @@ def assign(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, filled: Mapping[Any, torch.Tensor]
 ) -> None:
     """Set hyperparameters, and state whose tensors have been filled."""
-    for place, each in _places(optimizer, part):
+    places = _places(optimizer, part)
+    for _, each in places:
+        each.state.clear()  # before any is filled: some may share it
+    for place, each in places:
         _assign(each, names, part, place, checkpoint, filled)
 
 
@@ -200,7 +203,6 @@ def _assign(
 ) -> None:
     for ours, saved in zip(optimizer.param_groups, checkpoint.value(*place, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
-    optimizer.state.clear()
     forget_layouts(optimizer)
     keeps_local = is_elementwise(optimizer)
     for parameter in _with_state(optimizer):

@@ -19,6 +19,8 @@ from torch import nn
 
 from workbench.tensors import default_generator
 
+PASSING = "_workbench_passing"
+"""Among the attributes of a module that is made for one call: nobody keeps it, with the tensors that it has."""
 _ARGUMENTS = 3
 """Tokens, numbers of experts, weights."""
 _CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -87,7 +89,7 @@ def run_some(
     here = len(next(iter(tensors.values())))
     named = {name: tensors.get(name) for name in module._parameters}
     own = {name: value for name, value in vars(module).items() if name != "forward"}
-    vars(some).update({**own, **dict.fromkeys(_counts(module, experts), here), "_parameters": named})
+    vars(some).update({**own, **dict.fromkeys(_counts(module, experts), here), "_parameters": named, PASSING: True})
     result: torch.Tensor = some.forward(rows, numbers, weights)
     return result
 
