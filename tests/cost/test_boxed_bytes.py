@@ -200,7 +200,7 @@ def frozen_skips(*names):
 FROZEN = [("a",), ("b",), ("a", "b"), ("a", "b", "c"), ("a", "b", "c", "d"), ("c", "d")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("borders", [["a", "bcdh"], *(each.replace("head", "h").split("|") for each in BORDERS)])
 @pytest.mark.parametrize("names", FROZEN)
 def test_residuals_of_frozen_layers_are_sent_without_their_gradients(names, borders):

@@ -70,7 +70,8 @@ def pack_in_notebook(monkeypatch):
     """``pack`` of a notebook that has loaded the present files. This process is then an engine that has not."""
 
     def pack(value: Any) -> bytes:
-        versions = {name: user_modules._version_of(name, sys.modules[name].__spec__) for name in user_modules.loaded()}
+        names = [name for name in user_modules.loaded() if name.startswith("edited_")]
+        versions = {name: user_modules._version_of(name, sys.modules[name].__spec__) for name in names}
         with monkeypatch.context() as patched:
             patched.setattr(user_modules, "loaded", lambda: versions)
             return user_modules.pack(value)

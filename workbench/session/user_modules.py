@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
 from pathlib import Path
@@ -37,12 +38,34 @@ _OF_PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib
 
 
 class Version(NamedTuple):
-    """A module as a process has loaded it."""
+    """A module as a process has loaded it. It is parsed where a request uses it."""
 
     file: str
-    digest: str  #: of the file's code; comments are no part of it
+    package: str  #: from which its relative imports count
     time_s: float  #: when the file was written
-    imports: tuple[str, ...]  #: at its top or in functions: modules, and names that may be modules
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        """Of the file's code; comments are no part of it."""
+        return _parsed(self.content, self.package)[0]
+
+    @property
+    def imports(self) -> set[str]:
+        """At its top or in functions: modules, and names that may be modules."""
+        return _parsed(self.content, self.package)[1]
+
+    def has_code_of(self, other: Version) -> bool:
+        """Whether both are the same code."""
+        return self.content == other.content or self.digest == other.digest
+
+
+class Announced(NamedTuple):
+    """The version of a module, in a request."""
+
+    file: str
+    digest: str
+    time_s: float
 
 
 _loaded: dict[str, tuple[Any, Version | None]] = {}
@@ -100,7 +123,8 @@ def pack(value: object) -> bytes:
     while new:
         used |= new
         new = {of for name in new for of in (*_used_by(name), *here[name].imports) if of in here} - used
-    rest = pickle.dumps({name: here[name] for name in sorted(used)})
+    versions = {name: here[name] for name in sorted(used)}
+    rest = pickle.dumps({name: Announced(each.file, each.digest, each.time_s) for name, each in versions.items()})
     buffer.write(rest + len(rest).to_bytes(_LENGTH_BYTES, "big"))
     return buffer.getvalue()
 
@@ -113,12 +137,12 @@ def unpack(payload: bytes) -> tuple[Any, list[str]]:
         SessionError: this process cannot load the version of a module that the notebook has. Errors of unpickling pass.
     """
     length = int.from_bytes(payload[-_LENGTH_BYTES:], "big")
-    wanted: dict[str, Version] = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
+    wanted: dict[str, Announced] = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
     here = loaded() if wanted else {}
     renewed = _import_anew({n for n in here.keys() & wanted.keys() if here[n].digest != wanted[n].digest == _digest(n)})
     value = pickle.loads(payload)  # ends where the pickle does
     for name, own in sorted(loaded().items() if wanted else ()):
-        if own.digest != (theirs := wanted.get(name, own)).digest:
+        if name in wanted and own.digest != (theirs := wanted[name]).digest:
             raise SessionError(
                 f"module {name}: the notebook and this engine have loaded different versions. The notebook has "
                 f"{theirs.file} of {_clock(theirs)}, the engine {own.file} of {_clock(own)}. Both must run the same "
@@ -130,7 +154,8 @@ def unpack(payload: bytes) -> tuple[Any, list[str]]:
 
 def import_edited_anew() -> None:
     """Import modules again whose files have changed since they were loaded."""
-    _import_anew({name for name, version in loaded().items() if _digest(name) not in ("", version.digest)})
+    now = {name: (version, _version_of(name, _loaded[name][0])) for name, version in loaded().items()}
+    _import_anew({name for name, (old, new) in now.items() if new is not None and not new.has_code_of(old)})
 
 
 class _RecordingPickler(Pickler):
@@ -217,13 +242,19 @@ def _version_of(name: str, spec: Any) -> Version | None:
         file = spec.origin
         if name.partition(".")[0] in _NOT_THE_USERS or not file.endswith(".py") or not _is_users(file):
             return None
-        time_s, content = Path(file).stat().st_mtime, Path(file).read_bytes()
+        package = name if Path(file).stem == "__init__" else name.rpartition(".")[0]
+        return Version(file, package, Path(file).stat().st_mtime, Path(file).read_bytes())
     except Exception:  # noqa: BLE001 - specs of modules are anybody's objects
         return None
+
+
+@cache
+def _parsed(content: bytes, package: str) -> tuple[str, set[str]]:
+    """The digest of a file's code, and what it imports."""
     imports = set()
     with suppress(Exception), warnings.catch_warnings():  # what does not parse is known by its bytes
         warnings.simplefilter("ignore")
-        tree, package = ast.parse(content), name if Path(file).stem == "__init__" else name.rpartition(".")[0]
+        tree = ast.parse(content)
         content = ast.dump(tree).encode()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -231,7 +262,7 @@ def _version_of(name: str, spec: Any) -> Version | None:
             elif isinstance(node, ast.ImportFrom):
                 module = resolve_name("." * node.level + (node.module or ""), package)
                 imports |= {module, *(f"{module}.{each.name}" for each in node.names)}
-    return Version(file, hashlib.sha256(content).hexdigest(), time_s, tuple(sorted(imports)))
+    return hashlib.sha256(content).hexdigest(), imports
 
 
 def _digest(name: str) -> str:
@@ -239,5 +270,5 @@ def _digest(name: str) -> str:
     return getattr(_version_of(name, _loaded[name][0]), "digest", "")
 
 
-def _clock(version: Version) -> str:
+def _clock(version: Version | Announced) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.time_s))

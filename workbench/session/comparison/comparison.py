@@ -68,7 +68,7 @@ class Comparison:
         self._baseline: RunRecord | None = None
         self._num_threads, self._no_micro_batches = 0, ""
         self._checkers: WeakKeyDictionary[TrainingRun, Checker] = WeakKeyDictionary()
-        self._digests: dict[str, str] = {}
+        self._versions: dict[str, user_modules.Version] = {}
         self.prepare()
 
     def __enter__(self) -> Comparison:
@@ -87,8 +87,8 @@ class Comparison:
         """
         has_job = self._on_engines(training_on_engine.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
-        digests = {name: each.digest for name, each in user_modules.loaded().items()}
-        has_changed = any(digests.get(name, digest) != digest for name, digest in self._digests.items())
+        versions = user_modules.loaded()
+        has_changed = any(not versions.get(name, old).has_code_of(old) for name, old in self._versions.items())
         if has_changed:
             missing = list(range(len(has_job)))
         if missing:
@@ -100,7 +100,7 @@ class Comparison:
             self._checker = Checker(self.session, self.key)  # runs of the old code keep theirs, which knows nothing
         elif 0 in missing:
             self._checker.forget()
-        self._digests = digests
+        self._versions = versions
 
     def _forget_one_device(self) -> None:
         self._baseline = None
