@@ -70,8 +70,7 @@ def pack_in_notebook(monkeypatch):
     """``pack`` of a notebook that has loaded the present files. This process is then an engine that has not."""
 
     def pack(value: Any) -> bytes:
-        names = [name for name in user_modules.loaded() if name.startswith("edited_")]
-        versions = {name: user_modules._version_of(name, sys.modules[name].__spec__) for name in names}
+        versions = {n: user_modules._version_of(n, sys.modules[n].__spec__) for n in sys.modules if "edited_" in n}
         with monkeypatch.context() as patched:
             patched.setattr(user_modules, "loaded", lambda: versions)
             return user_modules.pack(value)
