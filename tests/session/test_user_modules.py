@@ -1,10 +1,9 @@
 """A module that was edited: engines run the version that the notebook has loaded, or say why they cannot."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +69,8 @@ def pack_in_notebook(monkeypatch):
     """``pack`` of a notebook that has loaded the present files. This process is then an engine that has not."""
 
     def pack(value: Any) -> bytes:
-        versions = {n: user_modules._version_of(n, sys.modules[n].__spec__) for n in sys.modules if "edited_" in n}
+        names = filter(re.compile("edited_").match, user_modules.loaded())
+        versions = {name: user_modules._version_of(name, sys.modules[name].__spec__) for name in names}
         with monkeypatch.context() as patched:
             patched.setattr(user_modules, "loaded", lambda: versions)
             return user_modules.pack(value)
