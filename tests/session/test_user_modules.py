@@ -371,7 +371,7 @@ def test_a_comparison_after_an_edit_trains_the_new_model(session, folder):
     session.run(f"import sys\nsys.dont_write_bytecode = True\nsys.path.insert(0, {str(folder)!r})")
     data = torch.randn(32, 4), torch.randn(32, 2)
 
-    def compared() -> wb.CompareResult:
+    def compared():
         make = load("edited_models").make
         return wb.compare(
             make, data, nn.functional.mse_loss, ["data"], batch_size=16, steps=3, session=session, keep=False
