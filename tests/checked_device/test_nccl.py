@@ -120,7 +120,7 @@ def assert_trains(name, num_ranks):
 CASES = [(name, n) for n in (2, 4, 8) for name, text in STRATEGIES.items() if isinstance(text, str) or n in text]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_training_never_stalls_and_equals_the_host(name, num_ranks):
     assert_trains(name, num_ranks)

@@ -199,7 +199,7 @@ def watch_without_keeping(self, node, parameters, between):
         ("gpt2", "2x1x1 mb=3 zero_bubble recompute", 2),
         ("gpt2", "2x1x1 mb=5 zero_bubble_v recompute", 2),
         ("llama", "2x1x1 mb=5 dualpipe_v recompute=cheap", 2),
-        ("gpt2", "2x2x1 mb=3 zero_bubble_v recompute zero=2", 4),
+        pytest.param("gpt2", "2x2x1 mb=3 zero_bubble_v recompute zero=2", 4, marks=pytest.mark.slow),
         ("cnn", "2x1x1 mb=3 zero_bubble_v recompute", 2),
         pytest.param("gpt2", "2x2x1 mb=3 zero_bubble_v recompute=attention zero=3", 4, marks=pytest.mark.slow),
         pytest.param("gpt2", "2x1x2 mb=3 zero_bubble recompute sequence", 4, marks=pytest.mark.slow),
@@ -230,7 +230,9 @@ DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
 """Two blocks on eight stages."""
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["zero_bubble", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "gpipe"))]
+)
 def test_a_block_over_several_stages_runs_again_where_each_has_a_rank(schedule):
     assert_trains_like_one_device(Setup("gpt2", num_steps=2), "data", f"8x1x1 mb=3 {schedule} recompute", 8)
 

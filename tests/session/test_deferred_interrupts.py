@@ -77,6 +77,7 @@ def run_alone(package, body, holds=True):
 
 
 @pytest.mark.procs
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", BODIES)
 def test_the_interrupt_comes_after_the_whole_import(package, kind):
     ended = run_alone(package, BODIES[kind])

@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_control_is_back_and_the_next_cell_works(session, case):
     code, words, call = CASES[case]
