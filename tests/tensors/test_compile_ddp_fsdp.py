@@ -78,7 +78,7 @@ def _parallelized_when_wrapped(what):
 
 
 def test_a_module_in_data_parallel_is_not_parallelized():
-    run_ranks(lambda: _parallelized_when_wrapped("DataParallel"), 1)
+    assert run_ranks(lambda: _parallelized_when_wrapped("DataParallel"), 1) == [True]
 
 
 @pytest.mark.procs

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from benchmarks.allocated import NUM_STEPS, peak_allocated
+from benchmarks.allocated import NUM_STEPS
 from benchmarks.gpt import GPT, next_word_loss
 from tests.cost.test_boxed_bytes import ONE_SHOT
+from tests.training.costs.measured_peaks import peak_of
 from tests.training.models import CNN
 from workbench.core.options import PRECISIONS
 from workbench.core.sharding_plan import ShardingPlan
@@ -22,11 +23,9 @@ from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software, megatron
 from workbench.planning.problem import Problem
-from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.runs.job import Job
-from workbench.training.runs.train import run_strategy
 from workbench.training.strategies.state import ROOT, describe
 
 H200 = load_hardware("h200")
@@ -258,15 +257,9 @@ def test_master_weights_have_the_sizes_of_their_program():
 
 
 def measured(name: str, text: str, watched: int) -> int:
-    def program(rank):
-        data = WORDS, WORDS
-        job = Job(MODELS[name], data, next_word_loss, lambda p: torch.optim.AdamW(p, foreach=False), BATCH, NUM_STEPS)
-        if rank == watched:
-            return peak_allocated(job, text)
-        run_strategy(job, text)
-        return 0
-
-    return run_ranks(program, 2)[watched]
+    words = WORDS, WORDS
+    job = Job(MODELS[name], words, next_word_loss, lambda p: torch.optim.AdamW(p, foreach=False), BATCH, NUM_STEPS)
+    return peak_of(job, text, watched)
 
 
 @pytest.mark.sampled(3)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.allocated import NUM_STEPS, peak_allocated
+from benchmarks.allocated import NUM_STEPS
 from benchmarks.gpt import GPT, next_word_loss
 from tests.cost.test_boxed_bytes import ONE_SHOT
+from tests.training.costs.measured_peaks import peak_of
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware_files import load_hardware
@@ -20,11 +21,9 @@ from workbench.planning.candidates import candidates
 from workbench.planning.chooser import FAST, Chooser
 from workbench.planning.incumbents import Incumbents
 from workbench.planning.problem import Constraints, Problem
-from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.runs.job import Job
-from workbench.training.runs.train import run_strategy
 
 HERE = replace(load_hardware("h200"), exchanges_on_cores=True)
 WORDS = torch.arange(32 * 20).view(32, 20) % 512
@@ -114,18 +113,6 @@ def test_large_blocks_gather_the_weights_of_what_runs_again(name):
     assert found.boxed_bytes == dry_run(make, text, 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss).boxed_bytes
 
 
-def measured(name: str, text: str, watched: int) -> int:
-    def program(rank):
-        data = WORDS, WORDS
-        job = Job(MODELS[name], data, next_word_loss, lambda p: torch.optim.AdamW(p, foreach=False), BATCH, NUM_STEPS)
-        if rank == watched:
-            return peak_allocated(job, text)
-        run_strategy(job, text)
-        return 0
-
-    return run_ranks(program, 2)[watched]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -136,7 +123,9 @@ def measured(name: str, text: str, watched: int) -> int:
 )
 def test_peaks_are_those_of_simulated_ranks(name, text):
     peak = max(predicted(name, text).memory, key=lambda kinds: sum(kinds.values()))
-    assert sum(peak.values()) == pytest.approx(measured(name, text, 0), rel=0.10)
+    words = WORDS, WORDS
+    job = Job(MODELS[name], words, next_word_loss, lambda p: torch.optim.AdamW(p, foreach=False), BATCH, NUM_STEPS)
+    assert sum(peak.values()) == pytest.approx(peak_of(job, text, 0), rel=0.10)
 
 
 @pytest.mark.parametrize("name", MODELS)

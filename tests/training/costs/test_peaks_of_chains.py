@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.allocated import NUM_STEPS, peak_allocated
+from benchmarks.allocated import NUM_STEPS
+from tests.training.costs.measured_peaks import peak_of
 from workbench.core import gradient_accumulation
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
-from workbench.testing import run_ranks
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.runs.job import Job
-from workbench.training.runs.train import run_strategy
 
 HERE = replace(load_hardware("h200"), exchanges_on_cores=True)
 BATCH, WITHIN = 32, 0.10
@@ -61,17 +60,7 @@ def predicted(costs: ModelCosts, text: str, software: Software = WORKBENCH) -> E
 
 
 def measured(make, text: str, width: int, watched: int) -> int:
-    """Torch profiles the memory of one thread."""
-    samples = data(width)
-
-    def program(rank):
-        job = Job(make, samples, F.cross_entropy, None, BATCH, NUM_STEPS)
-        if rank == watched:
-            return peak_allocated(job, text)
-        run_strategy(job, text)
-        return 0
-
-    return run_ranks(program, 2)[watched]
+    return peak_of(Job(make, data(width), F.cross_entropy, None, BATCH, NUM_STEPS), text, watched)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,12 @@ class Noam:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def moments_in(state):
+    """The first moments in the state of an optimizer."""
+    of_parameters = state["state"]
+    return [torch.as_tensor(of_parameters[number]["exp_avg"]).clone() for number in sorted(of_parameters)]
+
+
 class TestPlainTensorsOfOneRank:
     @pytest.mark.parametrize("strategy", ["*: data | 1x2x1 zero=1", "*: model", "0: data; 2: data@1"])
     @pytest.mark.parametrize("given", [lambda o: o.state_dict(), Noam])
@@ -124,8 +130,15 @@ class TestPlainTensorsOfOneRank:
             model(torch.arange(24.0).view(4, 6)).square().mean().backward()
             optimizer.step()
             wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=given(optimizer))
+            again = Noam(torch.optim.Adam(model.parameters()))
+            given_back = {"moments": again} if given is Noam else {}
+            found = wb.checkpoint.load(tmp_path / "ckpt", model=model, **given_back)
+            saved = again.optimizer.state_dict() if given is Noam else found["moments"]
+            return moments_in(saved), moments_in(optimizer.state_dict())
 
-        run_ranks(program, 2)
+        for found, expected in run_ranks(program, 2):
+            assert len(expected) == 4
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_global_tensors_deep_in_one_pickle_are_refused(self, tmp_path):
         def program():
