@@ -96,7 +96,7 @@ def measure() -> float:
             clicks.say("the notebook is open, its kernel idle")
             clicks.click(page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")))
             clicks.click(page.locator("[data-command='runmenu:run-all']"))
-            page.wait_for_selector(".wb-panel .wb-row")
+            page.wait_for_selector(".wb-panel .wb-row", state="attached")  # the run shows another tab
             clicks.say("the panel is there, and a cell below runs it")
             page.wait_for_selector(".wb-panel .wb-state")
             clicks.say("the run has begun")
