@@ -66,8 +66,25 @@ def test_a_controller_that_cannot_listen_for_all_messages_ends(taken, tmp_path):
     registration, *others = free_ports(20)
     settings = f"c = get_config()\nc.IPController.ports = {[registration, taken, *others]}\n"
     (tmp_path / "ipcontroller_config.py").write_text(settings)
-    command = [*launch.WATCHDOG, "ipyparallel.controller", *launch._CONTROLLER_OPTIONS, f"--profile-dir={tmp_path}"]
-    environment = {name: value for name, value in os.environ.items() if name != watchdog.OWNER}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    ended = run("ipyparallel.controller", *launch._CONTROLLER_OPTIONS, f"--profile-dir={tmp_path}")
     assert ended.returncode == -signal.SIGKILL
     assert f"Address already in use (addr='tcp://127.0.0.1:{taken}')" in ended.stderr
+
+
+def test_processes_that_a_controller_forks_end_with_it(tmp_path):
+    """Their output would stay open, and this test would wait for it."""
+    (tmp_path / "a_controller.py").write_text(
+        "import multiprocessing, os, signal, time\n"
+        "def child():\n    multiprocessing.get_context('fork').Process(target=time.sleep, args=[9999]).start()\n"
+        "    time.sleep(9999)\n"
+        "multiprocessing.get_context('fork').Process(target=child).start()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert run("a_controller", PYTHONPATH=f"{tmp_path}:{os.getcwd()}").returncode == -signal.SIGKILL
+
+
+def run(module, *arguments, **variables):
+    """A module under the watch of a controller that nobody owns, until all that hold its output have ended."""
+    environment = {name: value for name, value in os.environ.items() if name != watchdog.OWNER} | variables
+    command = [*launch.WATCHDOG, module, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)

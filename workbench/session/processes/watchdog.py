@@ -9,7 +9,7 @@ Engines that are kept for another notebook watch their controller instead of the
 process.
 
 A controller without one of its threads would forward some kinds of messages and not others: cells would run, and no
-interrupt would come. So it ends when one of them cannot listen.
+interrupt would come. So it ends when one of them cannot listen. Processes that it forks end with it.
 """
 
 from __future__ import annotations
@@ -91,6 +91,18 @@ def end_with_threads() -> None:
     threading.excepthook = end
 
 
+def end_forks_with_this_process() -> None:
+    """Let processes that this one forks end with it, also when it is killed while it forks."""
+    parent = os.getpid()
+
+    def watch_parent() -> None:
+        nonlocal parent
+        watch(has_parent(parent), end_this_process)
+        parent = os.getpid()
+
+    os.register_at_fork(after_in_child=watch_parent)
+
+
 def has_parent(pid: int) -> Callable[[], bool]:
     """Whether this process is still a child of the one that started it."""
     return lambda: os.getppid() == pid
@@ -130,6 +142,7 @@ def main(argv: list[str]) -> None:
     elif CONTROLLER in os.environ:
         watch(is_running(os.environ[CONTROLLER]), end_this_process)
     if is_controller:
+        end_forks_with_this_process()
         end_with_threads()
     elif CONNECTION in os.environ:
         prepare_engine(os.environ[CONNECTION])
