@@ -166,6 +166,23 @@ def test_layers_that_take_turns_run_by_a_schedule_that_goes_back():
     assert used == "one: data@0; two: data@1 | 2x1x1 mb=4 gpipe"
 
 
+def test_gathering_the_weights_of_a_block_is_no_use_of_them():
+    blocks = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(3, 4)).double()
+
+    def program(rank):
+        parallel = wb.parallelize(copies[rank], "pipeline | 2x2x1 mb=2 zero=3")
+        with recorded_calls(parallel) as calls:
+            parallel(torch.ones(4, 3).double())
+        return calls
+
+    copies = [copy.deepcopy(model) for _ in range(4)]
+    found = run_ranks(program, 4)
+    with recorded_calls(model) as truth:
+        model(torch.ones(4, 3).double())
+    assert found == [truth] * 4
+
+
 def test_several_virtual_stages_follow_the_order_of_calls():
     assert_trains_as_one_device(HeadFirst().double(), "pipeline | mb=2 interleaved", 2, 2)
 

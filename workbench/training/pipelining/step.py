@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from workbench.core.presets import strategy_of
-from workbench.core.strategy import ResolvedStrategy
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World, current
@@ -224,7 +225,8 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     preset, state.preset = state.preset, None
     if state.resolved.num_stages == 1:
         return state
-    strategy = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
+    own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
+    strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
     if strategy == state.strategy:
         return state
     optimizers = states_of(optimizers_of(module, world), module, world)

@@ -74,6 +74,8 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not torch._C._is_torch_function_enabled():  # of an exchange or a gathering, which not all ranks have
+            return result
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # not of weight.dtype
             for operand in operands:
