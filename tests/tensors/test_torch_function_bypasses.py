@@ -1,5 +1,6 @@
 """Functions of torch that would read a shard without asking: wrapped, or refused; and the list of them, once more."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -7,6 +8,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import _AllReduce
 
 import workbench as wb
 from tests.tensors.dispatch.custom_functions import Cube
@@ -24,13 +27,28 @@ def test_a_custom_function_runs_on_shards_that_are_declared():
     assert run_ranks(program, 2) == [[6.0] * 4] * 2
 
 
+EXCHANGES = {
+    "torch.distributed.all_reduce: argument 1": lambda loss: dist.all_reduce(loss),
+    "torch.distributed.all_gather: ": lambda loss: dist.all_gather([torch.ones(4), torch.ones(4)], loss),
+    "torch.distributed.broadcast: ": lambda loss: dist.broadcast(loss, 0),
+    "torch.distributed.reduce: ": lambda loss: dist.reduce(loss, 0),
+    "torch.ops._c10d_functional.all_reduce: ": lambda loss: torch.ops._c10d_functional.all_reduce(loss, "sum", "0"),
+    "torch.ops._c10d_functional.wait_tensor: ": lambda loss: torch.ops._c10d_functional.wait_tensor.default(loss),
+    "torch.distributed.nn.functional._AllReduce.apply: argument 4": lambda loss: _AllReduce.apply(None, None, loss),
+}
+
+
 def test_functions_that_exchange_plain_tensors_are_refused():
-    from torch.distributed.nn.functional import _AllReduce
+    """They would add or join what is one tensor already, or on ranks without a part wait for ever."""
 
     def program():
-        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
-        with pytest.raises(LayoutError, match=r"_AllReduce.apply.*exchanges plain tensors.*wb.local_map"):
-            _AllReduce.apply(None, None, x)
+        for sbp, ranks in (("S(0)", [0, 1]), ("P", [0, 1]), ("B", [0, 1]), ("B", [1])):
+            loss = wb.ones(4, placement=wb.placement("cpu", ranks=ranks), sbp=sbp, requires_grad=True)
+            where = re.escape(str(loss.layout_on_ranks))
+            for call, make in EXCHANGES.items():
+                says = rf"^{call}.*\(4,\), {where}.*Leave the call out.*loss.full_tensor\(\)"
+                with pytest.raises(LayoutError, match=says):
+                    make(loss)
 
     run_ranks(program, 2)
 

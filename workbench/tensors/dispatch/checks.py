@@ -72,6 +72,28 @@ def refuse_two_placements(
     )
 
 
+def exchange_name(func: Any) -> str | None:
+    """The name of a function of ``torch.distributed`` that exchanges plain tensors; None for other functions."""
+    if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
+        return f"torch.distributed.{func.__name__}"
+    name = fold_name(func).folded
+    return f"torch.ops.{name.replace('::', '.')}" if name.startswith("_c10d_functional") else None
+
+
+def refuse_exchange(call: str, func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
+    """An exchange of plain tensors that is given a global one: it would add or join what is one tensor already."""
+    tensor = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor))
+    x = name_in_user_code(tensor, "x")
+    raise LayoutError(
+        f"{call}: {argument_text(func, args, kwargs, tensor)} is a global tensor of shape {tuple(tensor._spec.shape)}, "
+        f"{tensor._spec.layout}. The call exchanges plain tensors between processes, and a global tensor is one tensor "
+        "over its ranks with the value of one device: a loss, a count or a gradient is the whole batch's already. "
+        "Leave the call out, and a division by the number of ranks that goes with it. Every rank reads the whole value "
+        f"with {x}.full_tensor(), or {x}.item() for one number. To exchange this rank's part yourself, write "
+        f"{x}.to_local(), or call it on shards inside wb.local_map."
+    )
+
+
 def refuse_out(func: Callable[..., Any], problem: str, fix: str) -> NoReturn:
     """A call with an ``out=`` that cannot take the result."""
     raise LayoutError(f"{fold_name(func).folded}(out=...): {problem} {fix}")

@@ -22,7 +22,13 @@ from workbench.tensors.boxing.box import box_implicitly, cached_boxing_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.arguments import by_name, in_order, move_keywords, order_of, with_integers
-from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
+from workbench.tensors.dispatch.checks import (
+    check_plan,
+    exchange_name,
+    plain_operand_text,
+    refuse_exchange,
+    refuse_two_placements,
+)
 from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
@@ -140,6 +146,9 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
 
 
 def _handler_by_name(func: Any) -> Callable[..., Any] | None:
+    exchange = exchange_name(func)
+    if exchange is not None:
+        return partial(refuse_exchange, exchange)
     name = fold_name(func)
     if name.folded in VALUE_INDEPENDENT:
         _value_independent.add(func)

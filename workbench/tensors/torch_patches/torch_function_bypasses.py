@@ -18,6 +18,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from workbench.errors import LayoutError
+from workbench.tensors.dispatch.checks import refuse_exchange
 from workbench.tensors.dispatch.custom_function import apply_custom, apply_plain, bound_arguments
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
@@ -49,22 +50,14 @@ def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(arg, GlobalTensor) or (type(arg) in (list, tuple) and any(map(_is_global, arg))):
                 if cls.__module__.startswith(_TAKE_GLOBAL_TENSORS):
                     break
-                _refuse_exchanges(cls)
+                if cls.__module__.startswith("torch.distributed."):
+                    refuse_exchange(f"{cls.__module__}.{cls.__qualname__}.apply", cls.forward, (None, *args), kwargs)
                 return apply_custom(cls, bound_arguments(cls, args, kwargs) if kwargs else args)
     return apply_plain(cls, *args, **kwargs)
 
 
 def _is_global(value: Any) -> bool:
     return isinstance(value, GlobalTensor)
-
-
-def _refuse_exchanges(cls: Any) -> None:
-    if cls.__module__.startswith("torch.distributed."):
-        raise LayoutError(
-            f"{cls.__module__}.{cls.__qualname__}.apply: an operand is a global tensor, and this function exchanges "
-            "plain tensors between processes: it would add or join what is one tensor already. Write "
-            "x.to_global(sbp=...), or call it on shards inside wb.local_map."
-        )
 
 
 def _reading_whole(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
