@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from workbench.errors import CellError
+from workbench.errors import CellError, CollectiveAborted
+from workbench.session.on_engine.failures import failure_of
 from workbench.session.outcome import Outcome
 from workbench.session.output.tracebacks import Interrupted, cell_error, check_syntax, consequences, group
 from workbench.session.protocol import Failure, Frame
@@ -116,6 +117,12 @@ def test_who_gave_up_waiting_for_a_rank_that_died_is_a_consequence():
 def test_where_all_gave_up_waiting_that_is_the_cause():
     diverged = failure("CollectiveAborted", "ranks diverged", was_stopped=True)
     assert "CollectiveAborted on ranks 0-1: ranks diverged" in str(cell_error(outcome({0: diverged, 1: diverged})))
+
+
+def test_a_group_of_ended_waits_is_an_ended_wait():
+    waits = ExceptionGroup("tasks", [CollectiveAborted("rank 1 has ended"), ExceptionGroup("", [CollectiveAborted()])])
+    assert failure_of(waits).was_stopped
+    assert not failure_of(ExceptionGroup("tasks", [CollectiveAborted(), ValueError("own")])).was_stopped
 
 
 def test_divergence_names_the_exchanges_that_ranks_wait_for():

@@ -204,6 +204,7 @@ def _install() -> None:
 
         engine_bars.install(here)
     engine_debug.install()
+    here.ask_exit = sys.exit  # exit() and quit() end the cell; IPython's end the process after it
     _define_names(here.user_ns)
     here.workbench_installed = True
 

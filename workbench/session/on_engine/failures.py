@@ -25,15 +25,23 @@ entry_points: set[CodeType] = set()
 
 
 def install(here: Any) -> None:
-    """Send a `Failure` whenever the shell shows a traceback."""
-    plain_show = here._showtraceback
+    """Send a `Failure` whenever the shell shows an error."""
+    plain_show, plain_format = here._showtraceback, here.showtraceback
 
-    def showtraceback(kind: type[BaseException], error: BaseException, text: list[str]) -> None:
+    def show(kind: type[BaseException], error: BaseException, text: list[str]) -> None:
         if current_tag() is not None and isinstance(error, BaseException):
             send(failure_of(error))
         plain_show(kind, error, text)
 
-    here._showtraceback = showtraceback
+    def showtraceback(exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        # IPython prints exception groups and errors of magics, and shows no error.
+        error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if current_tag() is None or error is None:
+            plain_format(exc_tuple, *args, **kwargs)
+        else:
+            here._showtraceback(type(error), error, traceback.format_exception_only(error))
+
+    here._showtraceback, here.showtraceback = show, showtraceback
     warnings.formatwarning = _name_cells_in_warnings(warnings.formatwarning)
     here.events.register("post_run_cell", lambda result: _release_tracebacks(here, result.error_in_exec))
 
@@ -71,11 +79,18 @@ def failure_of(error: BaseException) -> protocol.Failure:
         message=_safe_str(error),
         frames=frames_of_traceback(error.__traceback__),
         time_s=time.time(),
-        was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)) or connections.are_broken(),
+        was_stopped=_is_stop(error) or connections.are_broken(),
         chain=tuple(_chain(error)),
         syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
         broke_off_step=_broke_off_step(),
     )
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Whether this is the end of a wait, or a group of such."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_stop, error.exceptions))
+    return isinstance(error, (KeyboardInterrupt, CollectiveAborted))
 
 
 def _broke_off_step() -> bool:
@@ -137,7 +152,15 @@ def _chain(error: BaseException) -> Iterable[str]:
 
 
 def _safe_str(error: BaseException) -> str:
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     try:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+        return "\n".join([str(error), *getattr(error, "__notes__", ()), *map(_member, members)])
     except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the failure
         return f"(its message cannot be shown: {type(failure).__name__})"
+
+
+def _member(error: BaseException) -> str:
+    """A line about one error of a group."""
+    place = protocol.describe_place(frames_of_traceback(error.__traceback__))
+    text = f"{type(error).__name__}: {_safe_str(error)}".replace("\n", "\n  ")
+    return f"  {text} ({place})" if place else f"  {text}"

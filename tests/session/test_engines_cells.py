@@ -1,0 +1,42 @@
+"""How cells end on two real engines, and what is shown of them."""
+
+import pytest
+
+from workbench.errors import CellError
+
+pytestmark = pytest.mark.engines
+
+GROUP = """import asyncio
+async def fails():
+    raise KeyError('inner')
+async def both():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fails())
+"""
+
+
+def raise_group():
+    raise ExceptionGroup("of a call", [ValueError("inner")])
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (f"{GROUP}await both()", r"ExceptionGroup on ranks 0-1: (?s:.*)KeyError: 'inner' \(at cell line 3\)"),
+        ("try:\n    raise ExceptionGroup('x', [OSError(3)])\nfinally:\n    1 / 0", r"ZeroDivisionError on ranks 0-1"),
+        ("%nosuchmagic 3", r"UsageError on ranks 0-1: Line magic function `%nosuchmagic` not found"),
+        ("if True: exit()\nran = 1", "SystemExit on ranks 0-1"),
+        ("quit", "SystemExit on ranks 0-1"),
+    ],
+)
+def test_whatever_ends_a_cell_is_its_error(session, code, words):
+    """IPython shows some errors as plain output, and leaves by exit() only after the cell."""
+    with pytest.raises(CellError, match=words) as caught:
+        session.run(code)
+    assert "cell line" in str(caught.value) or "magic" in code
+    assert session.run("'ran' in globals()").values == [False, False]
+
+
+def test_a_call_that_raises_a_group_fails(session):
+    with pytest.raises(CellError, match="ValueError: inner"):
+        session.submit(raise_group).result()
