@@ -13,7 +13,14 @@ import workbench as wb
 from workbench.errors import CellError, SessionError
 from workbench.session.on_engine.recovery import Recovery, Saved, _random_states
 from workbench.session.protocol import Failure
-from workbench.session.recovery import Recovered, SetupCells, explain_lost_names, first_reads, refuse_lost_names
+from workbench.session.recovery import (
+    Losses,
+    Recovered,
+    SetupCells,
+    explain_lost_names,
+    first_reads,
+    refuse_lost_names,
+)
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -264,6 +271,57 @@ def test_without_any_rank_left_a_checkpoint_is_the_only_source(tmp_path):
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3"])
+def test_what_new_ranks_have_trained_is_kept(tmp_path, strategy):
+    """All were replaced, and the user has run some of the cells again: neither set-up cells nor an older checkpoint
+    overwrite that. What no rank holds comes from set-up cells, as the checkpoint would replace the model as well.
+    """
+
+    def program():
+        kept = set_up(strategy)
+        wb.checkpoint.save(tmp_path / "c", **{part: kept[part] for part in ("model", "scheduler", "step")})
+        train(kept, 2)
+        kept |= {name: nn.Linear(2, 2) for name in ("other", "frozen", "kind")} | {"of_rank": wb.rank()}
+        kept |= {"only": 1} if wb.rank() else {}
+        del kept["scheduler"], kept["loss_fn"]
+        namespace = kept | set_up(strategy) | {"frozen": nn.Linear(3, 2), "kind": kept["optimizer"]}
+        states, everyone, saved = _random_states(current()), range(wb.world_size()), [Saved(tmp_path / "c", {})]
+        rows = dict(Recovery(namespace, dict(namespace), kept, everyone, current(), saved).run(states))
+        assert {name for name, row in rows.items() if row.startswith("kept")} >= {"model", "losses", "step", "kind"}
+        assert "no checkpoint of this session has it without " in rows["scheduler"]
+        assert all(namespace[name] is kept[name] for name in ("frozen", "other", "kind"))
+        assert namespace["of_rank"] == wb.rank() and namespace["step"] == 2
+        losses = []
+        for has in (namespace, kept):
+            has["scheduler"] = torch.optim.lr_scheduler.StepLR(has["optimizer"], 9)
+            wb.manual_seed(1)
+            losses.append(train(has, 2))
+        assert losses[0] == losses[1]
+
+    run_ranks(program, 2)
+
+
+def test_ranks_are_lost_while_another_one_may_hold_more():
+    """Once all were replaced, each has what was made since. The last time, the session grows."""
+    losses = Losses()
+    for rank, lost in [(0, {0}), (1, {0, 1}), (1, {1}), (0, {0, 1}), (2, {2})]:
+        losses.add([rank], 2)
+        assert losses.ranks == lost
+
+
+def test_what_only_one_rank_has_made_since_all_were_replaced_reaches_the_other():
+    """Rank 1 was lost once more. Also names of modules, which a cell has imported."""
+
+    def program():
+        kept = {"library": io, "k": 4} if wb.rank() != LOST else {}
+        namespace, rows = recover(kept, {"model": nn.Linear(2, 2)})
+        assert namespace["library"] is io and namespace["k"] == 4
+        assert rows.pop("model").startswith("lost: no rank has a copy of it")
+        return rows
+
+    assert run_ranks(program, 2) == [{"library": "rank 0", "k = 4": "rank 0"}] * 2
+
+
 @pytest.mark.parametrize(
     ("code", "names"),
     [
@@ -305,11 +363,12 @@ def test_a_cell_that_a_replaced_rank_cannot_run_is_refused():
 
 def test_a_missing_name_of_a_replaced_rank_is_explained():
     failure = Failure("NameError", "name 'x' is not defined", (), 0.0)
-    found = explain_lost_names({0: Failure("ValueError", "y", (), 0.0), 1: failure}, {1})
+    found = explain_lost_names({0: Failure("ValueError", "y", (), 0.0), 1: failure}, {1}, lambda: ["x"])
     assert found[0].message == "y" and found[1].message.endswith(
         "its engine is new; %workbench recover brings variables back"
     )
-    assert explain_lost_names({0: failure, 1: failure}, {1})[1] == failure  # no rank has it
+    assert explain_lost_names({1: failure}, {1}, lambda: ["xs"])[1] == failure  # no rank has it
+    assert explain_lost_names({1: found[0]}, {1}, lambda: pytest.fail("asked without a reason"))[1] == found[0]
 
 
 def test_set_up_cells_keep_their_places_and_fail_with_what_to_do():

@@ -100,7 +100,21 @@ def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_
     with pytest.raises(SessionError, match=r"(?s)set-up cell 3 of 4 failed.*variables back.*AssertionError"):
         own_session.recover()
     assert own_session.run("step", ranks=[0]).values == [6]
+    with pytest.raises(CellError, match="rank 1 has no variables step, model: "):
+        own_session.run("step, model(torch.randn(8, 8))")
     flag.unlink()
     rows = dict(own_session.recover().rows)
     assert rows["model"] == rows["optimizer"] == rows["step = 3"] == f"checkpoint {tmp_path / 'c'}"
     assert own_session.run("train(3)[-3:]").values == [expected[3:]] * 2
+
+
+def test_training_of_new_engines_is_kept(own_session):
+    """All were replaced, and the user has run the cells again by hand."""
+    own_session.restart()
+    own_session.run("from pathlib import Path\n" + SETUP.format(strategy="*: data | zero=3"))
+    own_session.run(FUNCTIONS)
+    losses = own_session.run("train(3)").values[0]
+    with pytest.raises(CellError, match="NameError on ranks 0-1: name 'los' is not defined\n"):
+        own_session.run("los[-1]")
+    assert dict(own_session.recover().rows)["model"].startswith("kept")
+    assert own_session.run("step, meter.values").values == [(3, losses)] * 2

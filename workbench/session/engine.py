@@ -95,11 +95,11 @@ def _record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
     recovery.record_checkpoint(path, parts)
 
 
-def keep_variables(loss: int) -> list[str]:
+def keep_variables(loss: int, lost: list[int]) -> list[str]:
     """See ``on_engine.recovery.keep``."""
     from workbench.session.on_engine import recovery
 
-    return recovery.keep(loss)
+    return recovery.keep(loss, lost)
 
 
 def put_back_variables() -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import ipyparallel as ipp
@@ -157,8 +158,9 @@ class EnginePool:
             came_late = request.release() or run.was_interrupted_late
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
-        if self.losses.ranks:
-            outcome.failures = explain_lost_names(outcome.failures, self.losses.ranks)
+        if left := sorted(set(self.ranks) - self.losses.ranks):
+            names = partial(self.ask, left[0], "names")
+            outcome.failures = explain_lost_names(outcome.failures, self.losses.ranks, names)
         if outcome.killed:  # also if they have replied: the next request must not go to them
             live.wait_until_gone(outcome.killed, _END_TIMEOUT_S)
         if came_late and outcome.ok:
@@ -200,8 +202,7 @@ class EnginePool:
         progress, lost = StartProgress(len(ranks)), set(ranks)
         replaced = set(lost)
         while lost:
-            self.losses.ranks |= lost
-            self.losses.number += 1
+            self.losses.add(lost, self.num_engines)
             self._processes.kill(sorted(lost))
             self.live.wait_until_gone(sorted(lost))
             ids = self._processes.start_engines(self.live.client, sorted(lost), progress.engines_up)
@@ -266,9 +267,8 @@ class EnginePool:
             self._processes.forget(ranks)
             raise
         self.live.assign(ranks, ids)
+        self.losses.add(ranks, self.num_engines)
         self.num_engines = ranks.stop
-        self.losses.ranks |= set(ranks)
-        self.losses.number += 1
         self._world_is_stale = True
         progress.joining()
         if lost := self._join_or_find_lost(progress):
@@ -347,8 +347,8 @@ class EnginePool:
         how = "; ".join(dict.fromkeys(map(self._processes.how_ended, ranks)))
         what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
         left = next((rank for rank in self.live.registered() if rank not in ranks), None)
-        names = self.ask(left, "names") if left is not None else []
-        if names is None:  # a busy machine, or a rank that is stuck
+        names = self.ask(left, "names") if left is not None else None
+        if names is None:  # no rank is left, or it is stuck, or the machine is busy
             return f"{what}; their variables are lost. To bring them back: {COMMAND}"
         if not names:
             return f"{what} without variables"

@@ -41,7 +41,8 @@ class Losses:
     """What a session's engines have lost.
 
     Attributes:
-        ranks: those whose engines are new, and whose variables are not recovered yet.
+        ranks: those whose engines are new, and whose variables are not recovered yet. If these are all, no rank lacks
+            what another one has; only a checkpoint may have more.
         has_parts: whether parts of variables are lost, with engines that had died and were given back.
         number: how often something was lost.
     """
@@ -49,6 +50,15 @@ class Losses:
     ranks: set[int] = field(default_factory=set)
     has_parts: bool = False
     number: int = 0
+
+    def add(self, ranks: Collection[int], num_ranks: int) -> None:
+        """Engines of these ranks are replaced or added, where the session has had ``num_ranks``. If all were new, the
+        others have what cells have made since.
+        """
+        if len(self.ranks) == num_ranks:
+            self.ranks.clear()
+        self.ranks |= set(ranks)
+        self.number += 1
 
 
 class SetupCells:
@@ -75,7 +85,7 @@ class SetupCells:
         if not losses.ranks and not losses.has_parts:
             return Recovered()
         lost = sorted(losses.ranks)
-        parts = set().union(*call(engine.keep_variables, (losses.number,)))
+        parts = set().union(*call(engine.keep_variables, (losses.number, lost)))
         with undone_on_error(lambda: call(engine.put_back_variables, ())):
             num_cells = self.run_again(parts, run)
             rows = call(engine.restore_variables, (lost,))[0]
@@ -105,8 +115,9 @@ class SetupCells:
             except CellError as error:
                 raise SessionError(
                     f"recover: set-up cell {number} of {len(self._cells)} failed, so nothing is recovered yet; ranks "
-                    f"that were not replaced have their variables back. Change the cell, run it with %%global --setup, "
-                    f"then {COMMAND} once more.\n{error}"
+                    f"that were not replaced have their variables back, the others have none. Change the cell, run it "
+                    f"with %%global --setup (and before it those that make what it reads), then {COMMAND} once more.\n"
+                    f"{error}"
                 ) from None
         return len(self._cells)
 
@@ -199,12 +210,15 @@ def _missing_error(rank: int, other: int, names: Sequence[str]) -> CellError:
     return CellError("\n".join(lines), rendered=lines)
 
 
-def explain_lost_names(failures: Mapping[int, Failure], lost: Collection[int]) -> dict[int, Failure]:
-    """The failures; a NameError of replaced ranks alone says why the name is missing."""
-    others = {failure.message for rank, failure in failures.items() if rank not in lost}
+def explain_lost_names(
+    failures: Mapping[int, Failure], lost: Collection[int], names_of_others: Callable[[], Iterable[str] | None]
+) -> dict[int, Failure]:
+    """The failures; a NameError of a replaced rank says why the name is missing, if it is one of others' variables."""
+    missing = {rank for rank, failure in failures.items() if rank in lost and failure.kind == "NameError"}
+    there = [f"'{name}'" for name in names_of_others() or ()] if missing else []
     return {
         rank: replace(failure, message=f"{failure.message}: its engine is new; {COMMAND} brings variables back")
-        if rank in lost and failure.kind == "NameError" and failure.message not in others
+        if rank in missing and any(name in failure.message for name in there)
         else failure
         for rank, failure in failures.items()
     }

@@ -5,6 +5,9 @@
 * values that set-up cells do not make, or that have changed since: each rank keeps its own. A replaced rank gets it if
   the others have equal ones;
 * anything else is as its set-up cell makes it, or lost.
+
+Where all ranks were replaced, all that they hold has been made since, and is kept. A checkpoint is loaded for the rest,
+unless it has modules or optimizers that they hold.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from workbench.training.saving.reading import Checkpoint, find
 Rows = list[tuple[str, str]]
 """(variable, where its value came from, or that it is lost and why)."""
 _NO_SETUP = "lost: no set-up cell makes it"
+_KEPT = "kept: the ranks hold it; no checkpoint is loaded over it"
 _DIFFERS = "it differs between the other ranks"
 _PARTS = ("module", "optimizer", "stateful", "global tensor")
 _CHECKPOINTS = "checkpoints"
@@ -43,24 +47,34 @@ _kept: tuple[int, dict[str, Any], Any] | None = None
 """The number of the loss, the variables at that time, and the random states."""
 
 
-def keep(loss: int) -> list[str]:
-    """Keep this rank's variables while set-up cells run; those of one loss are kept once, until they are restored.
+def keep(loss: int, lost: Collection[int]) -> list[str]:
+    """Keep this rank's variables while set-up cells run. Those of one loss are kept once, until they are restored, as
+    the user may run set-up cells by hand meanwhile; where all ranks are new, those of now.
 
     Returns:
         Names of modules and optimizers, which only set-up cells can make on other ranks.
     """
     global _kept
-    if _kept is None or _kept[0] != loss:
-        variables = shell().user_ns
-        _kept = (loss, {name: variables[name] for name in engine_assist.names()}, _random_states(current()))
+    variables, world = shell().user_ns, current()
+    now, are_all_new = {name: variables[name] for name in engine_assist.names()}, len(lost) == world.world_size
+    if _kept is None or _kept[0] != loss or are_all_new:
+        _kept = (loss, now, _random_states(world))
         user_modules.import_edited_anew()  # as new ranks do
-    return sorted(name for name, value in spread(_kept[1]).items() if kind(value) in ("module", "optimizer"))
+    elif world.rank not in lost:
+        _kept = (loss, now | _kept[1], _kept[2])
+    parts = () if are_all_new else spread(_kept[1]).items()
+    return sorted(name for name, value in parts if kind(value) in ("module", "optimizer"))
 
 
 def put_back() -> None:
-    """Give the variables their values from before the set-up cells, of which one has failed."""
+    """Let the variables be those from before the set-up cells, of which one has failed. A replaced rank gets none:
+    cells that read them are refused, as before.
+    """
     if _kept is not None:
-        shell().user_ns.update(_kept[1])
+        namespace = shell().user_ns
+        for name in set(engine_assist.names()) - _kept[1].keys():
+            del namespace[name]
+        namespace.update(_kept[1])
 
 
 def restore(lost: Collection[int]) -> Rows:
@@ -127,7 +141,7 @@ class Recovery:
         namespace: the variables of this rank, to be set.
         fresh: those that set-up cells may have made.
         kept: this rank's variables before set-up cells ran.
-        lost: the ranks that were replaced.
+        lost: the ranks that were replaced. If these are all, what they hold is kept.
         checkpoints: those of this session, oldest first.
     """
 
@@ -141,6 +155,8 @@ class Recovery:
         checkpoints: Sequence[Saved] = (),
     ) -> None:
         self.namespace, self.fresh, self.world, self.checkpoints = namespace, spread(fresh), world, checkpoints
+        self.are_all_new = len(lost) == world.world_size
+        lost = () if self.are_all_new else lost
         self.is_lost = world.rank in lost
         self.kept = {} if self.is_lost else {name: renewed(value, namespace) for name, value in spread(kept).items()}
         self.holders = [rank for rank in range(world.world_size) if rank not in lost]
@@ -150,23 +166,25 @@ class Recovery:
         """Set the variables. Returns what became of each, equal on all ranks. All ranks call it."""
         told = self._gather({name: self._tell(name) for name in {*self.kept, *self.fresh}})
         nothing = _Told("", "", False)
-        parts, values = [], []
-        for name in sorted({name for each in told for name, said in each.items() if said.kept or not self.holders}):
+        parts, values, absent = list[str](), list[str](), list[str]()
+        for name in sorted({name for each in told for name in each}):
             said = [each.get(name, nothing) for each in told]
             kinds, made = {said[rank].kept for rank in self.holders}, {each.fresh for each in said}
             must_return = "" in made or any(each.has_changed for each in said)
-            is_part = kinds <= set(_PARTS) and made <= {*_PARTS, ""}
-            if (is_part and len(kinds | made) > 1) or ("." in name and "" in made):
+            is_part, is_alike = kinds <= set(_PARTS) and made <= {*_PARTS, ""}, len(kinds | made) == 1
+            if kinds == {""}:
+                absent += [name] if len(made) == 1 and made <= set(_PARTS) else []
+            elif not self.are_all_new and ((is_part and not is_alike) or ("." in name and "" in made)):
                 self.rows[name] = _NO_SETUP
-            elif not is_part:
-                values += [name] if must_return else []
-            elif must_return or not self.holders:
-                parts.append(name)
-        same = {name: other for name, other in self._names_of_the_same(parts).items() if name != other}
-        loaded = self._restore_parts([name for name in parts if name not in same])
+            elif must_return:
+                (parts if is_part and is_alike else values).append(name)
+        begins_anew = not parts and (self.are_all_new or bool(absent))
+        same = {name: other for name, other in self._names_of_the_same(parts + absent).items() if name != other}
+        loaded = self._restore_parts(*([name for name in names if name not in same] for names in (parts, absent)))
         self.rows |= {name: self.rows[other] for name, other in same.items()}
         self._restore_values([name for name in values if name not in loaded])
-        self._restore_random(random_states, was_loaded=bool(loaded))
+        if not begins_anew:  # else as set-up cells seed them, or the checkpoint
+            self._restore_random(random_states, was_loaded=bool(loaded))
         return sorted(self.rows.items())
 
     def _tell(self, name: str) -> _Told:
@@ -184,29 +202,39 @@ class Recovery:
 
     # Parts.
 
-    def _restore_parts(self, names: Collection[str]) -> Collection[str]:
+    def _restore_parts(self, held: Sequence[str], absent: Sequence[str]) -> Collection[str]:
         """Fill modules, optimizers and their like; returns the names of everything that came from a checkpoint."""
-        parts = {name: self.fresh[name] for name in names}
-        copies, lost = None, dict.fromkeys(parts, "no rank has a copy of it")
-        if self.holders:
-            copies = PeerCopies({name: self.kept[name] for name in names if name in self.kept}, self.world)
-            lost = copies.compare(parts)
-        loaded = self._load_checkpoint(parts, lost) if lost else ()
-        if copies is not None:
-            chosen = [name for name in names if name not in lost and name not in loaded]
-            copies.restore(parts, chosen)
-            for name in chosen:
-                broken = "; the copies differed, as a step broke off" if name in copies.differing else ""
-                self.rows[name] = f"{describe_ranks(copies.givers(name) or self.holders[:1])}{broken}"
+        parts = {name: self.fresh[name] for name in [*held, *absent]}
+        copies = PeerCopies({name: self.kept[name] for name in held if name in self.kept}, self.world)
+        lost = copies.compare({name: parts[name] for name in held})
+        differing = [name for name in lost if self.are_all_new]
+        for name in differing:  # set-up cells make another one
+            self._set(name, self.kept[name])
+            del lost[name]
+        is_whole = not lost
+        lost |= dict.fromkeys(absent, "no rank has a copy of it")
+        loaded = self._load_checkpoint(parts, lost, held if is_whole else ()) if lost else ()
+        chosen = [name for name in held if name not in lost and name not in loaded and name not in differing]
+        copies.restore(parts, chosen)
+        for name in chosen:
+            broken = "; the copies differed, as a step broke off" if name in copies.differing else ""
+            self.rows[name] = f"{describe_ranks(copies.givers(name) or self.holders[:1])}{broken}"
+        if self.are_all_new:
+            self.rows |= dict.fromkeys(held, _KEPT)
         for name, why in lost.items():
             self.rows.setdefault(name, f"lost: {why}; it is as its set-up cell makes it")
         return loaded
 
-    def _load_checkpoint(self, parts: Mapping[str, Any], lost: dict[str, str]) -> Collection[str]:
-        """Load the newest checkpoint that has all that is lost, or else some of it; ``lost`` says why there is none."""
-        path, saved = self._gather(self._newest(parts, set(lost)) if self.world.rank == 0 else None)[0]
+    def _load_checkpoint(
+        self, parts: Mapping[str, Any], lost: dict[str, str], held: Collection[str]
+    ) -> Collection[str]:
+        """Load the newest checkpoint that has all that is lost, or else some of it, and none of the parts that ranks
+        hold; ``lost`` says why there is none.
+        """
+        path, saved = self._gather(self._newest(parts, set(lost), set(held)) if self.world.rank == 0 else None)[0]
         if path is None:
-            lost.update({name: f"{why}, and no checkpoint of this session has it" for name, why in lost.items()})
+            alone = f" without {', '.join(held)}" if held and self.checkpoints else ""
+            lost.update({name: f"{why}, and no checkpoint of this session has it{alone}" for name, why in lost.items()})
             return ()
         try:
             values = store.load(path, **{part: parts[name] for part, name in saved.items()})
@@ -221,8 +249,12 @@ class Recovery:
             lost.pop(name, None)
         return [*saved.values(), *values]
 
-    def _newest(self, parts: Collection[str], lost: Collection[str]) -> tuple[Path | None, dict[str, str]]:
-        """The newest complete checkpoint that has all that is lost, or else some of it; and its parts' variables."""
+    def _newest(
+        self, parts: Collection[str], lost: Collection[str], held: Collection[str]
+    ) -> tuple[Path | None, dict[str, str]]:
+        """The newest complete checkpoint that has all that is lost, or else some of it, and nothing that is held; and
+        its parts' variables.
+        """
         some: tuple[Path | None, dict[str, str]] = (None, {})
         for path, names in reversed(self.checkpoints):
             try:
@@ -230,6 +262,8 @@ class Recovery:
             except CheckpointError:
                 continue  # broken off, damaged, or removed since
             saved = {part: name for part in kinds for name in parts if name in (names.get(part) or [part])}
+            if set(saved.values()) & set(held):
+                continue
             if set(saved.values()) >= set(lost):
                 return path, saved
             some = (path, saved) if some[0] is None and set(saved.values()) & set(lost) else some
@@ -239,7 +273,13 @@ class Recovery:
 
     def _restore_values(self, names: Collection[str]) -> None:
         """Ranks keep their own values; lost ranks get those on which the others agree."""
-        giver = min(self.holders, default=0)
+        if self.are_all_new:
+            for name in names:
+                if name in self.kept:
+                    self._set(name, self.kept[name])
+            self.rows |= dict.fromkeys(names, _KEPT)
+            return
+        giver = min(self.holders)
         own = {
             name: pack(self.kept[name], self.namespace)
             for name in names
@@ -292,8 +332,6 @@ class Recovery:
     def _restore_random(self, states: Any, was_loaded: bool) -> None:
         """Let random numbers go on as if nothing had happened, or from where a checkpoint left them."""
         found = self._gather(None if self.is_lost else states)
-        if not self.holders:
-            return
         of_torch, others = {rank: found[rank][0] for rank in self.holders}, found[self.holders[0]][1]
         source = default_generator.source_of(self.world.rank, {rank: states[0] for rank, states in of_torch.items()})
         if not was_loaded and source in of_torch:
