@@ -40,3 +40,9 @@ def test_whatever_ends_a_cell_is_its_error(session, code, words):
 def test_a_call_that_raises_a_group_fails(session):
     with pytest.raises(CellError, match="ValueError: inner"):
         session.submit(raise_group).result()
+
+
+def test_what_subprocesses_print_is_shown_with_their_cell(session):
+    session.run("import os")
+    for _ in range(10):
+        assert session.run("os.system('echo out; echo err >&2');").text.splitlines() == ["[all] out", "[all] err"]

@@ -22,6 +22,7 @@ from workbench.session.on_engine import connections as engine_connections
 from workbench.session.on_engine import control as engine_control
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
+from workbench.session.on_engine import descriptor_output as engine_output
 from workbench.session.on_engine import displayed_values as engine_values
 from workbench.session.on_engine import failures as engine_failures
 from workbench.session.on_engine import interruptible_waits as engine_waits
@@ -198,6 +199,7 @@ def _install() -> None:
     engine_failures.install(here)
     engine_control.install(here)
     engine_assist.install(here)
+    engine_output.install()
     engine_waits.install()
     if importlib.util.find_spec("tqdm") is not None:
         from workbench.session.on_engine import progress_bars as engine_bars
