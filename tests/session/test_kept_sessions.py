@@ -16,6 +16,7 @@ from tests.session.another_notebook import first_notebook, kill, own_folder  # n
 from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
 from workbench.session import Session, cluster, engine_pool, magic_commands
+from workbench.session.observed_session import observe
 from workbench.session.processes import discovery, folder
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
@@ -37,7 +38,11 @@ def test_a_second_notebook_goes_on_where_the_first_was_killed(tmp_path):
     first = first_notebook(tmp_path, "session.run('kept = 41 + wb.world_size()')")
     with pytest.raises(SessionError, match=rf"used by process {first.process.pid}"):
         Session.attach()
+    observed = observe()
     kill(first)
+    with pytest.raises(SessionError, match=r"serve no notebook any more.*%workbench detach, then %workbench attach"):
+        observed.run("kept")
+    observed.detach()
     time.sleep(1.2)  # longer than an orphan lives
     found = discovery.unused_sessions()
     assert [(each.num_engines, each.device) for each in found] == [(1, "cpu")]

@@ -20,6 +20,7 @@ from workbench.session import completion, protocol
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
+from workbench.session.output.tracebacks import Interrupted
 from workbench.session.processes import discovery, folder, watchdog
 from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.processes.launch import rank_environment
@@ -151,6 +152,20 @@ def test_an_interrupt_before_its_turn_leaves_no_ticket():
     for ticket in (first, None):
         with requests.exclusive(ticket):
             pass
+
+
+def test_an_interrupt_while_engines_start_says_what_comes_next():
+    """The next cell joins all ranks, also if the new one has come meanwhile."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    processes = SimpleNamespace(num_ranks=2, kill=list, start_engines=interrupt)
+    pool = EnginePool(processes, "cpu", folder=None)
+    pool._engines = SimpleNamespace(client=None, wait_until_gone=list)
+    with pytest.raises(Interrupted, match=r"while engines were starting\. The next cell starts those again"):
+        pool.replace([1])
+    assert pool._world_is_stale
 
 
 def test_requests_are_first_come_first_served():

@@ -174,7 +174,7 @@ def test_an_interrupt_says_where_the_ranks_were():
         stop_reason="interrupt",
         places={0: "at cell line 2"},
     )
-    assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted(what))
+    assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted.during(what))
 
 
 def test_a_run_that_a_restart_ended_says_so():

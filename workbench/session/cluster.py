@@ -14,12 +14,12 @@ from workbench.core.metrics import RunEvent
 from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol, user_modules
 from workbench.session.adapter import Engines, Request
-from workbench.session.engine_pool import EnginePool, raise_unless_ok
+from workbench.session.engine_pool import EnginePool
 from workbench.session.offer_magics import offer_magics
 from workbench.session.outcome import CellResult, Outcome
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
-from workbench.session.output.tracebacks import check_syntax
+from workbench.session.output.tracebacks import check_syntax, raise_unless_ok
 from workbench.session.processes import discovery
 from workbench.session.processes.choose import check_devices, choose_processes
 from workbench.session.processes.folder import SessionFolder

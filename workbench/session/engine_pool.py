@@ -17,7 +17,7 @@ from workbench.session.adapter import Engines, Request
 from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
 from workbench.session.output.start_progress import StartProgress, print_progress
-from workbench.session.output.tracebacks import Interrupted, cell_error
+from workbench.session.output.tracebacks import Interrupted, cell_error, explained_interrupt, raise_unless_ok
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
@@ -37,6 +37,8 @@ _JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
 _MAX_NAMES = 12
+_STARTING = "Interrupted while engines were starting."
+_START_MISSING = f"{_STARTING} The next cell starts those again that are missing."
 _numbering = threading.Lock()
 _last_run = 0
 
@@ -77,6 +79,7 @@ class EnginePool:
             found.setdefault(facts["device"].partition(":")[0], []).append(rank)
         return found
 
+    @explained_interrupt(f"{_STARTING} Start them again: %workbench start")
     def start(self) -> None:
         """Start all engines, join them, and show the progress."""
         progress = StartProgress(self.num_engines)
@@ -197,10 +200,12 @@ class EnginePool:
         refuse_lost_names(code, targets, self.losses.ranks, lambda rank: self.ask(rank, "names"))
         return self.live.execute(targets, code, tag)
 
+    @explained_interrupt(_START_MISSING)
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers, also for others that end meanwhile. All ranks join a new world."""
         progress, lost = StartProgress(len(ranks)), set(ranks)
         replaced = set(lost)
+        self._world_is_stale = True  # also if an interrupt comes before the new engines join
         while lost:
             self.losses.add(lost, self.num_engines)
             self._processes.kill(sorted(lost))
@@ -257,6 +262,7 @@ class EnginePool:
         rows: list[tuple[str, str]] = outcome.replies[0]
         return rows
 
+    @explained_interrupt(_START_MISSING)
     def _add(self, ranks: range) -> None:
         """Start engines with new numbers. They have no variables."""
         progress = StartProgress(len(ranks))
@@ -314,7 +320,7 @@ class EnginePool:
         request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
         outcome = self.follow(request, listener, _JOIN_TIMEOUT_S)
         if outcome.stop_reason == "interrupt":
-            raise Interrupted(outcome)
+            raise Interrupted.during(outcome)
         if not outcome.ok:
             raise EngineStartError(
                 f"Session(engines={self.num_engines}): the engines could not join one world. "
@@ -384,16 +390,3 @@ class _IgnoredProcesses:
 
     def is_stopped(self, rank: int) -> bool:
         return False
-
-
-def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None) -> None:
-    """Raise the error of a run that failed.
-
-    Raises:
-        CellError: the run failed on a rank, or ran out of time.
-        KeyboardInterrupt: the caller was interrupted.
-    """
-    if outcome.stop_reason == "interrupt":
-        raise Interrupted(outcome)
-    if not outcome.ok:
-        raise cell_error(outcome, what, timeout_s) from None

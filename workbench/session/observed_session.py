@@ -118,6 +118,11 @@ class ObservedSession(Session):
 
     def _check(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         self._live()
+        if self.user == "nobody":
+            raise SessionError(
+                "These engines serve no notebook any more; this one has only observed them. To run cells on them, "
+                "with their variables: %workbench detach, then %workbench attach, both here."
+            )
         raise SessionError(
             f"These engines serve {self.user}, and run cells for one notebook at a time. Here only %workbench status, "
             f"dump, log and interrupt work. To run cells on them, run %workbench detach in that notebook (its engines "

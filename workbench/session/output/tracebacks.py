@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -24,14 +25,30 @@ _INTERNAL = tuple(f"{os.sep}{name}{os.sep}" for name in ("ipyparallel", "ipykern
 
 
 class Interrupted(KeyboardInterrupt):
-    """The notebook was interrupted. The text says where each rank was and whether it kept its variables."""
+    """The notebook was interrupted. The text is what a notebook shows of it."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.lines = [f"Interrupted after {format_seconds(outcome.elapsed_s)}.", *consequences(outcome)]
-        super().__init__("\n".join(self.lines))
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        super().__init__("\n".join(lines))
+
+    @classmethod
+    def during(cls, outcome: Outcome) -> Interrupted:
+        """Says where each rank was and whether it kept its variables."""
+        return cls(f"Interrupted after {format_seconds(outcome.elapsed_s)}.", *consequences(outcome))
 
     def _render_traceback_(self) -> list[str]:
         return [_paint(self.lines[0], _RED, _BOLD), *self.lines[1:]]
+
+
+@contextmanager
+def explained_interrupt(text: str) -> Iterator[None]:
+    """A context that gives a text to an interrupt that has none."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(text) from None
 
 
 def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = None) -> CellError:
@@ -44,6 +61,19 @@ def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = N
         failures=outcome.failures,
         rendered=render(outcome, what, timeout_s, colour=True),
     )
+
+
+def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None) -> None:
+    """Raise the error of a run that failed.
+
+    Raises:
+        CellError: the run failed on a rank, or ran out of time.
+        KeyboardInterrupt: the caller was interrupted.
+    """
+    if outcome.stop_reason == "interrupt":
+        raise Interrupted.during(outcome)
+    if not outcome.ok:
+        raise cell_error(outcome, what, timeout_s) from None
 
 
 def syntax_error(error: SyntaxError) -> CellError:
