@@ -114,8 +114,21 @@ WITH_A_SCALAR = {
     "normal": lambda t: torch.normal(0.0, t.double(), (2,)),
     "tril_indices": lambda t: torch.tril_indices(t, t),
     "hann_window": lambda t: torch.hann_window(t),
+    "topk": lambda t: torch.arange(9.0).topk(t).values,
+    "kthvalue": lambda t: torch.kthvalue(torch.arange(9.0), k=t).values,
+    "roll": lambda t: torch.arange(9).roll(t),
+    "select": lambda t: torch.ones(2, 9).cumsum(1).select(1, t),
+    "bincount": lambda t: torch.bincount(torch.tensor([1]), minlength=t),
+    "triu": lambda t: torch.ones(6, 6).triu(t),
+    "tril": lambda t: torch.tril(torch.ones(6, 6), t),
+    "narrow": lambda t: torch.arange(9).narrow(0, t, 1),
+    "repeat": lambda t: torch.arange(9).repeat(t),
+    "diagonal": lambda t: torch.ones(6, 6).diagonal(t),
 }
-"""How to give each function that makes tensors a scalar tensor to read."""
+"""How to give each function that makes tensors, or takes a count, a scalar tensor to read."""
+
+
+WRAPPED = (*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS, *bypasses.COUNTING)
 
 
 def test_the_list_is_complete_for_this_torch():
@@ -129,14 +142,16 @@ def test_the_list_is_complete_for_this_torch():
             call(scalar)
         if not Recorder.asked:
             unseen.add(name)
-    assert unseen == {*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS, *bypasses.CONVERSIONS}
+    assert unseen == {*WRAPPED, *bypasses.CONVERSIONS}
 
 
 def test_every_wrapped_function_takes_the_logical_value_on_every_rank():
     def program():
         n = wb.to_global(torch.tensor(2), placement=wb.placement("cpu", ranks=[0, 1]), sbp="P")  # 2 + 2
-        made = [WITH_A_SCALAR[name](n) for name in (*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS)]
+        made = [WITH_A_SCALAR[name](n) for name in WRAPPED]
         assert not any(isinstance(tensor, wb.GlobalTensor) for tensor in made)
+        for name in bypasses.COUNTING:
+            assert WITH_A_SCALAR[name](n).equal(WITH_A_SCALAR[name](torch.tensor(4))), name
         return torch.arange(n).tolist(), torch.full((2,), n).tolist(), [tuple(tensor.shape) for tensor in made]
 
     with warnings.catch_warnings():

@@ -37,6 +37,8 @@ CALLS = {
     "diagonal": lambda x, n: x.diagonal(n - 2),
     "tril": lambda x, n: x.tril(n - 3),
     "topk": lambda x, n: x.topk(n - 1).values,
+    "topk of split rows": lambda x, n: x.topk(n - 1, 0).indices,
+    "rot90": lambda x, n: x.rot90(n),
     "cat": lambda x, n: torch.cat([x, x], n - 2),
     "pad": lambda x, n: F.pad(x, (n, 0)),
     "interpolate": lambda x, n: F.interpolate(x[None, None], size=(n, n)),
@@ -46,6 +48,10 @@ CALLS = {
     "alpha": lambda x, n: torch.add(x, x, alpha=n / 4).sub_(x, alpha=n),
     "alpha and beta": lambda x, n: torch.addmm(x[:, :3], x, x.T, beta=n, alpha=n / 2),
     "factor": lambda x, n: torch.addcmul(x, x, x, value=n * 0.5),
+    "alpha of a list": lambda x, n: torch._foreach_add([x, x], [x, x], alpha=n)[1],
+    "order of a norm": lambda x, n: torch.norm(x, n) + torch.linalg.vector_norm(x, n) + torch.dist(x, 2 * x, p=n),
+    "slope": lambda x, n: F.leaky_relu(x - 5, n) + F.elu(x - 5, n) + F.threshold(x, n, n - 7),
+    "bound": lambda x, n: F.softshrink(x, n) + torch.renorm(x, n, 0, n) + F.hardtanh(x, n - 2, n),
 }
 
 
@@ -89,7 +95,7 @@ def test_as_on_one_device_and_without_a_fallback(name, is_global):
         x = wb.to_global(PLAIN, placement=placement, sbp="B").to_global(sbp="S(0)")
         count = torch.tensor(3)
         if is_global:
-            count = wb.to_global(count, placement=placement, sbp="B")
+            count = (x > 8).sum()  # a sum of terms
         return [CALLS[name](x, count).full_tensor() for _ in range(2)]
 
     for results in run_ranks(program, 2):
@@ -130,3 +136,44 @@ def test_ends_of_a_slice_are_read_on_all_ranks(ranks):
     for of_counts in run_ranks(program, 2):
         for results in of_counts:
             assert all(map(torch.equal, results, expected))
+
+
+ON_PLAIN = {
+    "index": lambda x, n: x[n - 2],
+    "indices": lambda x, n: x[n - 2, n],
+    "slice": lambda x, n: x[: n - 1],
+    "write": lambda x, n: x.clone().index_put_((n - 1,), torch.tensor(7.0)),
+    "narrow": lambda x, n: x.narrow(0, n - 2, 2),
+    "view": lambda x, n: x.view(n, -1),
+    "repeat": lambda x, n: x.repeat(n, 1),
+    "new_zeros": lambda x, n: x.new_zeros(n),
+    "new_full": lambda x, n: x.new_full((n,), 1.5),
+    "flip": lambda x, n: x.flip(n - 2),
+    "pad": lambda x, n: F.pad(x, (0, n)),
+    "as_strided": lambda x, n: x.as_strided((n, 2), (1, n)),
+    "interpolate": lambda x, n: F.interpolate(x[None], size=n),
+}
+"""Calls in which the only global tensor is a number."""
+
+
+def test_a_global_number_for_a_plain_tensor():
+    expected = {name: call(PLAIN, torch.tensor(3)) for name, call in ON_PLAIN.items()}
+    rows, columns = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 3, 3, 0])
+
+    def program():
+        placement = wb.placement("cpu", ranks=[0, 1])
+        n = wb.to_global(torch.tensor([1, 2]), placement=placement, sbp="B").to_global(sbp="S(0)").sum()  # terms
+        for name, call in ON_PLAIN.items():
+            result = call(PLAIN, n)
+            assert type(result) is torch.Tensor and torch.equal(result, expected[name]), name
+        predicted = wb.to_global(columns, placement=placement, sbp="B")
+        confusion = torch.zeros(3, 4)
+        for row, column in zip(rows, predicted, strict=True):
+            confusion[row, column] += 1
+        with pytest.raises(TypeError, match=r"(?i)slice|int"):
+            PLAIN[: n * 0.5]
+        with pytest.raises(TypeError, match="must be Number"):  # a number has no gradient
+            F.leaky_relu(predicted, wb.ones((), placement=placement, sbp="B", requires_grad=True))
+        return confusion.tolist(), [row.tolist() for row in map(PLAIN[0].__getitem__, predicted)]
+
+    assert run_ranks(program, 3) == [([[0, 1, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]], [1, 3, 3, 0])] * 3

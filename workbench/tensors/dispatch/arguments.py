@@ -1,10 +1,11 @@
 """Arguments of a call in one form, however it is written: rules, plans and composites see keywords at their positions,
-and sizes, dims and counts that are 0-dim tensors as Python's integers, as torch's own argument parser reads them.
+and numbers (sizes, dims, counts, factors) that are 0-dim tensors as Python's, as torch's own argument parser reads them.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -116,27 +117,35 @@ def _fits(overload: Parameters, num_given: int, given: dict[str, str]) -> bool:
 
 _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INTEGERS = {"int", "Optional[int]"}
-_TENSORS = {"Tensor", "Optional[Tensor]"}
+_NUMBERS = {"number", "Optional[number]", "float", "Optional[float]"}
 _LISTS = {"List[int]", "Optional[List[int]]"}
 
-_ALWAYS = {"__getitem__": {1}, "narrow": {2}}
+_ALWAYS = {"__getitem__": 1, "narrow": 2}
 """Positions at which functions take 0-dim tensors too, and read them as integers."""
 
 
-def with_integers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The arguments with 0-dim tensors read where torch takes integers, or a number by name alone; None where there are
-    none.
+def takes_numbers(func: Callable[..., Any]) -> bool:
+    """Whether torch takes numbers in a call of the function, for which ``with_numbers`` would look."""
+    return bool(_readers(getattr(func, "__name__", "")))
+
+
+def with_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The arguments with 0-dim tensors read where torch takes integers or other numbers; None where there are none.
 
     A value of a global tensor is read on all ranks.
     """
-    places, names, numbers = _integer_parameters(getattr(func, "__name__", ""))
+    readers = _readers(getattr(func, "__name__", ""))
+    if not readers:
+        return None
+    behind = readers.get(-1)
     read_args = tuple(
-        read_integers(value) if at in places or (at and -1 in places) else value for at, value in enumerate(args)
+        [
+            value if (read := readers.get(at, behind if at else None)) is None else read(value)
+            for at, value in enumerate(args)
+        ]
     )
-    read_kwargs = {name: read_integers(value) if name in names else value for name, value in kwargs.items()}
-    read_kwargs |= {name: _number(kwargs[name]) for name in numbers & kwargs.keys()}
-    is_same = all(a is b for a, b in zip(args, read_args, strict=True))
-    if is_same and all(kwargs[name] is value for name, value in read_kwargs.items()):
+    read_kwargs = {name: readers[name](value) if name in readers else value for name, value in kwargs.items()}
+    if all(map(operator.is_, args, read_args)) and all(map(operator.is_, kwargs.values(), read_kwargs.values())):
         return None
     return read_args, read_kwargs
 
@@ -158,32 +167,31 @@ def read_integers(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() == 0
-    return value.detach().item() if is_tensor else value
+    is_number = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad
+    return value.item() if is_number else value
 
 
 @lru_cache(maxsize=4096)
-def _integer_parameters(name: str) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
-    """Positions and names at which an operator takes integers; -1 for all behind a list that may be written out. Then
-    names of numbers (``alpha``, ``beta``, ``value``).
+def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
+    """Positions and names at which an operator takes integers, or other numbers (``alpha``, the order of a norm), with
+    what reads these; -1 for all positions behind a list that may be written out.
 
     A 0-dim tensor stays a tensor where the operator takes tensors too (``x + n``, ``torch.max(x, n)``). Operators on
     Python's numbers alone (``add(int, int)``) say nothing.
     """
-    places: set[int] = set()
-    names: set[str] = set()
-    numbers: set[str] = set()
+    readers: dict[int | str, Callable[[Any], Any]] = {}
     tensors: set[int | str] = set()
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
         kinds = [str(argument.real_type) for argument in schema.arguments]
+        if not any("Tensor" in kind for kind in kinds):
+            continue
         for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
-            if kind in _TENSORS and not argument.kwarg_only:
-                tensors |= {position, argument.name}
-            if kind == "number" and argument.kwarg_only and "Tensor" in kinds:
-                numbers.add(argument.name)
-            if position and kind in _INTEGERS | _LISTS and "Tensor" in kinds:
-                places.add(position)
-                names.add(argument.name)
+            places = [argument.name] if argument.kwarg_only else [position, argument.name]
+            if "Tensor" in kind:
+                tensors.update(places)
+            elif position and kind in _INTEGERS | _LISTS | _NUMBERS:
+                readers |= dict.fromkeys(places, _number if kind in _NUMBERS else read_integers)
                 if position == 1 and kind in _LISTS:
-                    places.add(-1)
-    return frozenset(places - tensors | _ALWAYS.get(name, set())), frozenset(names - tensors), frozenset(numbers)
+                    readers[-1] = read_integers
+    readers = {place: read for place, read in readers.items() if place not in tensors}
+    return readers | ({_ALWAYS[name]: read_integers} if name in _ALWAYS else {})

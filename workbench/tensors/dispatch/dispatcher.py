@@ -21,7 +21,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.tensors.boxing.box import box_implicitly, cached_boxing_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
-from workbench.tensors.dispatch.arguments import by_name, in_order, move_keywords, order_of, with_integers
+from workbench.tensors.dispatch.arguments import by_name, in_order, move_keywords, order_of, takes_numbers, with_numbers
 from workbench.tensors.dispatch.checks import (
     check_plan,
     exchange_name,
@@ -90,7 +90,12 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
     if kwargs:
         key.extend([(name, key_of(value)) for name, value in kwargs.items()])
     if plans is None:
-        plans = _first_global(args, kwargs)._spec.plans
+        operands = operands_of(args, kwargs)
+        if not operands:  # a global tensor stands among the bounds of a slice, or was a number and has been read
+            args, kwargs = with_numbers(func, args, kwargs or {}) or (args, kwargs or {})
+            with local_torch():
+                return func(*args, **kwargs)
+        plans = operands[0]._spec.plans
     try:
         plan = plans.get(tuple(key))
     except TypeError:  # no key without a hash: make a new plan
@@ -112,7 +117,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
     if plan is None:
         if writes_to_plain(func, args):
             return write_to_plain(func, args, kwargs or {})
-        read = with_integers(func, args, kwargs or {})
+        read = with_numbers(func, args, kwargs or {})
         if read is not None:
             return call_by_plan(func, *read)
         joined = _join_operands(func, args, kwargs or {})
@@ -132,6 +137,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:
     handler = _handler_by_name(func)
+    if handler is not None and takes_numbers(func):
+        handler = partial(_call_with_numbers, handler)
     if not isinstance(func, torch._ops.OpOverload):
         return handler
 
@@ -143,6 +150,18 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
         return NotImplemented if handler is None else handler(func, args, kwargs)
 
     return call_operator
+
+
+def _call_with_numbers(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if not _holds_no_tensor(map(type, args[1:])) or not _holds_no_tensor(map(type, kwargs.values())):
+        read = with_numbers(func, args, kwargs)
+        if read is not None:
+            return func(*read[0], **read[1])
+    return handler(func, args, kwargs)
+
+
+_holds_no_tensor = {int, float, bool, str, types.NoneType, torch.dtype}.issuperset
+"""Whether arguments of these types need no look; most calls have no others."""
 
 
 def _handler_by_name(func: Any) -> Callable[..., Any] | None:
@@ -201,11 +220,6 @@ def decompose(func: Any) -> Callable[..., Any] | None:
 _value_independent: set[Any] = set()
 """Functions whose rule depends on a float only by whether it is zero or infinite: one plan serves all others."""
 _MAX_PLANS = 50_000
-
-
-def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
-    leaves, _ = tree_flatten((args, kwargs))
-    return next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))
 
 
 def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

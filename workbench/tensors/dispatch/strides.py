@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split
 from workbench.errors import LayoutError
-from workbench.tensors.dispatch.arguments import with_integers
+from workbench.tensors.dispatch.arguments import with_numbers
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 
 
@@ -54,7 +54,7 @@ def _viewed_on_meta(view: GlobalTensor) -> torch.Tensor:
         return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
     call = view._view_call
-    given = with_integers(call.func, call.args, call.kwargs) or (call.args, call.kwargs)
+    given = with_numbers(call.func, call.args, call.kwargs) or (call.args, call.kwargs)
     args, kwargs = tree_map(as_meta, given)
     try:
         made: torch.Tensor = tree_leaves(call.func(*args, **kwargs))[call.number]

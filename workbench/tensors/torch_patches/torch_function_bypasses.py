@@ -1,10 +1,10 @@
 """Ways around ``__torch_function__``: functions of torch that would read this rank's shard without asking.
 
 A closed list, found by calling everything with a global scalar (``tests/tensors/test_torch_function_bypasses.py`` looks
-again for the installed torch): functions that make tensors from scalars are wrapped and take the logical value; custom
-autograd functions are dispatched (``dispatch.custom_function``); function transforms raise. What is left are scalar
-arguments of functions of plain tensors only (``torch.add(plain, plain, alpha=scalar)``): C++ reads those without a
-trace, so write ``alpha=scalar.item()``.
+again for the installed torch): functions that make tensors from scalars, and those that take a count, are wrapped and
+take the logical value; custom autograd functions are dispatched (``dispatch.custom_function``); function transforms
+raise. What is left are other numbers of functions of plain tensors only (``torch.add(plain, plain, alpha=scalar)``):
+C++ reads those without a trace, so write ``alpha=scalar.item()``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MAKERS = ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tenso
 LIKE_MAKERS = ("full_like",)
 METHODS = ("new_full", "new_tensor")
 """Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
+COUNTING = ("bincount", "kthvalue", "roll", "select", "topk", "tril", "triu")
+"""Functions and methods that read a count behind their first argument, which programs often compute."""
 CONVERSIONS = ("tensor", "as_tensor", "asarray")
 """Functions of ``torch`` that take a tensor as data."""
 _TRANSFORMS = {
@@ -140,6 +142,9 @@ for name in LIKE_MAKERS:
     patch(f"torch.{name}", _READS, functools.partial(_reading_whole, first=1))
 for name in METHODS:
     patch(f"torch.Tensor.{name}", _READS, functools.partial(_reading_whole, first=1))
+for name in COUNTING:
+    for place in (f"torch.{name}", f"torch.Tensor.{name}"):
+        patch(place, _READS, functools.partial(_reading_whole, first=1))
 for name in CONVERSIONS:
     patch(f"torch.{name}", "a global tensor would become a plain copy of this rank's shard", _converting)
 for place, what in _TRANSFORMS.items():
