@@ -44,6 +44,7 @@ torch._C._current_graph_task_id
 torch._C._will_engine_execute_node
 torch.Tensor._backward_hooks
 torch.Tensor._post_accumulate_grad_hooks
+torch.Tensor._use_count
 torch.Tensor._version
 torch.autograd.Variable._execution_engine.queue_callback
 torch.autograd.graph.Node._sequence_nr

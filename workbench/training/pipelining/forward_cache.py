@@ -8,12 +8,12 @@ an observer. If the record covers all its effects besides its result, later call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from workbench.core.layout import Layout
 from workbench.core.strategy import Options
-from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
@@ -31,17 +30,16 @@ from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
+from workbench.training.pipelining.program_state import OF_TORCH, MadeTensors, entries_of, flat_state, same
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 """Modules of whose parts the program calls some by themselves."""
 VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, np.number, np.bool_)
 """Arguments and attributes that can be compared and never change."""
-_HOLDERS = (list, dict, set, deque)
+_SETTINGS = (*VALUES, FunctionType, BuiltinFunctionType)
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _NOT_CACHED = object()
-OF_TORCH = frozenset(nn.Module().__dict__)
-"""Attributes that every module has."""
 _NO_SETTINGS = OF_TORCH - {"training"}
 _KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -138,7 +136,7 @@ class ForwardCache(ABC):
 
     def __init__(self, module: nn.Module, world: World, hooks: Set[int] = frozenset()) -> None:
         self.module, self.world, self._hooks = module, world, hooks
-        self._parts = list(module.modules())
+        self._parts, self._known_parts = list(module.modules()), list[nn.Module | None]()
         self._records: dict[Any, Any] = {}
         self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
         self._settings: int | None = None
@@ -239,8 +237,15 @@ class ForwardCache(ABC):
         return tuple(parts)
 
     def _settings_now(self) -> Any:
-        """Settings that code may change between steps: modes, numbers, hooks, which parameters take gradients."""
+        """Settings that code may change between steps: modes, numbers, also of objects that the parts hold, hooks,
+        parts, which parameters take gradients.
+        """
         found: list[Any] = []
+        if self._known_parts != (children := [part for known in self._parts for part in known._modules.values()]):
+            self._parts, self._known_parts = list(self.module.modules()), children
+            self._names = [((), ()) for _ in self._parts]
+        found += map(id, children)
+        objects: dict[int, dict[str, Any]] = {}
         for number, part in enumerate(self._parts):
             attributes = part.__dict__
             known, names = self._names[number]
@@ -249,14 +254,18 @@ class ForwardCache(ABC):
                 self._names[number] = present, names
             for name in names:
                 value = attributes[name]
-                if isinstance(value, VALUES):
+                if isinstance(value, _SETTINGS):
                     found += (name, type(value), value)
+                elif entries := entries_of(value):
+                    objects[id(value)] = entries
             for kind in _KINDS_OF_HOOKS:
                 if hooks := attributes[kind]:
                     found += (number, kind, *hooks)
             for parameter in attributes["_parameters"].values():
                 if parameter is not None:
                     found += (id(parameter), parameter.requires_grad, has_hooks(parameter))
+        for entries in objects.values():
+            found += [(n, type(value), value) for n, value in entries.items() if isinstance(value, _SETTINGS)]
         return tuple(found)
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -266,11 +275,15 @@ class ForwardCache(ABC):
         start = context.position
         context.running.observer = observer = CallObserver(inputs, start, self.may_skip)
         try:
-            result = self.forward(*args, **kwargs)
+            with MadeTensors() as made:
+                result = self.forward(*args, **kwargs)
         finally:
             context.running.observer = None
         num_keys = _keys_between(keys_before, self.world)
-        has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in tree_leaves(result))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in results)
+        if made.are_left(results, inputs):  # somebody reads them elsewhere
+            return result, None
         if not observer.can_skip or num_keys is None or has_boxings or not same(before, self.state(inputs)):
             return result, None
         if not all(self._has_no_hooks(part) for part in self._parts[1:]):
@@ -284,22 +297,14 @@ class ForwardCache(ABC):
         return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
 
     def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
-        """The state that a forward may change: attributes, buffers, inputs, torch's generators."""
-        found: list[Any] = [state.numpy().tobytes() for state in default_generator.states(self.world.device)]
+        """The state that a forward may change: the program's, buffers, inputs."""
+        found = flat_state(self._parts, self.world.device)
         with local_torch():
             found += [version_of(tensor) for tensor in inputs]
             for part in self._parts:
-                attributes = [(name, value) for name, value in part.__dict__.items() if name != "forward"]
-                found += attributes
-                found += [_contents(value) for _, value in attributes if isinstance(value, _HOLDERS)]
                 held = (*part._parameters.values(), *part._buffers.values())
                 found += [(id(tensor), version_of(tensor)) for tensor in held if tensor is not None]
         return found
-
-
-def _contents(holder: Any) -> tuple[int, ...]:
-    """The contents of a list, a set or a dict by identity, to notice a forward that appends to it."""
-    return tuple(map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder))
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
@@ -314,17 +319,6 @@ def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
 def distinct_tensors(leaves: Sequence[Any]) -> list[Any]:
     """The tensors among the leaves of a result, each once, in order."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-
-
-def same(before: list[Any], after: list[Any]) -> bool:
-    """Whether two states are equal."""
-
-    def alike(a: Any, b: Any) -> bool:
-        if isinstance(a, tuple) and len(a) == 2 and isinstance(a[0], str):
-            return a[0] == b[0] and (a[1] is b[1] or (isinstance(a[1], (int, float, str)) and a[1] == b[1]))
-        return a == b
-
-    return len(before) == len(after) and all(alike(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _keys_between(before: torch.Tensor | None, world: World) -> int | None:

@@ -1,0 +1,201 @@
+"""What a program keeps outside of parameters and buffers, in steps that replay a block's calls, run a forward twice, or
+look at the order of calls.
+"""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.testing import run_ranks
+from workbench.training.parallel import state_of
+from workbench.training.pipelining.program_state import ProgramState, flat_state, same
+
+ROWS = "bl.[0-1].*: data@0; bl.[2-3].*: data@1; head: data@1 | 2x1x1 mb=2"
+INPUTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).double()
+TARGETS = torch.arange(6) % 4
+_kept = threading.local()
+
+
+class Notes:
+    """What all blocks share."""
+
+    def __init__(self):
+        self.found, self.rate = [], 0.0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class TakingNotes(Block):
+    """Leaves a loss of its own in a list that a thread has, as a module-level list."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        _kept.losses.append(x.square().mean())
+        return x
+
+
+class TakingNotesInAnObject(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        self.notes.last = x.detach()
+        self.notes.found.append(x.square().mean())
+        return x
+
+
+class Drawing(Block):
+    """Draws random numbers of a generator of the program's own."""
+
+    def forward(self, x):
+        return x if self.generator.random() < 0.4 else super().forward(x)
+
+
+class DrawingOfNumpy(Block):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.of_numpy.random())
+
+
+class ReadingNotes(Block):
+    """Reads a setting that all blocks share."""
+
+    def forward(self, x):
+        return x * 1.0 if self.notes.rate >= 0.3 else super().forward(x) * (1 + self.notes.rate)
+
+
+class Replaced(Block):
+    """A part and a function of it are replaced between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.act = nn.Identity(), torch.tanh
+
+    def forward(self, x):
+        return x + self.drop(self.b(self.act(self.a(x))))
+
+
+class Counting(Block):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.bl, self.head = nn.ModuleList(kind() for _ in range(4)), nn.Linear(8, 4)
+        self.notes, self.calls, self.seen = Notes(), 0, []
+        for block in self.bl:
+            block.notes, block.generator, block.of_numpy = self.notes, random.Random(3), np.random.default_rng(3)
+
+    def forward(self, x):
+        _kept.losses = []
+        self.notes.found.clear()
+        self.calls += 1
+        self.seen.append(self.calls)
+        for block in self.bl:
+            x = block(x)
+        return self.head(x) * (1 + 0.1 * len(self.seen))
+
+
+def loss_of(scores, targets):
+    return F.cross_entropy(scores, targets) + 0.1 * sum(_kept.losses)
+
+
+def change(model, step):
+    model.notes.rate = 0.2 * step
+    for block in model.bl:
+        if isinstance(block, Replaced):
+            block.drop = nn.Dropout(0.2 * step)
+            block.act = (torch.tanh, torch.sigmoid, torch.relu)[step]
+
+
+def trained(one, strategy, num_ranks):
+    """(losses, last weights, calls that the model has counted) of each rank."""
+    models = [copy.deepcopy(one) for _ in range(num_ranks)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            change(model, step)
+            optimizer.zero_grad()
+            loss = loss_of if isinstance(one.bl[0], TakingNotes) else with_notes(model)
+            losses.append(wb.forward_backward(model, loss, INPUTS, TARGETS).item())
+            optimizer.step()
+        counted = model.calls, len(model.seen), [getattr(block, "calls", 0) for block in model.bl]
+        caches = state_of(model).forward_caches or []
+        is_replayed = any(record is not None for cache in caches for record in cache.records)
+        return losses, [p.full_tensor() for p in model.parameters()], counted, is_replayed
+
+    return run_ranks(program, num_ranks)
+
+
+def with_notes(model):
+    return lambda scores, targets: F.cross_entropy(scores, targets) + 0.1 * sum(model.notes.found)
+
+
+KINDS = [TakingNotes, TakingNotesInAnObject, Drawing, DrawingOfNumpy, ReadingNotes, Replaced, Counting]
+
+
+def assert_trains_as_one_device(kind, strategy):
+    torch.manual_seed(0)
+    one = Model(kind).double()
+    mb = strategy.partition("mb=")[2][0]
+    (losses, weights, counted, _), *_ = trained(one, f"*: data | mb={mb}", 1)
+    found = trained(one, strategy, 2)
+    for own, state, calls, _ in found:
+        torch.testing.assert_close(own, losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(state, weights)
+        assert calls == counted
+    return [is_replayed for *_, is_replayed in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_device(kind):
+    replayed = assert_trains_as_one_device(kind, ROWS)
+    assert replayed == [kind in (ReadingNotes, Replaced)] * 2
+
+
+def test_what_a_forward_changes_is_noticed_and_put_back():
+    """Generators of Python, numpy and torch, an attribute, a list, an object, another module in a module's place."""
+    model = Model(Block)
+    model.names, model.waiting = {"a"}, torch.Generator()
+    changes = [
+        random.random,
+        np.random.rand,
+        lambda: torch.rand([]),
+        model.bl[0].generator.random,
+        model.bl[0].of_numpy.random,
+        lambda: torch.rand([], generator=model.waiting),
+        lambda: setattr(model, "calls", 7),
+        lambda: model.names.clear(),
+        lambda: model.seen.append(1),
+        lambda: setattr(model.notes, "rate", 0.5),
+        lambda: setattr(model.notes, "other", 0.5),
+    ]
+    parts, device = list(model.modules()), torch.device("cpu")
+    before, kept = flat_state(parts, device), ProgramState(parts, device)
+    assert same(before, flat_state(parts, device))
+    for change_it in changes:
+        change_it()
+        assert not same(before, flat_state(parts, device))
+        kept.put_back()
+        assert same(before, flat_state(parts, device))
