@@ -153,6 +153,30 @@ ROUNDED = {"attention", "low rank", "gumbel_softmax", "lstm", "normal means", "i
 """Functions that compute with their random numbers: sums over shards are rounded otherwise."""
 
 
+def test_distributions_draw_one_number_per_element():
+    made = {
+        "Laplace": lambda x: torch.distributions.Laplace(x, 1.0),
+        "Exponential": torch.distributions.Exponential,
+        "Cauchy": lambda x: torch.distributions.Cauchy(x, 1.0),
+        "Weibull": lambda x: torch.distributions.Weibull(x, 1.0),
+        "Pareto": lambda x: torch.distributions.Pareto(1.0, x),
+        "Geometric": lambda x: torch.distributions.Geometric(x / 9),
+    }
+
+    def program():
+        found = []
+        for sbp in ("B", "S(0)"):
+            wb.manual_seed(1)
+            x = wb.ones(5, placement=wb.placement.all("cpu"), sbp=sbp)
+            found.append({name: make(x).sample((7,)).full_tensor() for name, make in made.items()})
+        return found
+
+    whole, split = run_ranks(program, 2)[0]
+    for name in made:
+        assert whole[name].shape == (7, 5) and len(whole[name].unique()) > (34 if name != "Geometric" else 4), name
+        torch.testing.assert_close(whole[name], split[name], msg=name)
+
+
 def test_two_draws_differ_and_a_seed_repeats_them():
     def program(rank):
         p = wb.placement.all("cpu")

@@ -30,6 +30,10 @@ NEW = {
     ),
     "new_tensor": lambda x: x.new_tensor([[1, 2], [3, 4]], requires_grad=True),
     "new_tensor by name": lambda x: x.new_tensor(data=7, dtype=torch.int64),
+    "new of sizes": lambda x: x.new(2, 3).fill_(1.0),
+    "new of a size": lambda x: x.new(torch.Size([2])).fill_(1.0),
+    "new of numbers": lambda x: x.new((2, 3)),
+    "new": lambda x: x.new(),
 }
 PLAIN = torch.arange(24.0, dtype=torch.float64).view(4, 6)
 

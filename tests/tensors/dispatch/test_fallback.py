@@ -42,6 +42,14 @@ def test_an_operand_that_comes_back_is_another_object():
     assert run_ranks(program) == [(False, [1.0] * 4)] * 2
 
 
+def test_sizes_stay_sizes():
+    def program():
+        return fall_back(lambda _, size: (size, size.numel()), wb.ones(4, placement=BOTH, sbp="B"), torch.Size([2, 3]))
+
+    for size, number in run_ranks(program):
+        assert type(size) is torch.Size and size == (2, 3) and number == 6
+
+
 @pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
 @pytest.mark.parametrize("threshold", [0.5, 2.5, 9.0])
 def test_placeholders_learn_a_shape_that_depends_on_data(threshold):

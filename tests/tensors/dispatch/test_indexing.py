@@ -57,3 +57,25 @@ def test_index_put_refuses_values_with_more_dims_as_torch_does():
         torch.zeros(4, 3).index_put_((torch.tensor([0, 2]),), torch.ones(1, 2, 3))
     with pytest.raises(RuntimeError):
         run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+def test_a_part_of_a_tensor_may_be_assigned_to_itself(sbp):
+    def write(x):
+        x[1, 1] += 1e-3
+        x[0, 1:2] += 1
+        x[2, torch.tensor(1)] *= 2
+        x[:, 2:3, None] -= 1
+        x[1, 2] = x[1, 2]
+        x[3] = x[2]
+        x[torch.tensor([0, 2])] = x[torch.tensor([2, 0])]
+        x[1:3] = x[:1]
+        return x
+
+    start = torch.arange(12.0).view(4, 3)
+
+    def program():
+        return write(wb.to_global(start.clone(), placement=wb.placement.all(), sbp="B").to_global(sbp=sbp)).full_tensor()
+
+    for found in run_ranks(program, 2):
+        assert torch.equal(found, write(start.clone()))

@@ -44,7 +44,7 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     """Box all operands to broadcast, run ``func`` on every rank, and wrap the results as broadcast."""
     if plan.name.in_place:
         return _in_place(plan, func, args, kwargs)
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_size)
     operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
     _warn_of_gather(plan, operands)
     for position, leaf in enumerate(leaves):
@@ -66,6 +66,11 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     if plan.copies_view and whole[0] is not operands[0]:
         return remember_copies(plan.local, plan.name.folded, given, operands[0], whole[0], result)
     return result
+
+
+def _is_size(node: Any) -> bool:
+    """Whether this is a ``torch.Size``, of which torch's trees make a plain tuple."""
+    return type(node) is torch.Size
 
 
 def cached_infos(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
@@ -169,7 +174,7 @@ def _wrap_broadcast(
     result: Any, world: World, layout: Layout, operands: Sequence[Any], whole: Sequence[Any], keeps_views: bool
 ) -> Any:
     """Wrap results. One that shares storage with a cached boxing becomes a copy, because the cache keeps the boxing."""
-    leaves, structure = tree_flatten(result)
+    leaves, structure = tree_flatten(result, is_leaf=_is_size)
     with local_torch():
         boxed_storages = {
             boxed.untyped_storage().data_ptr()

@@ -176,7 +176,7 @@ def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
         write_placeholder(target, [target, boxed])
         return _count_write(target)
     with local_torch():
-        place: list[slice] = []
+        place: list[slice | int] = []
         part: list[Any] = []
         sizes: list[int] = []
         for d, item in zip(by_item, items, strict=True):
@@ -194,6 +194,8 @@ def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
             if isinstance(item, slice):
                 sizes.append(count if d in whole else len(rows))
                 part.append(_WHOLE if d in whole else slice(skipped, skipped + count))
+            elif count:  # a number: with the place's strides, torch takes a value that is this very place
+                place[-1] = own.start
             else:
                 part.append(None)
         target[tuple(place)] = boxed.expand(sizes)[tuple(part)]
@@ -228,6 +230,8 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
     with local_torch():
         local = [spec.local_shape[d] for d in range(len(items)) if d not in dims]
         part = boxed.expand([*local[:at], *shape, *local[at:]])
+        if part.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            part = part.clone()  # ``x[i, number] += 1``: the value is a view of the target
         valid: torch.Tensor | None = None
         rows = []
         for d, index in zip(dims, indices, strict=True):

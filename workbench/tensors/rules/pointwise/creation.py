@@ -73,6 +73,19 @@ for _name, _make in (
     handler(_name)(_new(_make))
 
 
+@handler("new")
+def new(func: Any, args: Any, kwargs: Any) -> Any:
+    """``Tensor.new`` of sizes makes an empty tensor; of a list or a tuple, one of these numbers. torch.distributions
+    calls it with a ``torch.Size``.
+    """
+    tensor, *given = args
+    if kwargs or isinstance(given[0] if given else None, torch.Tensor):
+        return NotImplemented
+    if len(given) == 1 and not isinstance(given[0], (int, torch.Size)):
+        return tensor.new_tensor(given[0])
+    return tensor.new_empty(*given or (0,))
+
+
 @handler("new_tensor")
 def new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
     """A tensor of numbers that all ranks have."""
