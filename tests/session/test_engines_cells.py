@@ -46,3 +46,24 @@ def test_what_subprocesses_print_is_shown_with_their_cell(session):
     session.run("import os")
     for _ in range(10):
         assert session.run("os.system('echo out; echo err >&2');").text.splitlines() == ["[all] out", "[all] err"]
+
+
+MODEL = """import torch
+class Net(torch.nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.inner = Net(depth - 1) if depth else torch.nn.Linear(3, 3)
+    def forward(self, x):
+        return self.inner(x)
+"""
+
+
+def test_an_error_shows_the_users_own_lines_of_all_files(session, tmp_path):
+    """Between two of them are two frames of torch."""
+    (tmp_path / "model_with_a_mistake.py").write_text(MODEL)
+    session.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport model_with_a_mistake as mine")
+    with pytest.raises(CellError) as caught:
+        session.run("sys.path.pop(0)\nmine.Net(11)(torch.ones(2, 4))")
+    place = f"  {tmp_path}/model_with_a_mistake.py:7, in Net.forward\n  \u25b6    7          return self.inner(x)\n"
+    assert str(caught.value).count(place) == 12
+    assert "_call_impl" not in str(caught.value) and "linear.py" in str(caught.value)

@@ -34,8 +34,11 @@ def test_a_model_of_the_notebook_is_shown_with_its_line(monkeypatch):
     file = "/tmp/ipykernel_1/2491301530.py"
     lines = ["class Model:\n", "    def forward(self, x):\n", "        return x + self.bias\n"]
     monkeypatch.setitem(linecache.cache, file, (60, None, lines, file))
-    frames = (Frame("training_on_engine.py", 72, "keep_job", False), Frame(file, 3, "Model.forward", False))
-    text = str(cell_error(outcome({0: Failure("RuntimeError", "sizes differ", frames, 1.0)})))
+    frames = (
+        Frame("training_on_engine.py", 72, "keep_job", False),
+        Frame(file, 3, "Model.forward", False, is_users=True),
+    )
+    text = str(cell_error(outcome({0: Failure("RuntimeError", "sizes differ", (*frames, frames[0]), 1.0)})))
     assert f"{file}:3, in Model.forward\n  ▶    3          return x + self.bias" in text
 
 

@@ -66,6 +66,7 @@ class Frame:
     function: str
     in_cell: bool
     source: tuple[tuple[int, str], ...] = ()
+    is_users: bool = False  #: of a cell or of the user's own file, not of a library
 
 
 def describe_place(stack: Sequence[Frame], importing: str = "") -> str:

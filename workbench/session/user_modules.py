@@ -80,7 +80,7 @@ class _Recorder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         with suppress(Exception):  # whatever it is, the finders behind this one report it better
-            is_users = path is None or any(map(_is_users, path))
+            is_users = path is None or any(map(is_users, path))
             if is_users and (version := _version_of(name, PathFinder.find_spec(name, path, target))):
                 _found[name] = version
 
@@ -232,7 +232,8 @@ def _imports_of(code: CodeType) -> set[str]:
     return found.union(*(_imports_of(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether a file is neither Python's nor of an installed package. One installed to be changed is the user's."""
     return not _PACKAGED & set(Path(path).parts) and not path.startswith(_OF_PYTHON)
 
 
@@ -240,7 +241,7 @@ def _version_of(name: str, spec: Any) -> Version | None:
     """The version of a Python file of the user's as it is now; None for any other, and where it cannot be found."""
     try:
         file = spec.origin
-        if name.partition(".")[0] in _NOT_THE_USERS or not file.endswith(".py") or not _is_users(file):
+        if name.partition(".")[0] in _NOT_THE_USERS or not file.endswith(".py") or not is_users(file):
             return None
         package = name if Path(file).stem == "__init__" else name.rpartition(".")[0]
         return Version(file, package, Path(file).stat().st_mtime, Path(file).read_bytes())

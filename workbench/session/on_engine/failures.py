@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from workbench.errors import CollectiveAborted
-from workbench.session import protocol
+from workbench.session import protocol, user_modules
 from workbench.session.on_engine import connections
 from workbench.session.on_engine.shell import current_tag, send, shell
 
 _LINES_AROUND = 2
 _MAX_FRAMES = 20
+_PACKAGE = os.path.join(Path(__file__).parents[2], "")
 user_files: dict[str, str] = {}
 """File name -> title, for files that the user wrote. Errors show their lines as they show lines of cells."""
 entry_points: set[CodeType] = set()
@@ -122,10 +125,12 @@ def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ..
         start = is_call.index(True) + 1
     else:
         return ()
-    kept = list(zip(stack, in_cell, strict=True))[start:]
-    if len(kept) > _MAX_FRAMES:
-        kept = kept[: _MAX_FRAMES // 2] + kept[-_MAX_FRAMES // 2 :]
-    return tuple(_frame(frame, line, cell) for (frame, line), cell in kept)
+    kept = [_frame(*place, cell) for place, cell in zip(stack[start:], in_cell[start:], strict=True)]
+    if len(kept) > _MAX_FRAMES:  # those of libraries go first
+        half = _MAX_FRAMES // 2
+        kept = [frame for frame in kept[:-half] if frame.is_users] + kept[-half:]
+        del kept[half:-half]
+    return tuple(kept)
 
 
 def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
@@ -134,11 +139,16 @@ def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
     lines = [(number, linecache.getline(code.co_filename, number, frame.f_globals)) for number in numbers]
     source = tuple((number, text.rstrip("\n")) for number, text in lines if text)
     file = user_files.get(code.co_filename, "cell") if in_cell else code.co_filename
-    return protocol.Frame(file, line, code.co_qualname, in_cell, source)
+    return protocol.Frame(file, line, code.co_qualname, in_cell, source, in_cell or _is_users(code.co_filename))
 
 
 def _is_cell(filename: str) -> bool:
     return filename in user_files or shell().compile.format_code_name(filename) is not None
+
+
+def _is_users(filename: str) -> bool:
+    is_file = not filename.startswith("<") or filename.startswith("<ipython-input")
+    return is_file and not filename.startswith(_PACKAGE) and user_modules.is_users(filename)
 
 
 def _chain(error: BaseException) -> Iterable[str]:

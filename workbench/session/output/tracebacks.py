@@ -175,13 +175,12 @@ def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcom
 def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol.Frame, int]]:
     """The frames to show, each with the number of frames left out before it.
 
-    They are the cell's frames, the first frame outside it, and the innermost one.
+    They are the frames of the user's code, and the innermost one.
     """
-    wanted = {index for index, frame in enumerate(frames) if frame.in_cell}
-    wanted |= {min(len(frames) - 1, max(wanted, default=-1) + 1), len(frames) - 1} - {-1}
     num_skipped = 0
-    for index, frame in enumerate(frames):
-        if index in wanted and not any(part in frame.file for part in _INTERNAL):
+    for frame in frames:
+        is_wanted = frame.in_cell or frame.is_users or frame is frames[-1]
+        if is_wanted and not any(part in frame.file for part in _INTERNAL):
             yield frame, num_skipped
             num_skipped = 0
         else:
