@@ -67,3 +67,14 @@ def test_an_error_shows_the_users_own_lines_of_all_files(session, tmp_path):
     place = f"  {tmp_path}/model_with_a_mistake.py:7, in Net.forward\n  \u25b6    7          return self.inner(x)\n"
     assert str(caught.value).count(place) == 12
     assert "_call_impl" not in str(caught.value) and "linear.py" in str(caught.value)
+
+
+def test_pull_names_the_variable_that_cannot_be_pickled(session):
+    session.run("data = (x for x in 'ab')")
+    with pytest.raises(CellError, match="pull data: the variable 'data', a generator, cannot be pickled"):
+        session.pull("data")
+
+
+def test_engines_read_no_magics_of_the_notebook(session):
+    session.run("%load_ext workbench\nimport workbench as wb")
+    assert session.run("# %%global --label two\nwb.rank()").values == [0, 1]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.session import protocol
+from workbench.errors import SessionError
+from workbench.session import protocol, user_modules
 from workbench.session.on_engine import sent_values
 
 WHOLE = torch.arange(500_000, dtype=torch.float64).reshape(1000, 500)
@@ -83,3 +84,8 @@ def test_a_view_of_a_large_tensor_comes_back_with_a_cell_and_after_a_loss():
     assert torch.equal(protocol.load(protocol.dump_or_omit(view)), view)
     packed = sent_values.pack({"rows": view}, {})
     assert isinstance(packed, bytes) and torch.equal(sent_values.unpack(packed, {})["rows"], view)
+
+
+def test_a_variable_that_cannot_be_pickled_is_named():
+    with pytest.raises(SessionError, match=r"push data: the variable 'data', a generator, cannot be pickled \(cannot"):
+        user_modules.pack_variables({"fine": 3, "data": (x for x in "ab")})

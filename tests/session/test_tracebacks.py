@@ -194,7 +194,12 @@ def test_a_run_that_a_restart_ended_says_so():
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [("x = (1,\ny = 3 3", "never closed"), ("def f(:\n  pass", "invalid syntax"), ("a\n  b", "indent")],
+    [
+        ("x = (1,\ny = 3 3", "never closed"),
+        ("def f(:\n  pass", "invalid syntax"),
+        ("a\n  b", "indent"),
+        ("a = 1\0", "null bytes"),
+    ],
 )
 def test_syntax_errors_are_marked(code, words):
     with pytest.raises(CellError, match=words) as caught:
@@ -210,6 +215,12 @@ def test_the_caret_stands_under_the_mistake():
         check_syntax("if True:\n    y = 3 +* 4")
     _, line, caret = str(caught.value).splitlines()
     assert line.index("*") == caret.index("^")
+
+
+def test_a_mistake_that_python_finds_after_parsing_is_shown_with_its_line():
+    with pytest.raises(CellError) as caught:
+        check_syntax("# %%global\nx = 1\nreturn 5")
+    assert str(caught.value).splitlines()[1:] == ["  ▶    3  return 5", "          ^^^^^^^^"]
 
 
 @pytest.mark.parametrize("code", ["%time 1", "!ls", "await f()", "x?", "", "\n\n", "%%time\n1", "# only a comment"])

@@ -216,7 +216,7 @@ class Session:
     def push(self, ranks: Iterable[int] | None = None, /, **variables: Any) -> None:
         """Set variables on the engines: ``session.push(x=1, model=model)``."""
         targets = self._check(ranks)
-        self._call(targets, engine.push, (user_modules.pack(variables),), "push")
+        self._call(targets, engine.push, (user_modules.pack_variables(variables),), "push")
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> Any:
         """A variable of the engines: a list by rank, or one logical tensor for a global tensor.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.session import protocol, user_modules
+from workbench.session import pickling, protocol, user_modules
 from workbench.session.on_engine import awaiting_cells as engine_awaiting
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine import connections as engine_connections
@@ -175,7 +175,9 @@ def pull(name: str) -> bytes:
     collective = tag is not None and tag.all_ranks
     if collective and engine_values.is_global(namespace[name]):
         return protocol.dump(protocol.LogicalTensor(namespace[name].full_tensor().detach().cpu()))
-    return protocol.dump(engine_values.portable(namespace[name], collective))
+    value = engine_values.portable(namespace[name], collective)
+    with pickling.naming({name: value}, "pull"):
+        return protocol.dump(value)
 
 
 def _install() -> None:

@@ -37,7 +37,9 @@ _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register the magics and the ``# %%global`` spelling."""
+    """Register the magics and the ``# %%global`` spelling. An engine, which has no session, gets neither."""
+    if hasattr(ipython, "data_pub"):
+        return
     ipython.register_magics(SessionMagics(ipython))
     if not hasattr(ipython, "kernel"):
         ipython.kernel = None  # ipyparallel reads it when an engine shows a widget; shells in terminals have none

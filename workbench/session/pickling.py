@@ -7,12 +7,16 @@ for a view of its first row; views of one storage share no memory after that eit
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 from typing import IO, Any
 
 import cloudpickle
+
+from workbench.errors import SessionError
 
 _TABLE = cloudpickle.CloudPickler.dispatch_table
 _reduce_plainly: Callable[[CodeType], tuple[Any, ...]] = _TABLE[CodeType]
@@ -59,3 +63,25 @@ class Pickler(cloudpickle.CloudPickler):
 def dump(value: object, file: IO[bytes]) -> None:
     """Write the pickle of a value to a file or buffer."""
     Pickler(file).dump(value)
+
+
+@contextmanager
+def naming(variables: Mapping[str, object], what: str) -> Iterator[None]:
+    """Let an error of pickling these variables say which of them it is about.
+
+    Raises:
+        SessionError: one cannot be pickled.
+    """
+    try:
+        yield
+    except Exception as error:
+        for name, value in variables.items():
+            try:
+                dump(value, io.BytesIO())
+            except Exception as own:  # noqa: BLE001 - pickling runs anybody's code
+                raise SessionError(
+                    f"{what} {name}: the variable {name!r}, a {type(value).__name__}, cannot be pickled ({own}). Only "
+                    f"what can be pickled goes from process to process. Make it in a %%global cell, or send what it is "
+                    f"made of, e.g. list({name}) of a generator."
+                ) from error
+        raise

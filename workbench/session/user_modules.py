@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
@@ -28,7 +28,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from workbench.errors import SessionError
-from workbench.session.pickling import Pickler
+from workbench.session import pickling
 
 _LENGTH_BYTES = 8
 _NOT_THE_USERS = {"__main__", "workbench"}
@@ -80,8 +80,8 @@ class _Recorder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         with suppress(Exception):  # whatever it is, the finders behind this one report it better
-            is_users = path is None or any(map(is_users, path))
-            if is_users and (version := _version_of(name, PathFinder.find_spec(name, path, target))):
+            may_be_users = path is None or any(map(is_users, path))
+            if may_be_users and (version := _version_of(name, PathFinder.find_spec(name, path, target))):
                 _found[name] = version
 
 
@@ -129,6 +129,12 @@ def pack(value: object) -> bytes:
     return buffer.getvalue()
 
 
+def pack_variables(variables: Mapping[str, object]) -> bytes:
+    """``pack`` of variables; an error names the one that it is about."""
+    with pickling.naming(variables, "push"):
+        return pack(variables)
+
+
 def unpack(payload: bytes) -> tuple[Any, list[str]]:
     """The value of the bytes of ``pack``, with the modules' code as the notebook has it, and the names of the modules
     that were imported anew for it.
@@ -158,7 +164,7 @@ def import_edited_anew() -> None:
     _import_anew({name for name, (old, new) in now.items() if new is not None and not new.has_code_of(old)})
 
 
-class _RecordingPickler(Pickler):
+class _RecordingPickler(pickling.Pickler):
     """Collects the names of the modules of functions and classes, and of those that functions import."""
 
     def __init__(self, file: io.BytesIO) -> None:

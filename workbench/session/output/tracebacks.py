@@ -76,15 +76,16 @@ def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None)
         raise cell_error(outcome, what, timeout_s) from None
 
 
-def syntax_error(error: SyntaxError) -> CellError:
+def syntax_error(error: SyntaxError, code: str) -> CellError:
     """The exception for code that does not parse. No rank has got it."""
-    line = (error.text or "").rstrip("\n")
+    number, lines = error.lineno or 1, code.splitlines()  # some errors come without their line, or its number
+    line = (error.text or "".join(lines[number - 1 : number])).rstrip("\n")
     indent = len(line) - len(line.lstrip())
     column = max(0, (error.offset or 1) - 1 - indent)
     width = (error.end_offset or 0) - (error.offset or 1) if error.end_lineno == error.lineno else 1
     lines = [
-        f"{type(error).__name__}: {error.msg} (cell line {error.lineno}). Nothing ran on any rank.",
-        f"  ▶ {error.lineno:>4}  {line.strip()}",
+        f"{type(error).__name__}: {error.msg} (cell line {number}). Nothing ran on any rank.",
+        f"  ▶ {number:>4}  {line.strip()}",
         f"          {' ' * column}{'^' * max(1, width)}",
     ]
     head = f"{_RED}{_BOLD}{lines[0]}{_PLAIN}"
@@ -291,10 +292,11 @@ def check_syntax(code: str) -> None:
 
     IPython's own syntax (``%magic``, ``!command``) and top-level ``await`` are fine.
     """
+    plain = code
     try:
         plain = TransformerManager().transform_cell(code)
         compile(plain, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
-        raise syntax_error(error) from None
+        raise syntax_error(error, plain) from None
     except ValueError as error:  # null characters
-        raise syntax_error(SyntaxError(str(error), ("<cell>", 1, 1, ""))) from None
+        raise syntax_error(SyntaxError(str(error)), plain) from None
