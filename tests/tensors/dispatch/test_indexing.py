@@ -75,7 +75,8 @@ def test_a_part_of_a_tensor_may_be_assigned_to_itself(sbp):
     start = torch.arange(12.0).view(4, 3)
 
     def program():
-        return write(wb.to_global(start.clone(), placement=wb.placement.all(), sbp="B").to_global(sbp=sbp)).full_tensor()
+        whole = wb.to_global(start.clone(), placement=wb.placement.all(), sbp="B")
+        return write(whole.to_global(sbp=sbp)).full_tensor()
 
     for found in run_ranks(program, 2):
         assert torch.equal(found, write(start.clone()))

@@ -1,5 +1,5 @@
 """Arguments of a call in one form, however it is written: rules, plans and composites see keywords at their positions,
-and numbers (sizes, dims, counts, factors) that are 0-dim tensors as Python's, as torch's own argument parser reads them.
+and numbers (sizes, dims, counts, factors) that are 0-dim tensors as Python's, as torch's argument parser reads them.
 """
 
 from __future__ import annotations
