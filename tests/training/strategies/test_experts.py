@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -188,6 +189,63 @@ def test_only_what_sums_experts_counts_as_experts():
 
     found = {layer.name: layer.experts for layer in describe(torch.nn.ModuleList([made(), Dense()]))}
     assert {name: count for name, count in found.items() if count} == {"0.pool": 8}
+
+
+class Odd(Pool):
+    """Each token's result depends on the number of tokens, on a random draw, or leaves something in the module."""
+
+    def __init__(self, capacity=None, p=0.0, storing=None):
+        super().__init__(8)
+        self.capacity, self.p, self.storing = capacity, p, storing
+        self.calls, self.kept = 0, {"loads": []}
+
+    def forward(self, x, chosen, weights):
+        if self.storing == "number":
+            self.calls += 1
+        elif self.storing == "list":
+            self.kept["loads"].append(chosen)
+        elif self.storing == "result":
+            self.loss = weights.sum()
+        if self.capacity is not None:
+            taken = torch.nn.functional.one_hot(chosen.flatten(), self.num_experts).cumsum(0)
+            dropped = (taken > self.capacity(chosen.numel(), self.num_experts)).any(-1).view_as(weights)
+            weights = weights.masked_fill(dropped, 0)
+        return super().forward(torch.nn.functional.dropout(x, self.p, self.training), chosen, weights)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"capacity": lambda choices, experts: math.ceil(1.25 * choices / experts)},
+        {"capacity": lambda choices, experts: int(2 * choices / experts)},
+        {"capacity": lambda choices, experts: max(4, choices // experts)},
+        {"capacity": lambda choices, experts: 20},
+        {"p": 0.5},
+        {"storing": "number"},
+        {"storing": "list"},
+        {"storing": "result"},
+    ],
+)
+def test_experts_that_drop_tokens_draw_or_keep_something_are_not_run_in_parts(settings):
+    """Whatever other modules of their class do."""
+    model = torch.nn.ModuleList([Odd(), Odd(**settings), Odd()])
+    assert [layer.experts for layer in describe(model)] == [8, 0, 8]
+    assert not model[1].kept["loads"]
+
+
+def test_what_experts_keep_after_all_is_an_error():
+    """Such as in evaluation only."""
+    model = torch.nn.Sequential(Odd())
+    x, chosen, weights = torch.randn(6, 8), torch.arange(12).view(6, 2) % 8, torch.ones(6, 2)
+
+    def program():
+        wb.parallelize(model, "*: data")
+        model[0].storing = "number"
+        given = [wb.to_global(each, wb.placement.all("cpu"), "S(0)") for each in (x, chosen, weights)]
+        with pytest.raises(StrategyError, match="Odd: its forward keeps 'calls'"):
+            model[0](*given)
+
+    run_ranks(program, 1)
 
 
 LOADED = {
