@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from workbench.errors import RunError, StrategyError
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
 from workbench.training.pipelining.program_state import ProgramState, flat_state, same
@@ -199,3 +200,41 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         assert not same(before, flat_state(parts, device))
         kept.put_back()
         assert same(before, flat_state(parts, device))
+
+
+def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind():
+    assert_trains_as_one_device(Drawing, "pipeline | mb=2")
+
+
+class AskingForAGradient(Model):
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        scores = super().forward(x)
+        return scores + torch.autograd.grad(scores.sum(), x, create_graph=True)[0].square().mean()
+
+
+def test_a_gradient_inside_the_forward_that_goes_back_is_refused():
+    one = AskingForAGradient(Block).double()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def program(rank):
+        wb.forward_backward(wb.parallelize(models[rank], f"{ROWS} 1f1b"), F.cross_entropy, INPUTS, TARGETS)
+
+    with pytest.raises(StrategyError, match=r"autograd.grad.* from stage 1 back to stage 0: under 1f1b.*gpipe"):
+        run_ranks(program, 2)
+
+
+class WithState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x, (state, _) = self.lstm(x[:, None])
+        return self.head(x), state
+
+
+def test_an_output_whose_dim_0_does_not_count_samples_is_refused():
+    model = WithState().double()
+    with pytest.raises(RunError, match=r"\(2, 3, 8\).* 2 micro-batches of \[3, 3\] samples.*transpose"):
+        run_ranks(lambda rank: wb.evaluate(wb.parallelize(model, "*: data | mb=2"), INPUTS), 1)

@@ -117,6 +117,11 @@ class Batch:
         named = named_tensors({"inputs": self.inputs, "targets": self.targets})
         return {name.removeprefix("inputs."): tensor for name, tensor in named.items()}
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the rows of a tensor are no samples."""
+        return bool(self._rows(self._named()))
+
     def _rows(self, named: Mapping[str, torch.Tensor]) -> Rows:
         return {**rows_by_grids(named), **self.rows}
 
@@ -364,27 +369,3 @@ def _found_loss(output: Any) -> Any:
             "'loss', or as the scalar of a tuple; or give a loss_fn(output, targets)."
         )
     return loss
-
-
-# ---- outputs ------------------------------------------------------------------------------------------------------
-
-
-def join(outputs: list[Any], shares: list[float]) -> Any:
-    """The outputs of micro-batches as one: tensors joined along dim 0, scalars as means weighted by ``shares``.
-
-    >>> join([(torch.ones(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(4.0))], [2 / 3, 1 / 3])[1]
-    tensor(2.)
-    """
-    leaves = [tree_flatten(output)[0] for output in outputs]
-    structure = tree_flatten(outputs[0])[1]
-    return tree_unflatten([_join_leaf(list(parts), shares) for parts in zip(*leaves, strict=True)], structure)
-
-
-def _join_leaf(parts: list[Any], shares: list[float]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
-    if parts[0].dim() == 0:
-        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
-    return torch.cat(parts)

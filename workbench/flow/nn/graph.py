@@ -21,7 +21,7 @@ from workbench.flow.world_join import join
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
-from workbench.training.batches import join as join_outputs
+from workbench.training.joined_outputs import join as join_outputs
 from workbench.training.pipelining.programs import forward_caches_for, run_program, train_program
 from workbench.training.pipelining.timeline import timeline_of
 

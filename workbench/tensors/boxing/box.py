@@ -198,7 +198,10 @@ def _apply_box(*args: Any) -> torch.Tensor:
 
 def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
     """The boxing of a gradient, linked to it if it is differentiated again. ``site`` is its line in traces."""
-    tracer = incoming.world.context.tracer
+    context = incoming.world.context
+    tracer, running = context.tracer, context.running
+    if running is not None and running.edges is not None:
+        running.check_edge(incoming, outgoing, None)
     if tracer is not None:
         tracer.add(site or tracer.site(), "backward", plan_of(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():

@@ -95,6 +95,10 @@ class RunningStep:
         source = tensor._spec
         if self.observer is not None:
             self.observer.add(tensor, target, function, tag, source.world.context.position - 1)
+        self.check_edge(source, target, function)
+
+    def check_edge(self, source: Spec, target: Spec, function: str | None) -> None:
+        """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient."""
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))
@@ -106,11 +110,16 @@ class RunningStep:
             if problems:
                 self._refuse_edge(function, start, end, problems[0])
 
-    def _refuse_edge(self, function: str, start: int, end: int, problem: str) -> NoReturn:
+    def _refuse_edge(self, function: str | None, start: int, end: int, problem: str) -> NoReturn:
         rule = (
             f"under {self.schedule} with {self.num_micro_batches} micro-batches an edge that goes back deadlocks "
             f"({problem})"
         )
+        if function is None:
+            raise StrategyError(
+                f"a gradient that the forward itself computes (torch.autograd.grad) goes from stage {start} "
+                f"back to stage {end}: {rule}. Put the layers that it passes on one stage, or use the schedule gpipe."
+            )
         if function.endswith(" in place"):
             raise StrategyError(
                 f"{function}{user_location()}: a tensor on stage {end} is to take what comes from stage {start}; "

@@ -15,17 +15,18 @@ from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table
-from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, join, loss_of
+from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
 from workbench.training.gradients.stale_optimizer import optimizers_of
+from workbench.training.joined_outputs import join
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of
 from workbench.training.pipelining.local_forward import forward_caches_of
+from workbench.training.pipelining.program_state import ProgramState
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
 from workbench.training.sample_rows import Rows
@@ -160,6 +161,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     executor, table = _prepare(module, state, world, len(parts))
     parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}
+    sizes = None if batch.has_rows else [round(part.share * batch.num_samples) for part in parts]
 
     def take(stage: Stage, index: int, output: Any) -> None:
         found = tree_map(lambda leaf: stage.to_rank_world(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
@@ -172,7 +174,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
             forwards = [action for action in _actions_of(world.rank, table, state.resolved) if action.kind == "F"]
             executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
             state.spans = executor.spans
-            return join([outputs[index] for index in range(len(parts))], [part.share for part in parts])
+            return join([outputs[index] for index in range(len(parts))], [part.share for part in parts], sizes)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -240,11 +242,11 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
 
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
+    before = ProgramState(list(module.modules()), world.device)
     with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
-        random = default_generator.states(world.device)
         with recorded_calls(module) as calls:
             call(module, inputs)
-        default_generator.set_states(random, world.device)
+        before.put_back()
     return calls
 
 

@@ -1,0 +1,54 @@
+"""The outputs of micro-batches as the output of their batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.errors import RunError
+
+
+def join(outputs: list[Any], shares: list[float], sizes: list[int] | None = None) -> Any:
+    """The outputs of micro-batches as one: tensors joined along dim 0, scalars as means weighted by ``shares``.
+
+    Args:
+        sizes: samples of the micro-batches, of which dim 0 of a tensor must be a multiple. None: it may be anything.
+
+    Raises:
+        RunError: dim 0 of a tensor does not count samples.
+
+    >>> join([(torch.ones(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(4.0))], [2 / 3, 1 / 3])[1]
+    tensor(2.)
+    """
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    structure = tree_flatten(outputs[0])[1]
+    joined = [_join_leaf(list(parts), shares, sizes) for parts in zip(*leaves, strict=True)]
+    return tree_unflatten(joined, structure)
+
+
+def _join_leaf(parts: list[Any], shares: list[float], sizes: list[int] | None) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
+    if parts[0].dim() == 0:
+        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
+    if sizes is not None:
+        _check_counts_samples(parts, sizes)
+    return torch.cat(parts)
+
+
+def _check_counts_samples(parts: list[torch.Tensor], sizes: list[int]) -> None:
+    """Refuse a tensor whose dim 0 does not count samples, or as many rows of each."""
+    shapes = [tuple(part.shape) for part in parts]
+    rows = shapes[0][0] // sizes[0]
+    counts = all(shape[0] == rows * size for shape, size in zip(shapes, sizes, strict=True))
+    is_dim_1 = rows != 1 and all(shape[1:2] == (size,) for shape, size in zip(shapes, sizes, strict=True))
+    if not counts or is_dim_1:
+        raise RunError(
+            f"the module's output has a tensor of shapes {shapes} for {len(sizes)} micro-batches of {sizes} samples. "
+            "Outputs of micro-batches are joined along dim 0, which has to count samples. Return it with its samples "
+            "along dim 0 (state.transpose(0, 1)), leave it out, or use mb=1."
+        )
