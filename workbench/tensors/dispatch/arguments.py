@@ -186,9 +186,9 @@ def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
         if not any("Tensor" in kind for kind in kinds):
             continue
         for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
-            places = [argument.name] if argument.kwarg_only else [position, argument.name]
+            places: set[int | str] = {argument.name} if argument.kwarg_only else {position, argument.name}
             if "Tensor" in kind:
-                tensors.update(places)
+                tensors |= places
             elif position and kind in _INTEGERS | _LISTS | _NUMBERS:
                 readers |= dict.fromkeys(places, _number if kind in _NUMBERS else read_integers)
                 if position == 1 and kind in _LISTS:
