@@ -1,6 +1,7 @@
 """A user's own loop whose ranks hold different batches: the numbers are one device's, or every rank raises."""
 
 import copy
+import functools
 import re
 
 import pytest
@@ -66,6 +67,28 @@ def test_the_module_called_by_itself_refuses_parts_too(is_training):
     for error in every_rank_raises(program, 2, LayoutError):
         assert error.startswith("Sequential: the ranks pass different batches. argument 1 is float32 (5, 8) ")
         assert "on rank 0 and float32 (4, 8)" in error
+
+
+@pytest.mark.parametrize("evaluate", [wb.evaluate, lambda model, inputs: model.eval()(inputs)])
+def test_an_evaluation_after_training_refuses_parts_too(evaluate):
+    """The batches of training were alike. A call without gradients has no sums that show what differs."""
+
+    def program(model, has_gradients):
+        model = wb.parallelize(model, "*: data")
+        F.cross_entropy(model(SAMPLES[:6]), CLASSES[:6]).backward()
+        with torch.set_grad_enabled(has_gradients):
+            for rows in (slice(0, 6), slice(6, 12), ROWS[2][wb.rank()]):
+                evaluate(model, SAMPLES[rows])
+
+    def part(model):
+        model = wb.parallelize(model, "*: data")
+        F.cross_entropy(model(SAMPLES[:6]), CLASSES[:6]).backward()
+        with torch.no_grad():
+            evaluate(model, SAMPLES[6 * wb.rank() :][:6])
+
+    for each in (functools.partial(program, has_gradients=True), functools.partial(program, has_gradients=False), part):
+        for error in every_rank_raises(each, 2, LayoutError):
+            assert "the ranks pass different batches" in error and "GlobalDataLoader" in error
 
 
 def test_targets_and_the_number_of_inputs_are_compared():

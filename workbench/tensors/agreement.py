@@ -139,7 +139,7 @@ def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str)
     own = {name: tensor for name, tensor in named.items() if _can_be_compared(tensor)}
     identity = f"{len(own)}" + "".join(f"{t.dtype}{tuple(t.shape)}{content_hash(t)}" for t in own.values())
     digest = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=7).digest(), "little")
-    header = f"{call}: the batch of its first call"
+    header = f"{call}: comparison of a batch"
     hashes = world.transport.all_gather(torch.tensor([digest], device=world.device), header)
     if len({int(value) for value in hashes}) == 1:
         return

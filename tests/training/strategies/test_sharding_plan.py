@@ -193,7 +193,7 @@ def test_after_a_rebuild_all_ranks_learn_the_order_of_calls_anew(calls_module: b
         if breaks_off and rank == 1:
             state = state_of(model)
             state.layouts.plan.forget_calls()
-            state.has_compared_batch = False
+            state.compared.clear()
         if breaks_off:
             current().rejoin(2, current().transport)
         return losses + [step() for _ in range(3)]

@@ -29,7 +29,7 @@ from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.program_state import ProgramState
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
-from workbench.training.sample_rows import Rows
+from workbench.training.sample_rows import Rows, batch_leaves
 from workbench.training.strategies.call_order import Calls, recorded_calls
 from workbench.training.strategies.reshard_state import states_of
 from workbench.training.strategies.state import ParallelState, describe, state_of
@@ -155,7 +155,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     """
     state, world = state_of(module), current()
     batch = Batch.of_arguments(inputs, None, None, rows)
-    state.compare_first_batch({"inputs": batch.inputs}, "evaluate")
+    state.compare_first_batch({"inputs": batch.inputs}, "evaluate", batch_leaves(batch.inputs))
     parts = batch.cut(state.resolved.num_micro_batches)
     state = reorder_stages(module, state, parts[0].inputs, world)
     executor, table = _prepare(module, state, world, len(parts))
@@ -236,7 +236,7 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     for optimizer in optimizers:
         optimizer.reshard({})
     reordered = state_of(module)
-    reordered.has_compared_batch = state.has_compared_batch
+    reordered.compared = state.compared
     return reordered
 
 

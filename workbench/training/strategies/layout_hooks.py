@@ -208,7 +208,9 @@ class RootHooks:
         context = layouts.world.context
         calls = layouts.plan.calls
         if context.running is None:  # a scheduled step does both before its ranks go their own ways
-            state_of(module).compare_first_batch(_named_arguments(args, kwargs), type(module).__name__)
+            trains = module.training and torch.is_grad_enabled()
+            named = _named_arguments(args, kwargs)
+            state_of(module).compare_first_batch(named, type(module).__name__, None if trains else leaves)
             layouts.plan.settle()
         calls.begin()
         if _is_first_forward():  # recomputation passes them again

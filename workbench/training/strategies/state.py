@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from workbench.core.placement import Placement
@@ -41,7 +42,7 @@ class ParallelState:
         stage_ranks: for a rank with several stages, each stage's view of the module.
         spans: the times of this rank's actions in the last scheduled step.
         on_interrupt: called when an interrupt ends a call of the module, for which torch calls no hooks.
-        has_compared_batch: whether the ranks have compared the plain tensors of a first batch.
+        compared: kinds of calls whose first batches the ranks have compared.
         num_rebuilds: how often the world had been rebuilt when the module was called last.
         mean_loss: the code of the last loss that was found to be a mean over samples.
         preset: a preset whose stages follow the order of calls, until a batch has shown this order.
@@ -57,24 +58,30 @@ class ParallelState:
     stage_ranks: Any = None
     spans: list[RecordedAction] = field(default_factory=list)
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
-    has_compared_batch: bool = False
+    compared: set[Any] = field(default_factory=set)
     num_rebuilds: int = 0
     mean_loss: Any = None
     preset: str | None = None
 
-    def compare_first_batch(self, batch: Any, call: str) -> None:
-        """The ranks compare the plain tensors of the first batch that the module gets. All ranks call it.
+    def compare_first_batch(self, batch: Any, call: str, leaves: Iterable[Any] | None = None) -> None:
+        """The ranks compare the plain tensors of the first batch of a kind that the module gets. All ranks call it.
+
+        Sums of gradients show later batches that differ. A call without such sums gives its ``leaves``: of these, the
+        first batch of each combination of shapes is compared.
 
         Raises:
             LayoutError: the tensors differ.
         """
         num_rebuilds = self.layouts.world.num_rebuilds
         if self.num_rebuilds != num_rebuilds:  # perhaps a first call has ended on some ranks only: it begins anew
-            self.num_rebuilds, self.has_compared_batch = num_rebuilds, False
+            self.num_rebuilds = num_rebuilds
+            self.compared.clear()
             self.layouts.plan.forget_calls()
-        if not self.has_compared_batch:
+        plain = [leaf for leaf in leaves or () if type(leaf) is torch.Tensor]
+        kind = None if leaves is None else tuple([(tensor.shape, tensor.dtype) for tensor in plain])
+        if kind not in self.compared:
             check_same_batch(named_tensors(batch), self.layouts.world, call)
-            self.has_compared_batch = True
+            self.compared.add(kind)
 
     def check_loss(self, loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:
         """Check that a loss is a mean over samples, before its first use with several micro-batches.
