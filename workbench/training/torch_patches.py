@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from workbench.tensors import install
 from workbench.training import precision
-from workbench.training.gradients import clip, optim
+from workbench.training.gradients import clip, optim, state_dicts
 
-__all__ = ["clip", "install", "optim", "precision"]
+__all__ = ["clip", "install", "optim", "precision", "state_dicts"]

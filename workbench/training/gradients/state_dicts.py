@@ -1,0 +1,49 @@
+"""``optimizer.state_dict()``: state of which each rank holds a part is global there, and knows which part it is.
+
+As plain tensors, the parts of one rank would look like everyone's: a file of rank 0, loaded on every rank, would give
+all of them its moments. ``load_state_dict`` takes global state and that of whole parameters (``part_of``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.tensors.global_tensor import GlobalTensor, plain, wrap
+from workbench.tensors.patch_table import patch
+from workbench.training.gradients.shard import state_spec
+
+
+def _as_global(parameter: Any, value: Any) -> Any:
+    if not isinstance(parameter, GlobalTensor) or type(value) is not torch.Tensor or value.dim() == 0:
+        return value
+    spec = state_spec(parameter)
+    is_everywhere = spec.layout.is_broadcast and len(spec.layout.placement.ranks) == spec.world.world_size
+    return value if is_everywhere or tuple(value.shape) != spec.local_shape else wrap(plain(value), spec)
+
+
+def _with_global_state(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(torchs_own)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        found = torchs_own(self)
+        parameters = dict(enumerate(p for group in self.param_groups for p in group["params"]))
+        found["state"] = {
+            key: {name: _as_global(parameters.get(key), value) for name, value in state.items()}
+            if isinstance(state, dict)
+            else state
+            for key, state in found["state"].items()
+        }
+        return found
+
+    return state_dict
+
+
+patch(
+    "torch.optim.Optimizer.state_dict",
+    "plain parts of one rank's state would look like everyone's",
+    _with_global_state,
+)
