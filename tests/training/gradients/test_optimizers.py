@@ -103,46 +103,6 @@ def test_the_state_of_one_device_is_cut_where_it_is_loaded(strategy):
     torch.testing.assert_close(run_ranks(body, 2)[1], weights_of(models[2]), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["*: model", "*: data | 1x2x1 zero=1", "*: data | zero=3", "pipeline"])
-@pytest.mark.filterwarnings("ignore:torch.save or pickle of a global tensor")
-def test_parts_of_state_know_whose_they_are(strategy, tmp_path):
-    """A file of rank 0 gave every rank the moments of rank 0."""
-    models = [make("mlp").double() for _ in range(4)]
-    optimizer = torch.optim.Adam(models[3].parameters(), lr=0.02)
-    step(models[3], optimizer)
-    whole = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    for _ in range(2):
-        step(models[3], optimizer)
-
-    def body(rank):
-        model = wb.parallelize(models[rank], strategy)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        step(model, optimizer)
-        found = optimizer.state_dict()
-        for number, state in found["state"].items():
-            mean = state["exp_avg"]
-            assert torch.is_tensor(state["step"]) and not isinstance(state["step"], wb.GlobalTensor)
-            if strategy != "pipeline":
-                mean = mean.full_tensor() if isinstance(mean, wb.GlobalTensor) else mean
-                torch.testing.assert_close(mean, whole[number], rtol=1e-9, atol=1e-9)
-        assert all(type(state["exp_avg"]) is torch.Tensor for state in optimizer.state.values())
-        if rank == 0:
-            torch.save(found, tmp_path / "state.pt")
-        wb.barrier()
-        if rank == 1:
-            with pytest.raises(LayoutError, match="rank 0 of 2 saved it, this is rank 1"):
-                torch.load(tmp_path / "state.pt", weights_only=False)
-        kept, weights = copy.deepcopy(found), copy.deepcopy(model.state_dict())
-        step(model, optimizer)
-        optimizer.load_state_dict(kept)
-        model.load_state_dict(weights)
-        for _ in range(2):
-            step(model, optimizer)
-        return weights_of(model)
-
-    torch.testing.assert_close(run_ranks(body, 2)[1], weights_of(models[3]), rtol=1e-9, atol=1e-9)
-
-
 def test_a_step_that_raised_leaves_the_optimizer_usable():
     models = [make("mlp").double() for _ in range(2)]
 
