@@ -297,3 +297,22 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
 def test_what_is_no_value_is_an_error(received, given, words):
     with pytest.raises(RunError, match=words):
         run_ranks(lambda: wb.log(**{"loss": 1.0, **given}))
+
+
+def test_another_place_begins_another_loop(tmp_path):
+    """Rows of a second phase went to the first one's place."""
+
+    def program():
+        first, second = (f"jsonl:{tmp_path / name}" for name in ("a.jsonl", "b.jsonl"))
+        for place in (first, second):
+            for step in range(2):
+                wb.log(loss=step + 1.0, to=place)
+                wb.log(accuracy=0.5)  # adds to the step
+        with pytest.raises(RunError, match=r"wb.log\(to='jsonl:.*a.jsonl'\).*b.jsonl.*one place"):
+            wb.log(loss=3.0, to=first)
+        user_loops.report_remaining_steps()
+
+    run_ranks(program, 1)
+    for name in ("a.jsonl", "b.jsonl"):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert [row["loss"] for row in rows if "loss" in row] == [1.0, 2.0]

@@ -61,8 +61,8 @@ def log(
 
     A step lasts from one call to the next. About three times a second, one exchange of all ranks sends the steps. A
     loss stays on its device until then, so reading it does not slow the loop. When the cell ends, also by an error, the
-    remaining steps are reported. Another ``model`` begins another loop. Without a notebook and without ``to`` it does
-    nothing.
+    remaining steps are reported. Another ``model`` or ``to`` begins another loop. Without a notebook and without
+    ``to`` it does nothing.
 
     Args:
         loss: loss of the step: a number, or a tensor with one element, global or not. Its value at the call counts: the
@@ -72,14 +72,15 @@ def log(
         model: the trained model. With it and ``optimizer`` the view also shows memory by kind.
         optimizer: its optimizer. With it, its learning rate and the norm of the gradients are reported too.
         to: where rank 0 writes the steps, such as ``"jsonl:metrics.jsonl"`` or ``"tensorboard:runs/"``; see the guide
-            "Keep logs where you keep them". In a notebook, ``wb.LiveView(log=...)`` writes them.
+            "Keep logs where you keep them". Calls without it belong to the loop of the call before. In a notebook,
+            ``wb.LiveView(log=...)`` writes them.
         values: other values by name: numbers, scalar tensors, global or not, or dicts of these. Of plain ones, rank 0's
             count. A call with values only, after a step, adds them to that step: an evaluation, for example, whose time
             belongs to no step.
 
     Raises:
-        RunError: a loss or value that is neither a number nor one element, a value called ``step``, an unknown
-            writer in ``to``, or one whose package is not installed.
+        RunError: a place in ``to`` after another one has followed it; a loss or value that is neither a number nor one
+            element, a value called ``step``, an unknown writer in ``to``, or one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
@@ -94,12 +95,15 @@ def log(
     if loss is not None:
         loss = _kept("loss", loss)
     loop = _loops.get(world)
-    if loop is not None and loop.is_another(_number(), model):
+    earlier: list[Any] = []
+    if loop is not None and loop.is_another(_number(), model, to):
+        earlier = loop.places_after(_number(), to)
         loop.report(_listener)
         loop.stop()
         loop = None
     if loop is None:
         loop = _loops[world] = _Loop(world, _number(), to)
+        loop.earlier = earlier
     if loss is None and not (samples or tokens) and loop.adds_to_last_step(found):
         return
     loop.add(loss, samples, tokens, model, optimizer, found, _listener)
@@ -162,7 +166,8 @@ class _Loop:
 
     def __init__(self, world: World, number: int, to: Log | None) -> None:
         begin = writers(to)  # first: it may raise
-        self.world, self.number = world, number
+        self.world, self.number, self.place = world, number, _place_of(to)
+        self.earlier: list[Any] = []
         self._collector = StepCollector(world)
         self._peak = PeakMeter(world.device, collects_garbage=False)
         self._device = DeviceMeter(world.device)
@@ -178,9 +183,27 @@ class _Loop:
         self.has_log = bool(begin)
         self._log = RunLog(begin, "loop", {"ranks": world.world_size}) if begin and world.rank == 0 else None
 
-    def is_another(self, number: int, model: nn.Module | None) -> bool:
-        """Whether a step in this cell, of this model, belongs to another loop."""
+    def is_another(self, number: int, model: nn.Module | None, to: Log | None) -> bool:
+        """Whether a step in this cell, of this model, to this place, belongs to another loop."""
+        if to is not None and _place_of(to) != self.place:
+            return True
         return number != self.number or (model is not None and self._model is not None and model is not self._model)
+
+    def places_after(self, number: int, to: Log | None) -> list[Any]:
+        """The places of this cell's loops so far, as the next one begins.
+
+        Raises:
+            RunError: the next one writes to one of these again.
+        """
+        if number != self.number or to is None or _place_of(to) == self.place:
+            return []
+        if _place_of(to) in self.earlier:
+            raise RunError(
+                f"wb.log(to={to!r}): the steps of that place had ended when those of {self.place!r} began. Calls that "
+                "take turns belong to one loop, and a loop has one place, or a list of several. Leave to= out of the "
+                "calls that add values to a step, such as wb.log(validation={'loss': 0.2}), or give all calls the same."
+            )
+        return [*self.earlier, self.place]
 
     def adds_to_last_step(self, values: dict[str, Any]) -> bool:
         """Add the values of a call without a step to the last step. False if the call is a step."""
@@ -266,6 +289,12 @@ class _Loop:
         is_known = self._model is not None and self._optimizer is not None
         held = model_memory(self._model, self._optimizer) if is_known else {}  # type: ignore[arg-type]
         return {**held, "peak": self._peak.peak_bytes()}
+
+
+def _place_of(to: Log | None) -> Any:
+    """What distinguishes places. A function may be made anew for each call, so all functions are one."""
+    listed = [to] if isinstance(to, str) or callable(to) else list(to or ())
+    return [one if isinstance(one, str) else "a function" for one in listed]
 
 
 def _own_term(loss: Any) -> LossTerm | None:
