@@ -128,6 +128,7 @@ torch._dynamo.types.ConvertFrameReturn
 torch._dynamo.types.FrameAction.SKIP
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder._wrap
+torch.jit._recursive.create_script_module
 torch._inductor.runtime.cache_dir_utils.cache_dir
 torch._inductor.standalone_compile
 torch._subclasses.fake_tensor.DataDependentOutputException

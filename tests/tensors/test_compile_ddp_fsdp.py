@@ -36,16 +36,21 @@ REFUSED = {
     "fully_shard": fully_shard,
     "torch.compile": compiled,
     "torch.compile ": compiled_in_place,
+    "torch.export": lambda module: torch.export.export(module, (torch.ones(2, 4),)),
+    "torch.jit.trace": lambda module: torch.jit.trace(module, torch.ones(2, 4)),
+    "torch.jit.script": lambda module: torch.jit.script(module),
 }
 INSTEAD = {
     "DataParallel": "data",
     "DistributedDataParallel": "data",
     "FullyShardedDataParallel": "zero=3",
     "fully_shard": "zero=3",
+    **dict.fromkeys(["torch.export", "torch.jit.trace", "torch.jit.script"], "export_safetensors"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_parallelized_module_is_not_wrapped_again(name):
     what = name.strip()
 

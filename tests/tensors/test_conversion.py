@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import workbench as wb
-from workbench.errors import LayoutError
+from workbench.errors import LayoutError, StrategyError
 from workbench.testing import run_ranks
 
 
@@ -100,3 +101,33 @@ def test_check_mode_finds_plain_tensors_that_differ(monkeypatch):
         return (x * torch.ones(4)).sum().item()
 
     assert run_ranks(program, 2) == [4.0, 4.0]
+
+
+def test_a_dtensor_of_torch_is_refused_where_it_would_become_global():
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        other, module = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]), distribute_module(nn.Linear(3, 3), mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    def program():
+        everywhere = wb.placement("cpu", ranks=[0])
+        x = wb.ones(3, 3, placement=everywhere, sbp="B")
+        calls = [
+            lambda: wb.to_global(other, everywhere, "S(0)"),
+            lambda: wb.tensor(other, placement=everywhere, sbp="S(0)"),
+            lambda: nn.functional.linear(other, x),
+            lambda: torch.cat([x, other]),
+            lambda: x + other,
+            lambda: x.copy_(other),
+        ]
+        for call in calls:
+            with pytest.raises(LayoutError, match=r"\(3, 3\) is a DTensor.*\[0\].*wb.to_global\(x.to_local\(\)"):
+                call()
+        with pytest.raises(StrategyError, match=r"parallelize\(Linear\): .*'the whole' are DTensors.*'weight'"):
+            wb.parallelize(module, "*: data")
+
+    run_ranks(program, 1)

@@ -80,6 +80,17 @@ class _ToLocal(torch.autograd.Function):
             return entered.view_as(entered).as_subclass(torch.Tensor), None, None
 
 
+def refuse_dtensor(value: Any, call: str) -> None:
+    """Raise ``LayoutError`` for a DTensor of torch, which says by itself who holds what."""
+    if type(value).__name__ == "DTensor":
+        raise LayoutError(
+            f"{call}: the tensor of shape {tuple(value.shape)} is a DTensor of torch, {list(value.placements)} on the "
+            f"ranks {value.device_mesh.mesh.tolist()}. Only one system can know a layout. Give this rank's part: "
+            'wb.to_global(x.to_local(), placement, "S(0)"), with S(0) for Shard(0), B for Replicate() and P for '
+            "Partial()."
+        )
+
+
 def from_local(
     local: torch.Tensor,
     world: World,
@@ -92,6 +103,7 @@ def from_local(
     It moves to the device of the shards; if ``stays``, a tensor without gradient stays where it is. ``origin`` names
     its argument in the error of check mode.
     """
+    refuse_dtensor(local, "a global tensor meets another kind")
     if _is_of_transform(local):
         raise LayoutError(
             f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
@@ -213,6 +225,7 @@ def to_global(
     On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     """
     world = current()
+    refuse_dtensor(local, "wb.to_global")
     if isinstance(local, GlobalTensor):
         return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
     layout = Layout.of(placement, sbp)

@@ -17,6 +17,7 @@ from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
+from workbench.tensors.conversion import refuse_dtensor
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 
@@ -174,6 +175,7 @@ def tensor(
     >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
     tensor([[1, 2]])
     """
+    refuse_dtensor(data, "wb.tensor")
     return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
 
 

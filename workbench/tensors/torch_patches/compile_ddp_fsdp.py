@@ -1,4 +1,5 @@
-"""Refuses modules with global parameters in torch.compile, DataParallel, DistributedDataParallel and FSDP.
+"""Refuses modules with global parameters in torch.compile, torch.export, torch.jit, DataParallel,
+DistributedDataParallel and FSDP.
 
 An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
 
@@ -35,6 +36,13 @@ _INSTEAD = {
     "exchanges; or compile functions of "
     "plain tensors, and call them through wb.local_map.",
 }
+_INSTEAD.update(
+    dict.fromkeys(
+        ("torch.export", "torch.jit.trace", "torch.jit.script"),
+        "Call wb.checkpoint.export_safetensors(module, folder) on all ranks, and give it a plain model that has loaded "
+        "the file with safetensors.torch.load_file.",
+    )
+)
 _REFUSED = {
     "DataParallel": "DataParallel",
     "DistributedDataParallel": "DistributedDataParallel",
@@ -60,6 +68,14 @@ def refuse_wrapped(module: nn.Module) -> None:
         what = _REFUSED.get(kind) or ("torch.compile" if type(part._compiled_call_impl).__name__ == "function" else "")
         if kind.startswith(("FSDP", "FullySharded")):
             what = "FullyShardedDataParallel" if kind.startswith("Fully") else "fully_shard"
+        foreign = [each for each, p in part.named_parameters(recurse=False) if type(p).__name__ == "DTensor"]
+        if foreign and not what:
+            raise StrategyError(
+                f"parallelize({type(module).__name__}): parameters of {name or 'the whole'!r} are DTensors of torch, "
+                f"{foreign[0]!r} for one. Only one system can own a module. Leave parallelize_module or "
+                'distribute_module out, and say it in the strategy: wb.parallelize(module, "up: model:column; '
+                'down: model:row").'
+            )
         if what:
             raise StrategyError(
                 f"parallelize({type(module).__name__}): 1 module is wrapped by {what}, {name or 'the whole'!r} "
@@ -67,12 +83,16 @@ def refuse_wrapped(module: nn.Module) -> None:
             )
 
 
+_NAMES = ("module", "model", "mod", "func", "nn_module")
+"""Names of the argument that is the module."""
+
+
 def _refusing(what: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
     """``function``, after a look at the module that is its argument number ``place``."""
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        module = args[place] if len(args) > place else kwargs.get("module", kwargs.get("model"))
+        module = args[place] if len(args) > place else next((kwargs[name] for name in _NAMES if name in kwargs), None)
         if isinstance(module, nn.Module):
             refuse(what, module)
         elif what == "torch.compile":
@@ -175,6 +195,10 @@ patch("torch._dynamo.convert_frame.CatchErrorsWrapper.__call__", _WHY, _leaving_
 _REFUSED_AT = {
     "torch.compile": ("torch.compile", 0),
     "torch.nn.Module.compile": ("torch.compile", 0),
+    "torch.export.export": ("torch.export", 0),
+    "torch.jit.trace": ("torch.jit.trace", 0),
+    # ``torch.jit.script`` looks up names where it is called, so the patch replaces a later step.
+    "torch.jit._recursive.create_script_module": ("torch.jit.script", 0),
     "torch.nn.DataParallel.__init__": ("DataParallel", 1),
     "torch.nn.parallel.DistributedDataParallel.__init__": ("DistributedDataParallel", 1),
     "torch.distributed.fsdp.FullyShardedDataParallel.__init__": ("FullyShardedDataParallel", 1),
