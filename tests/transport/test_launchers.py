@@ -1,9 +1,12 @@
 """Ranks started by torchrun, Open MPI and Slurm: their numbers and their rendezvous."""
 
 import os
+import socket
 
 import pytest
+import torch
 
+import workbench as wb
 from workbench.errors import WorldError
 from workbench.transport import launchers
 
@@ -25,6 +28,29 @@ def as_mpirun(monkeypatch, rank, size, local_rank, local_size, folder):
 def test_without_a_launcher_a_process_is_alone():
     assert (launchers.launcher_value("rank", 0), launchers.launcher_value("world_size", 1)) == (0, 1)
     assert launchers.default_init_method() == "env://"
+
+
+def test_a_number_that_is_none_and_a_meeting_point_that_is_none_are_named(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(WorldError, match=r"variable RANK is 'x'.*whole number.*torchrun"):
+        wb.init()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(WorldError, match=r"rank 0 of 2 .*MASTER_PORT=\(not set\)\).*--master-port 29501"):
+        wb.init(0, 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(WorldError, match=rf"rank 0 of 2 reaches no meeting point at {place}: .*--master-port"):
+            wb.init(0, 2, init_method=place)
+
+
+def test_a_process_group_of_the_users_is_named():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(WorldError, match=r"already \(gloo, 1 ranks\).*Leave init_process_group out"):
+            wb.init(0, 2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_open_mpi_sets_rank_and_local_rank(monkeypatch, tmp_path):

@@ -174,7 +174,8 @@ def init(
         The world; calling again returns the same one.
 
     Raises:
-        WorldError: the process already belongs to another world, or some ranks did not join in time.
+        WorldError: the process already belongs to another world, or has called ``init_process_group``, or some ranks
+            did not join in time.
 
     A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``.
     """
@@ -187,6 +188,13 @@ def init(
         raise WorldError(
             f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
             f"{_process_world.world_size} already. Call wb.shutdown() first."
+        )
+    if world_size > 1 and dist.is_initialized():
+        raise WorldError(
+            f"init(rank={rank}, world_size={world_size}): this process has a default process group of "
+            f"torch.distributed already ({dist.get_backend()}, {dist.get_world_size()} ranks). A process has one, and "
+            "wb.init() makes it. Leave init_process_group out: the calls of torch.distributed work after wb.init(). Or "
+            "call dist.destroy_process_group() before it."
         )
     chosen = _use(torch.device(device)) if device is not None else _default_device(world_size)
     transport: Transport

@@ -21,10 +21,21 @@ _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def launcher_value(what: str, default: int) -> int:
-    """The launcher's ``"rank"``, ``"world_size"``, ``"local_rank"`` or ``"local_world_size"``; else ``default``."""
+    """The launcher's ``"rank"``, ``"world_size"``, ``"local_rank"`` or ``"local_world_size"``; else ``default``.
+
+    Raises:
+        WorldError: the variable of the environment is no whole number.
+    """
     for name in _NAMES[what]:
         if name in os.environ:
-            return int(os.environ[name])
+            try:
+                return int(os.environ[name])
+            except ValueError:
+                raise WorldError(
+                    f"init(): the environment variable {name} is {os.environ[name]!r}, and a launcher sets it to a "
+                    f"whole number. Start the program with torchrun, or set {name} to the number of this "
+                    "process, or unset it."
+                ) from None
     if what == "local_world_size" and _SLURM_SIZES in os.environ:
         return _sizes(os.environ[_SLURM_SIZES])[int(os.environ["SLURM_NODEID"])]
     return default
