@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except WorkbenchError as error:
-        print(f"workbench {args.command}: {error}", file=sys.stderr)
+        prefix = f"workbench {args.command}: "
+        print(f"{prefix}{str(error).removeprefix(prefix)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
