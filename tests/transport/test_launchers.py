@@ -30,7 +30,7 @@ def test_without_a_launcher_a_process_is_alone():
     assert launchers.default_init_method() == "env://"
 
 
-def test_a_number_that_is_none_and_a_meeting_point_that_is_none_are_named(monkeypatch):
+def test_a_wrong_number_and_a_wrong_address_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(WorldError, match=r"variable RANK is 'x'.*whole number.*torchrun"):
         wb.init()
@@ -40,7 +40,7 @@ def test_a_number_that_is_none_and_a_meeting_point_that_is_none_are_named(monkey
         wb.init(0, 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(WorldError, match=rf"rank 0 of 2 reaches no meeting point at {place}: .*--master-port"):
+        with pytest.raises(WorldError, match=rf"rank 0 of 2 has no rendezvous at {place}: .*--master-port"):
             wb.init(0, 2, init_method=place)
 
 

@@ -188,8 +188,8 @@ def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) ->
                 store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
         except (ValueError, OSError, DistNetworkError) as error:
             raise _no_store(init_method, rank, world_size, error) from error
-            if init_method.startswith("env://") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                store = _part_of_this_start(store, rank, world_size, timeout_s)
+        if init_method.startswith("env://") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _part_of_this_start(store, rank, world_size, timeout_s)
         _last = (init_method, store)
     return _last[1]
 
@@ -198,7 +198,7 @@ def _no_store(init_method: str, rank: int, world_size: int, error: Exception) ->
     named = [f"{name}={os.environ.get(name, '(not set)')}" for name in ("MASTER_ADDR", "MASTER_PORT")]
     place = f"{init_method} ({' '.join(named)})" if init_method.startswith("env://") else init_method
     return WorldError(
-        f"init(): rank {rank} of {world_size} reaches no meeting point at {place}: {str(error).splitlines()[0]} Rank 0 "
+        f"init(): rank {rank} of {world_size} has no rendezvous at {place}: {str(error).splitlines()[0]} Rank 0 "
         "listens there, at a port that no other program has, and the other ranks connect to it. Name rank 0's host and "
         "another port on all ranks: torchrun --master-port 29501, or MASTER_ADDR=127.0.0.1 MASTER_PORT=29501."
     )
