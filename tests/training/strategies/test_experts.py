@@ -105,6 +105,56 @@ def test_listed_experts_are_spread_whole(strategy):
         assert elsewhere.count(False) in (LISTED[strategy], 0)
 
 
+class Expert(torch.nn.Module):
+    """With a list of experts of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        inner = self.first(x)
+        return self.last(sum(expert(inner).relu() * inner for expert in self.experts))
+
+
+class Reaching(torch.nn.Module):
+    """Calls the layers of an expert, or the expert."""
+
+    def __init__(self, into):
+        super().__init__()
+        self.into, self.router = into, torch.nn.Linear(6, 2)
+        self.experts = torch.nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x):
+        odds = self.router(x).softmax(-1)
+        call = Expert.forward if self.into else torch.nn.Module.__call__
+        return (
+            sum(call(expert, x) * odds[:, number, None] for number, expert in enumerate(self.experts)).square().mean()
+        )
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_experts_of_experts_and_layers_of_an_expert_that_are_called_by_themselves(into):
+    torch.manual_seed(3)
+    alone = Reaching(into).double()
+    models, x = [copy.deepcopy(alone) for _ in range(4)], torch.randn(8, 6).double()
+    truth = alone(x)
+    truth.backward()
+    weights = torch.nn.utils.parameters_to_vector([p.grad for p in alone.parameters()])
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: expert:2")
+        loss = model(x)
+        loss.backward()
+        grads = torch.nn.utils.parameters_to_vector([p.grad.full_tensor() for p in model.parameters()])
+        return loss.item(), grads, [expert.first.weight.is_placeholder for expert in model.experts]
+
+    for loss, grads, elsewhere in run_ranks(program, 4):
+        assert_equal([loss, grads], [truth.item(), weights])
+        assert elsewhere.count(True) == 1
+
+
 def test_uneven_parts_and_ranks_without_tokens_or_experts():
     """3 samples on 4 ranks; 5 experts under ``model``, which may hold different numbers."""
     for experts, strategy in ((8, "*: expert"), (8, "*: data"), (5, "*: model | 1x2x2"), (3, "*: model | 1x1x4")):

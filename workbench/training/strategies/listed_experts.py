@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.sbp import partial_sum
 from workbench.core.strategy import ResolvedLayer
@@ -22,11 +22,13 @@ from workbench.training.strategies.layouts import LayoutsInUse
 def listed_experts(model: nn.Module) -> dict[str, tuple[int, int]]:
     """By path of a module that is one of a list of experts, its number and how many there are.
 
-    A list of experts has a name with "expert" in it, and modules with parameters of equal shapes.
+    A list of experts has a name with "expert" in it, and modules with parameters of equal shapes. One inside of an
+    expert counts as other parts of it.
     """
     found: dict[str, tuple[int, int]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in path.rpartition(".")[2].lower():
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in path.rpartition(".")[2].lower()
+        if is_list and not expert_around(path, found):
             parts = dict(module.named_children())
             shapes = {tuple(parameter.shape for parameter in part.parameters()) for part in parts.values()}
             if len(parts) > 1 and len(shapes) == 1 and () not in shapes:
@@ -43,15 +45,16 @@ def expert_around(path: str, listed: Container[str]) -> str:
 
 def hook_listed_experts(model: nn.Module, in_use: LayoutsInUse, choices: Sequence[ResolvedLayer]) -> list[Any]:
     """Hooks of the experts of lists that a row ``expert`` spreads over ranks."""
-    listed, first_layers = listed_experts(model), dict[str, ResolvedLayer]()
+    listed, ends, handles = listed_experts(model), dict[str, _Ends](), list[Any]()
     for choice in choices:
-        if choice.expert is not None:
-            first_layers.setdefault(expert_around(choice.name, listed), choice)
-    handles: list[Any] = []
-    for path, choice in first_layers.items():
-        expert, ends = model.get_submodule(path), _Ends(in_use, choice, path)
-        handles.append(expert.register_forward_pre_hook(ends.begin, with_kwargs=True))
-        handles.append(expert.register_forward_hook(ends.end))
+        if choice.expert is None:
+            continue
+        path = expert_around(choice.name, listed)
+        if path not in ends:
+            ends[path] = _Ends(in_use, choice, path)
+            handles += ends[path].hook(model.get_submodule(path))
+        if path != choice.name:
+            handles += _EndsOfLayer(in_use, choice, choice.name, ends[path]).hook(model.get_submodule(choice.name))
     return handles
 
 
@@ -60,9 +63,18 @@ class _Ends:
 
     def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, path: str) -> None:
         self._in_use, self._choice, self._path = in_use, choice, path
+        self.is_running = False
+
+    def hook(self, module: nn.Module) -> list[Any]:
+        """Add both hooks."""
+        return [
+            module.register_forward_pre_hook(self.begin, with_kwargs=True),
+            module.register_forward_hook(self.end),
+        ]
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments on the rank of the expert."""
+        self.is_running = True
         plan = self._in_use.layouts.plan
 
         def bring(leaf: Any) -> Any:
@@ -75,6 +87,7 @@ class _Ends:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The results as terms on all ranks of the stage."""
+        self.is_running = False
         plan, stage = self._in_use.layouts.plan, self._choice.stage
         terms = plan.layout(stage, partial_sum, partial_sum, context=partial_sum)
 
@@ -84,3 +97,27 @@ class _Ends:
             return box(leaf, terms if leaf.is_floating_point() else terms.broadcast(), self._path)
 
         return tree_map(give_back, output)
+
+
+class _EndsOfLayer(_Ends):
+    """The hooks of a layer in an expert, for calls by code outside of the expert.
+
+    They have tensors of other ranks, or plain ones. A part of the expert that runs again in backward has tensors of the
+    expert's rank.
+    """
+
+    def __init__(self, in_use: LayoutsInUse, choice: ResolvedLayer, path: str, around: _Ends) -> None:
+        super().__init__(in_use, choice, path)
+        self._around = around
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments on the rank of the expert, in a call from outside of it."""
+        given = {x._spec.layout.placement for x in tree_leaves((args, kwargs)) if isinstance(x, GlobalTensor)}
+        own = self._in_use.layouts.plan.input_layout(self._choice, 1).placement
+        if self._around.is_running or given == {own}:
+            return args, kwargs
+        return super().begin(module, args, kwargs)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The results as terms on all ranks of the stage, after a call from outside."""
+        return super().end(module, args, output) if self.is_running else output
