@@ -290,3 +290,39 @@ def test_running_statistics_of_a_split_batch_are_those_of_one_device(momentum):
         assert_equal_to_one_device(module(placed(batches[0], ["S(0)"], [0, 1, 2])), frozen)
 
     run_ranks(program, 3)
+
+
+TWICE = {
+    "conv1d": (F.conv1d, [(1, 4, 7), (2, 4, 3), (2,)]),
+    "conv2d groups": (lambda x, w: F.conv2d(x, w, groups=2), [(1, 4, 7, 6), (2, 2, 3, 3)]),
+    "conv_transpose2d": (F.conv_transpose2d, [(1, 4, 5, 5), (4, 1, 3, 3)]),
+    "bilinear": (lambda x, w, b: F.bilinear(x, x, w, b), [(1, 4), (1, 4, 4), (1,)]),
+    "grid_sample": (lambda x, w: F.grid_sample(x, w.tanh(), align_corners=False), [(1, 2, 4, 4), (1, 3, 3, 2)]),
+    "gru_cell": (lambda x, h, *w: torch.gru_cell(x, h, *w), [(1, 4), (1, 3), (9, 4), (9, 3)]),
+}
+
+
+@pytest.mark.parametrize("layouts", [["S(0)", "B"], ["S(1)", "B"], ["B", "S(0)"], ["B", "S(1)"]], ids=" ".join)
+@pytest.mark.parametrize("name", TWICE)
+def test_second_gradients_where_a_rank_has_no_row(name, layouts):
+    """A rank without a gradient would let the others wait."""
+    function, shapes = TWICE[name]
+    torch.manual_seed(0)
+    operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def gradients(x, *others):
+        (first,) = torch.autograd.grad(function(x, *others).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, *others)]
+
+    def program():
+        layout_of = [*layouts, *["B"] * len(shapes)]
+        x, *others = (
+            wb.tensor(t, placement=wb.placement.all(), sbp=s).requires_grad_()
+            for t, s in zip(operands, layout_of, strict=False)
+        )
+        return [t.detach().full_tensor() for t in gradients(x, *others)]
+
+    expected = gradients(*(t.clone().requires_grad_() for t in operands))
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, [t.detach() for t in expected])

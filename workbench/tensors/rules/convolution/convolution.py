@@ -13,7 +13,7 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.rules.reduction.empty_shards import zeros_and_bias, zeros_where_empty
+from workbench.tensors.rules.reduction.empty_shards import as_if_filled, filled, zeros_where_empty
 from workbench.tensors.rules.views.view import windows
 
 GROUPS_AT = 6
@@ -41,7 +41,7 @@ class _Groups:
         return num_in // self.number, num_out // self.number
 
     def accepts(self, inputs: tuple[NdSbp, ...], outputs: tuple[NdSbp, ...]) -> bool:
-        """Whether every rank's input channels are those that its weight needs."""
+        """Whether every rank has a channel, and the input channels that its weight needs."""
         placement, (num_in, num_out) = self.call.operands[0]._spec.layout.placement, self.sizes
         given, made = Layout(placement, inputs[0]), Layout(placement, outputs[0])
         for rank in placement:
@@ -49,10 +49,10 @@ class _Groups:
             first, last = made.region(self.call.outputs[0][0], rank)[self.channel]
             if self.is_transposed:  # a result's channel is a sum over all input channels of its group
                 fits = start % num_in == stop % num_in == 0
-                fits = fits and (start // num_in * num_out, stop // num_in * num_out) == (first, last)
+                fits = fits and first < last and (start // num_in * num_out, stop // num_in * num_out) == (first, last)
             else:
                 needed = (first // num_out * num_in, -(-last // num_out) * num_in)
-                fits = first == last or (start <= needed[0] and needed[1] <= stop)
+                fits = first < last and start <= needed[0] and needed[1] <= stop
             if not fits:
                 return False
         return True
@@ -60,11 +60,13 @@ class _Groups:
     def localize(
         self, call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
     ) -> LocalFunction | None:
-        """Convolve the rank's channels; a rank without a channel returns zeros and the bias."""
-        if any(0 in spec.local_shape for spec in inputs):
-            return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
-        if "g" not in letters or outputs[0].is_placeholder:
+        """Convolve the rank's channels."""
+        if outputs[0].is_placeholder:
             return None
+        function = self._of_rank(call, inputs, outputs) if "g" in letters else call.func
+        return filled(function, inputs, outputs) or function
+
+    def _of_rank(self, call: Call, inputs: list[Spec], outputs: list[Spec]) -> LocalFunction:
         num_in, _ = self.sizes
         given, made = (s.layout.region(s.shape, s.world.rank)[self.channel] for s in (inputs[0], outputs[0]))
         if self.is_transposed:
@@ -138,14 +140,7 @@ def _over_space(call: Call, is_transposed: bool) -> Resolution:
         text = f"{batch}C{space}, {weight}{kernel}, O -> {batch}O{space}"
         return grouped(call, text, len(batch), is_transposed)
     weight = "co" if is_transposed else "oc"
-    return Resolution(f"{batch}c{space}, {weight}{kernel}, +o -> {batch}o{space}", _localize)
-
-
-def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-    """A rank without a channel returns zeros and the bias."""
-    if any(0 in spec.local_shape for spec in inputs):
-        return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
-    return None
+    return Resolution(f"{batch}c{space}, {weight}{kernel}, +o -> {batch}o{space}", as_if_filled)
 
 
 @rule("unfold", "im2col")

@@ -18,7 +18,7 @@ from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.reduction.empty_shards import zeros_and_bias
+from workbench.tensors.rules.reduction.empty_shards import as_if_filled
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
@@ -113,12 +113,7 @@ def _inner(call: Call) -> Resolution:
 
 @rule("bilinear")
 def _bilinear(call: Call) -> Resolution:
-    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-        if any(0 in spec.local_shape for spec in inputs):
-            return zeros_and_bias(call, outputs, bias_at=3)
-        return None
-
-    return Resolution("...i, ...j, oij, +o -> ...o", localize)
+    return Resolution("...i, ...j, oij, +o -> ...o", as_if_filled)
 
 
 @rule("tensordot")

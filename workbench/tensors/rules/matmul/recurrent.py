@@ -12,7 +12,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.tensors.dispatch.fallback import run_fallback
 from workbench.tensors.dispatch.planning import Plan, operands_of
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, fold_name, rule
-from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
+from workbench.tensors.rules.reduction.empty_shards import as_if_filled
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -26,7 +26,7 @@ def _layers(call: Call) -> Resolution | None:
         return None
     batch_at = 0 if call.arg(8, "batch_first", False) else 1
     num_states = 2 if call.name == "lstm" else 1
-    return Resolution(_over_batch(call, batch_at, (1,) * num_states, (batch_at, *(1,) * num_states)), zeros_where_empty)
+    return Resolution(_over_batch(call, batch_at, (1,) * num_states, (batch_at, *(1,) * num_states)), as_if_filled)
 
 
 @rule(*_CELLS)
@@ -34,7 +34,7 @@ def _cells(call: Call) -> Resolution | None:
     if len(call.shapes[0]) != 2:
         return None
     num_states = 2 if call.name == "lstm_cell" else 1
-    return Resolution(_over_batch(call, 0, (0,) * num_states, (0,) * num_states), zeros_where_empty)
+    return Resolution(_over_batch(call, 0, (0,) * num_states, (0,) * num_states), as_if_filled)
 
 
 def _over_batch(call: Call, at: int, states: tuple[int, ...], results: tuple[int, ...]) -> list[Signature]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.tensors.dispatch.placeholder_calls import autocast_state, infer_dtypes
 from workbench.tensors.dispatch.registry import Call, LocalFunction
@@ -46,13 +46,37 @@ def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
     return make
 
 
-def zeros_and_bias(call: Call, outputs: list[Spec], bias_at: int, num_after: int = 0) -> LocalFunction:
-    """Zeros plus the bias. The bias is argument ``bias_at``, and its dim is followed by ``num_after`` more dims."""
-    make_zeros = zeros(call, outputs)
+def as_if_filled(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
+    """A ``localize`` function for a function of several tensors, whose first gradients depend on the other tensors.
 
-    def only_bias(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result = make_zeros(*args, **kwargs)
-        bias = args[bias_at] if len(args) > bias_at else kwargs.get("bias")
-        return result if bias is None else result + bias.view(-1, *[1] * num_after).to(result.dtype)
+    A rank with an empty operand must have these dependences too, or the second gradients would let the other ranks
+    wait. Zeros have none, so the function itself runs, on zeros.
+    """
+    return filled(call.func, inputs, outputs)
 
-    return only_bias
+
+def filled(function: LocalFunction, inputs: list[Spec], outputs: list[Spec]) -> LocalFunction | None:
+    """``function`` of operands whose empty dims have a row of zeros; results are cut to the rank's shapes. None if
+    no operand is empty.
+    """
+    if not any(0 in spec.local_shape for spec in inputs):
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_fill, (args, kwargs))
+        remaining = iter(outputs)
+        return tree_map(lambda result: _cut(result, next(remaining)), function(*args, **kwargs))
+
+    return run
+
+
+def _fill(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel():
+        return value
+    return torch.nn.functional.pad(value, [rows for size in reversed(value.shape) for rows in (0, int(size == 0))])
+
+
+def _cut(result: torch.Tensor, spec: Spec) -> torch.Tensor:
+    for dim, size in enumerate(spec.local_shape):
+        result = result.narrow(dim, 0, size)
+    return result

@@ -12,7 +12,7 @@ from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
+from workbench.tensors.rules.reduction.empty_shards import as_if_filled, zeros_where_empty
 from workbench.tensors.rules.views.concatenation import listed
 from workbench.tensors.rules.views.row_moves import own_rows
 
@@ -207,7 +207,7 @@ def _sample_grid(call: Call) -> Resolution:
     text = f"nc{image}, n{points}V -> nc{points}"
     found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
     found.insert(-1, Signature((partial_sum, broadcast), (partial_sum,)))
-    return Resolution(found, zeros_where_empty)
+    return Resolution(found, as_if_filled)
 
 
 @composite("meshgrid")
