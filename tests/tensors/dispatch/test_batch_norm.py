@@ -262,3 +262,25 @@ def test_one_value_per_channel_is_refused():
             F.batch_norm(placed(draw(1, 3), LINE, ["S(0)"]), None, None, training=True)
 
     run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+def test_a_plain_input_moves_global_statistics(norm, sbp):
+    x = draw(6, 4, 5)
+
+    def move(mean, variance, weight=None):
+        norm(x, mean, variance, weight, None, True, 0.3)
+        return mean, variance
+
+    zeros, ones = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+    def program():
+        start = wb.zeros(4, placement=placement_of(LINE), sbp=sbp, dtype=torch.float64)
+        moved = [t.full_tensor() for t in (*move(start.clone(), start + 1), *move(zeros.clone(), start + 1)[1:])]
+        return moved, move(zeros.clone(), ones.clone(), start + 1)
+
+    mean, variance = move(zeros.clone(), ones.clone())
+    for moved, plain in run_ranks(program, 3):
+        torch.testing.assert_close(moved, [mean, variance, variance], **TIGHT)
+        torch.testing.assert_close(plain, (mean, variance), **TIGHT)

@@ -236,6 +236,21 @@ def test_a_label_that_is_no_class_is_an_error_over_split_classes():
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B"])
+def test_weights_of_classes_have_no_gradient_with_class_numbers_as_on_one_device(sbp):
+    scores, labels, weights = random(3, 4), torch.tensor([0, 1, 2]), torch.rand(4).requires_grad_()
+
+    def program(loss, targets):
+        return loss(placed(scores, [sbp]), targets, weights).requires_grad
+
+    assert run_ranks(lambda: program(F.cross_entropy, scores.softmax(1)), 2) == [True, True]
+    for loss in (F.cross_entropy, F.nll_loss):
+        with pytest.raises(RuntimeError, match="weight"):
+            loss(scores, labels, weights)
+        with pytest.raises(RuntimeError, match="weight"):
+            run_ranks(lambda loss=loss: program(loss, labels), 2)
+
+
 def test_the_old_arguments_of_reductions():
     full, target = random(4, 6), torch.tensor([0, 5, 2, 2])
 

@@ -157,6 +157,11 @@ def _loss(
     shape = scores._spec.shape
     _check_shapes(function, shape, tuple(target._spec.shape))
     by_index = len(target._spec.shape) < len(shape)
+    if by_index and weight is not None and needs_grad(weight):
+        raise RuntimeError(
+            f"{function.__name__}: weight requires grad, but with targets that are numbers of classes torch has no "
+            "gradient for weight. Pass weight.detach(), or targets that are probabilities."
+        )
     class_dim = 0 if len(shape) == 1 else 1
     if splits(scores, [class_dim]):
         if torch.is_autocast_enabled(scores._spec.world.autocast_type):

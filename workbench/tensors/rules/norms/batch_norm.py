@@ -52,15 +52,15 @@ def batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
     """Batch norm with the statistics of the logical batch: data parallelism gives the numbers of one device."""
-    if not training or type(input) is not GlobalTensor or input.dim() < 2:
+    if not training or input.dim() < 2:
         return NotImplemented
-    shape = input._spec.shape
+    shape = tuple(input.shape)
     count = math.prod(shape) // max(1, shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     if 0 in shape:
         return NotImplemented
-    x = sum_terms(input)
+    x = sum_terms(global_input(input, running_mean, running_var, weight, bias))
     layouts = _layouts_of(x)
     moved = (running_mean, running_var) if _can_move(running_mean, running_var, layouts) else None
     statistics = _statistics(x, layouts, eps, moved, momentum)
@@ -258,6 +258,14 @@ def _gradients(
     off = dy - per_channel(totals[0], ndim) - normal * per_channel(totals[1], ndim)
     scale = invstd if weight is None else invstd * per_channel(weight, ndim)
     return (off * scale).to(dtype), sums
+
+
+def global_input(input: Any, *others: Any) -> GlobalTensor:
+    """A plain input beside a global tensor, as a global one: a rule would move copies of the running statistics."""
+    if type(input) is GlobalTensor:
+        return input
+    spec = next(other._spec for other in others if type(other) is GlobalTensor)
+    return from_local(input, spec.world, spec.layout)
 
 
 def move_running(running: Any, batch: Any, momentum: float) -> None:

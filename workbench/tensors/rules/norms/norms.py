@@ -20,7 +20,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.norms.batch_norm import move_running
+from workbench.tensors.rules.norms.batch_norm import global_input, move_running
 from workbench.tensors.rules.reduction.two_stage import on_shards, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
@@ -155,16 +155,15 @@ def instance_norm(
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """Instance norm. Running statistics use the mean over the logical batch."""
-    if type(input) is not GlobalTensor:
-        return NotImplemented
+    x = global_input(input, running_mean, running_var, weight, bias)
     if not use_input_stats:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
-    if running_mean is None and not splits(input, range(2, input.dim())):
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+    if running_mean is None and not splits(x, range(2, x.dim())):
         return NotImplemented
     count = input.numel() // max(1, input.shape[0] * input.shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
-    x, space = sum_terms(input), list(range(2, input.dim()))
+    x, space = sum_terms(x), list(range(2, x.dim()))
     is_whole = not splits(x, space)  # then torch's own function normalizes the shards
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_whole):
         mean, variance = moments(x, space)
