@@ -7,7 +7,7 @@ from torch import nn
 
 import workbench as wb
 from tests.processes import run_processes
-from workbench.errors import ExplicitBoxingError, WorkbenchError
+from workbench.errors import ExplicitBoxingError, StrategyError, WorkbenchError
 from workbench.testing import run_ranks
 
 STAGES = "0: data@0; 2: data@1"
@@ -52,6 +52,27 @@ def test_every_rank_reads_what_lies_on_the_last_stage(how, strategy, num_ranks):
 
     expected = 2.0 if how == "bool" else truth
     assert run_ranks(program, num_ranks) == [pytest.approx(expected, abs=1e-4 if how == "print" else 1e-6)] * num_ranks
+
+
+def test_a_value_in_a_hook_on_a_parameter_of_one_stage():
+    """The ranks run the hooks before accumulation in different orders, and those after it in one."""
+    x, y = batch()
+
+    def program(rank):
+        model, norms = make() if rank is None else wb.parallelize(make(), STAGES), {}
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: norms.__setitem__(name, p.grad.norm().item())
+            )
+        F.cross_entropy(model(x), y).backward()
+        if rank is not None:
+            model[2].weight.register_hook(lambda grad: grad if grad.isfinite().all() else None)
+            with pytest.raises(StrategyError, match=r"shape \(\).*1 of 2 ranks.*register_post_accumulate_grad_hook"):
+                F.cross_entropy(model(x), y).backward()
+        return norms
+
+    expected = program(None)
+    assert run_ranks(program, 2) == [pytest.approx(expected)] * 2
 
 
 def test_a_whole_tensor_keeps_its_history():

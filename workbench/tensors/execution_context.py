@@ -49,6 +49,7 @@ class ExecutionContext:
         call: what holds inside the call of a parallelized module in progress.
         batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
         running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
+        in_parameter_hook: whether a hook of ``register_hook`` on a parameter runs.
         micro_batch: the micro-batch of that step that runs now; 0 outside of one.
         num_edges: by micro-batch, how many boxings were called so far.
         num_sums: by group of ranks, how many sums were called so far.
@@ -64,6 +65,7 @@ class ExecutionContext:
     call: ModuleCall = OUTSIDE
     batch: str = ""
     running: Any = None
+    in_parameter_hook: bool = False
     micro_batch: int = 0
     num_edges: dict[int, int] = field(default_factory=dict)
     num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)

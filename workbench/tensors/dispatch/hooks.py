@@ -78,13 +78,14 @@ def _seeing_globals(tensor: GlobalTensor, hook: Callable[[Any], Any]) -> Callabl
     """
     at_first, reference = GradientConversion(tensor), weakref.ref(tensor)
     with local_torch():
-        is_leaf = tensor.is_leaf
+        is_leaf, is_param = tensor.is_leaf, tensor._is_param
 
     @functools.wraps(hook, updated=())
     def on_shard(local: torch.Tensor | None) -> torch.Tensor | None:
         leaf = reference() if is_leaf else None
         conversion = at_first if leaf is None or leaf._spec is at_first.spec else GradientConversion(leaf)
-        return conversion.to_local(hook(conversion.to_global(local)), local)
+        with conversion.spec.world.context.temporarily(in_parameter_hook=is_param):
+            return conversion.to_local(hook(conversion.to_global(local)), local)
 
     return on_shard
 

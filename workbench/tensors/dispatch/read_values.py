@@ -9,6 +9,7 @@ import torch
 from workbench.core.layout import Layout, format_sbp
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
+from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.dispatch.registry import handler
@@ -28,10 +29,18 @@ def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
     """The tensor as B on every rank of the world, wherever it lies; all ranks call it.
 
     Raises:
-        StrategyError: inside a scheduled step whose stages cannot wait for it.
+        StrategyError: inside a scheduled step whose stages cannot wait for it; in a hook on a parameter of one stage.
         ExplicitBoxingError: inside such a step under ``wb.debug.explicit_boxing()``, if it has to move between stages.
     """
-    whole, running = _whole(tensor), tensor._spec.world.context.running
+    whole, context = _whole(tensor), tensor._spec.world.context
+    running, placement = context.running, tensor._spec.layout.placement
+    if context.in_parameter_hook and whole.placement != placement and running is None:
+        raise StrategyError(
+            f"reading a value of a tensor of shape {tuple(tensor._spec.shape)} in a hook of register_hook on a "
+            f"parameter: {placement} has {len(placement.ranks)} of {len(whole.placement.ranks)} ranks, and the other "
+            "ranks may run the hooks of a layer's parameters in another order, so that values would be exchanged. Use "
+            "register_post_accumulate_grad_hook, or read p.grad after backward()."
+        )
     if running is not None:
         check_reading(tensor, "reading a value")
         running.prepare_reading(tensor, whole != tensor._spec.layout)
