@@ -14,7 +14,7 @@ from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
 from workbench.training.pipelining.placeholder_forward import PlaceholderForward
-from workbench.training.pipelining.program_state import same
+from workbench.training.program_state import same
 
 ROWS = "a: data; b: data@1; c: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 

@@ -1,7 +1,9 @@
 """Every schedule on real processes, over each transport; a stage that raises ends the others."""
 
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,32 @@ def read_values_on_both_stages():
 def test_values_that_a_forward_reads_are_sent_to_all_stages(transport):
     found = run_processes(read_values_on_both_stages, 2, environment={"WORKBENCH_TRANSPORT": transport})
     assert max(found) < 1e-5
+
+
+class Drawing(torch.nn.Sequential):
+    """Each layer draws from the generators of torch, Python and numpy."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x + torch.rand(len(x), 4)) * (random.random() + np.random.rand())  # noqa: NPY002
+        return x
+
+
+def losses_of_layers_that_draw(strategy):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model = wb.parallelize(Drawing(*(torch.nn.Linear(4, 4) for _ in range(4))), strategy)
+    batch = torch.ones(8, 4), torch.arange(8) % 4
+    return [wb.forward_backward(model, F.cross_entropy, *batch).item() for _ in range(2)]
+
+
+def test_every_stage_of_a_rank_draws_the_numbers_of_one_device():
+    (truth,) = run_processes(losses_of_layers_that_draw, 1, "*: data | mb=4")
+    for found in run_processes(
+        losses_of_layers_that_draw, 2, "0: data; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=4 interleaved"
+    ):
+        assert found == pytest.approx(truth)
 
 
 def fail_on_the_second_stage():

@@ -16,7 +16,7 @@ import workbench as wb
 from workbench.errors import RunError, StrategyError
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
-from workbench.training.pipelining.program_state import ProgramState, flat_state, same
+from workbench.training.program_state import ProgramState, flat_state, same
 
 ROWS = "bl.[0-1].*: data@0; bl.[2-3].*: data@1; head: data@1 | 2x1x1 mb=2"
 INPUTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).double()
@@ -90,11 +90,12 @@ class Replaced(Block):
 class Counting(Block):
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls, self.weight = 0, torch.zeros(())
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x) * (1 + 0.1 * self.calls)
+        self.weight += 0.1
+        return super().forward(x) * (1 + 0.1 * self.calls + self.weight)
 
 
 class Model(nn.Module):
@@ -102,6 +103,7 @@ class Model(nn.Module):
         super().__init__()
         self.bl, self.head = nn.ModuleList(kind() for _ in range(4)), nn.Linear(8, 4)
         self.notes, self.calls, self.seen = Notes(), 0, []
+        self.register_buffer("rate", torch.zeros(()))
         for block in self.bl:
             block.notes, block.generator, block.of_numpy = self.notes, random.Random(3), np.random.default_rng(3)
 
@@ -110,9 +112,10 @@ class Model(nn.Module):
         self.notes.found.clear()
         self.calls += 1
         self.seen.append(self.calls)
+        self.rate += 0.1
         for block in self.bl:
             x = block(x)
-        return self.head(x) * (1 + 0.1 * len(self.seen))
+        return self.head(x) * (1 + 0.1 * len(self.seen) + self.rate)
 
 
 def loss_of(scores, targets):
@@ -138,7 +141,7 @@ def trained(one, strategy, num_ranks):
         for step in range(3):
             change(model, step)
             optimizer.zero_grad()
-            loss = loss_of if isinstance(one.bl[0], TakingNotes) else with_notes(model)
+            loss = loss_of if isinstance(one.bl[0], TakingNotes) else LossWithNotes(model)
             losses.append(wb.forward_backward(model, loss, INPUTS, TARGETS).item())
             optimizer.step()
         counted = model.calls, len(model.seen), [getattr(block, "calls", 0) for block in model.bl]
@@ -149,8 +152,15 @@ def trained(one, strategy, num_ranks):
     return run_ranks(program, num_ranks)
 
 
-def with_notes(model):
-    return lambda scores, targets: F.cross_entropy(scores, targets) + 0.1 * sum(model.notes.found)
+class LossWithNotes:
+    """Counts its calls."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, 0
+
+    def __call__(self, scores, targets):
+        self.calls += 1
+        return F.cross_entropy(scores, targets) * (1 + 0.1 * self.calls) + 0.1 * sum(self.model.notes.found)
 
 
 KINDS = [TakingNotes, TakingNotesInAnObject, Drawing, DrawingOfNumpy, ReadingNotes, Replaced, Counting]
@@ -175,10 +185,19 @@ def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_devi
     assert replayed == [kind in (ReadingNotes, Replaced)] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [(Counting, "interleaved"), (Drawing, "zero_bubble_v"), (TakingNotesInAnObject, "dualpipe_v")],
+)
+def test_each_stage_of_a_rank_goes_on_from_what_it_has_left(kind, schedule):
+    rows = "; ".join(f"bl.{stage}.*: data@{stage}" for stage in range(4))
+    assert_trains_as_one_device(kind, f"{rows}; head: data@3 | 2x1x1 mb=4 {schedule}")
+
+
 def test_what_a_forward_changes_is_noticed_and_put_back():
     """Generators of Python, numpy and torch, an attribute, a list, an object, another module in a module's place."""
     model = Model(Block)
-    model.names, model.waiting = {"a"}, torch.Generator()
+    model.names, model.waiting, model.weight = {"a"}, torch.Generator(), torch.zeros(())
     changes = [
         random.random,
         np.random.rand,
@@ -200,6 +219,10 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         assert not same(before, flat_state(parts, device))
         kept.put_back()
         assert same(before, flat_state(parts, device))
+    model.weight += 1
+    assert not same(before, flat_state(parts, device))
+    kept.put_back()
+    assert model.weight == 0
 
 
 def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind():

@@ -13,6 +13,7 @@ from workbench.errors import RunError
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.batches import LossFunction
+from workbench.training.program_state import ProgramState, parts_of
 from workbench.training.sample_rows import count_samples
 
 _SAME = 0.02
@@ -49,11 +50,14 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
         return ""
     batch = (output, targets)
     device = next(leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    before = ProgramState(parts_of(loss_fn), device)
     try:
         with torch.no_grad(), default_generator.restored(device), _OfPlainTensors():
             loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""
+    finally:
+        before.put_back()
     draws = again != loss
     if draws or not abs(doubled - loss) > _SAME * max(abs(loss), abs(doubled)):
         return ""

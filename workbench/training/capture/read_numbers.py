@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from workbench.training.pipelining.forward_cache import VALUES
-from workbench.training.pipelining.program_state import OF_TORCH
+from workbench.training.program_state import OF_TORCH
 from workbench.training.strategies.fused_experts import PASSING
 
 _MOST_ENTRIES = 64

@@ -25,6 +25,7 @@ from workbench.training.pipelining.forward_cache import ForwardCache, cached_for
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.split_backward import WeightGradients, backward_of_inputs
 from workbench.training.pipelining.stage_ranks import StageRank
+from workbench.training.program_state import StageStates
 from workbench.training.recorded_actions import RecordedAction
 from workbench.transport.closed import close_after_error
 
@@ -75,10 +76,18 @@ class Executor:
         stages: the stages of this rank, by number.
         running: the state of the step that the world's context holds.
         seed: of the random numbers of every micro-batch; their order does not matter.
+        states: of the program, where the rank has several stages.
     """
 
-    def __init__(self, world: World, stages: Mapping[int, Stage], running: RunningStep, seed: int) -> None:
-        self.world, self.stages, self.running, self.seed = world, stages, running, seed
+    def __init__(
+        self,
+        world: World,
+        stages: Mapping[int, Stage],
+        running: RunningStep,
+        seed: int,
+        states: StageStates | None = None,
+    ) -> None:
+        self.world, self.stages, self.running, self.seed, self.states = world, stages, running, seed, states
         self.generator = torch.Generator()
         self.spans: list[RecordedAction] = []
         self._graphs: dict[tuple[int, int], torch.Tensor] = {}
@@ -158,6 +167,8 @@ class Executor:
                 for stage in self.stages.values():
                     around.enter_context(stage.step_context())
                 yield
+            if self.states is not None:
+                self.states.go_on_as(max(self.stages))
         except BaseException as error:
             self._close_world(error)
             raise
@@ -175,6 +186,8 @@ class Executor:
         """The context of one action; records its span."""
         stage, traffic = self.stages[action.stage], self.world.traffic
         started = traffic.moment()
+        if self.states is not None:
+            self.states.go_on_as(action.stage)
         context = stage.world.context
         state = context.temporarily(micro_batch=action.micro_batch, running=self.running, generator=self.generator)
         with stage.activated(), state:

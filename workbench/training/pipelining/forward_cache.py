@@ -30,7 +30,7 @@ from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
-from workbench.training.pipelining.program_state import OF_TORCH, MadeTensors, entries_of, flat_state, same
+from workbench.training.program_state import OF_TORCH, MadeTensors, entries_of, flat_state, same
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 """Modules of whose parts the program calls some by themselves."""

@@ -15,7 +15,7 @@ from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table
-from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import forget_derived
@@ -26,9 +26,9 @@ from workbench.training.joined_outputs import join
 from workbench.training.parallel import parallelize
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of
 from workbench.training.pipelining.local_forward import forward_caches_of
-from workbench.training.pipelining.program_state import ProgramState
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
+from workbench.training.program_state import ProgramState, StageStates, parts_of
 from workbench.training.sample_rows import Rows, batch_leaves
 from workbench.training.strategies.call_order import Calls, recorded_calls
 from workbench.training.strategies.reshard_state import states_of
@@ -109,7 +109,7 @@ def train_micro_batches(
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     world = current()
     state = reorder_stages(module, state_of(module), parts[0].inputs, world)
-    executor, table = _prepare(module, state, world, len(parts))
+    executor, table = _prepare(module, state, world, len(parts), loss_fn)
     prepare = executor.prepare_batch
     parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
 
@@ -180,7 +180,9 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
             part.training = mode
 
 
-def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
+def _prepare(
+    module: nn.Module, state: ParallelState, world: World, num_micro_batches: int, loss_fn: LossFunction | None = None
+) -> tuple[Executor, Table]:
     resolved = state.resolved
     state.layouts.plan.settle()
     table = table_of(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
@@ -189,12 +191,22 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
         placement = state.placements[own[0]]
         state.forward_caches = forward_caches_of(module, state, own[0], placement, world) if len(own) == 1 else []
     stages: Mapping[int, Stage] = {own[0]: SingleStage(world, state.forward_caches)}
-    placements = state.placements
+    placements, states = state.placements, None
     if len(own) > 1:
         several = stages = stage_ranks(module, state, world, own)
         placements = several[own[0]].placements
+        parts = [*parts_of(module), *parts_of(loss_fn)]
+        states = StageStates(parts, world.device, _buffers_everywhere(module, state))
     running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
-    return Executor(world, stages, running, draw_key(world)), table
+    return Executor(world, stages, running, draw_key(world), states), table
+
+
+def _buffers_everywhere(module: nn.Module, state: ParallelState) -> list[torch.Tensor]:
+    """The memory of buffers that every stage has, and may write."""
+    placement = state.layouts.everywhere
+    buffers = [b for b in module.buffers() if isinstance(b, GlobalTensor) and b._spec.layout.placement == placement]
+    with local_torch():
+        return [plain(buffer) for buffer in buffers]
 
 
 def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:
@@ -242,7 +254,7 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
 
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
-    before = ProgramState(list(module.modules()), world.device)
+    before = ProgramState(parts_of(module), world.device)
     with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
         with recorded_calls(module) as calls:
             call(module, inputs)

@@ -1,5 +1,5 @@
-"""What a program keeps outside of parameters and buffers: attributes of modules, the contents of lists, dicts, objects
-and generators that these hold, and the generators of Python, numpy and torch. A forward may read it and change it.
+"""What a program keeps outside of parameters and buffers: attributes of modules, the contents of lists, dicts, objects,
+tensors and generators that these hold, and the generators of Python, numpy and torch. A forward may read and change it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,12 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.tensor_state import version_of
 
 OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 _HOLDERS = (list, dict, set, deque)
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _NO_OBJECTS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, *_HOLDERS, *_GENERATORS)
+_PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
 _OTHERS_CODE = ("builtins", "torch", "numpy", "workbench")
 
 
@@ -41,9 +44,23 @@ def entries_of(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {}) if _is_of_the_program(type(value)) else {}  # type: ignore[arg-type]
 
 
+def parts_of(program: Any) -> list[Any]:
+    """The modules or the object with the attributes that a call of a module, or of a loss function, may change."""
+    return list(program.modules()) if isinstance(program, nn.Module) else [program] if entries_of(program) else []
+
+
 def random_states(device: torch.device) -> list[Any]:
     """The states of the generators of torch, Python and numpy."""
     return [*default_generator.states(device), random.getstate(), np.random.get_state()]  # noqa: NPY002
+
+
+def _comparable(states: list[Any]) -> list[Any]:
+    *of_torch, of_python, of_numpy = states
+    return [*(state.numpy().tobytes() for state in of_torch), of_python, pickle.dumps(of_numpy)]
+
+
+def _entries(contents: Any) -> Sequence[Any]:
+    return (*contents, *contents.values()) if isinstance(contents, dict) else contents
 
 
 def _set_random_states(states: list[Any], device: torch.device) -> None:
@@ -54,7 +71,11 @@ def _set_random_states(states: list[Any], device: torch.device) -> None:
 
 
 def _contents(value: Any) -> Any:
-    """A copy of what a list, a dict, an object or a generator holds; None for anything else."""
+    """A copy of what a list, a dict, an object, a plain tensor or a generator holds; None for anything else."""
+    if type(value) in _PLAIN_VALUES:
+        return None
+    if type(value) is torch.Tensor and not value.requires_grad:
+        return version_of(value), value.clone()
     if isinstance(value, _HOLDERS):
         return dict(value) if isinstance(value, dict) else list(value)
     if isinstance(value, random.Random):
@@ -73,6 +94,9 @@ def _put_back(value: Any, contents: Any) -> None:
         value.bit_generator.state = pickle.loads(contents)
     elif isinstance(value, torch.Generator):
         value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    elif isinstance(value, torch.Tensor):
+        if version_of(value) != contents[0]:  # a write would stop the backward of what has saved this tensor
+            value.copy_(contents[1])
     elif isinstance(contents, dict):
         entries = value if isinstance(value, dict) else value.__dict__
         for name in entries.keys() - contents.keys():
@@ -83,44 +107,95 @@ def _put_back(value: Any, contents: Any) -> None:
         (value.update if isinstance(value, set) else value.extend)(contents)
 
 
-def flat_state(parts: Iterable[nn.Module], device: torch.device) -> list[Any]:
+def flat_state(parts: Iterable[Any], device: torch.device) -> list[Any]:
     """The state as a list, for ``same``: a forward that leaves it as it was has changed nothing."""
-    *of_torch, of_python, of_numpy = random_states(device)
-    found: list[Any] = [*(state.numpy().tobytes() for state in of_torch), of_python, pickle.dumps(of_numpy)]
-    for part in parts:
-        for name, value in part.__dict__.items():
-            if name != "forward":  # which a forward cache replaces
-                contents = _contents(value)
+    found = _comparable(random_states(device))
+    with local_torch():
+        for part in parts:
+            for name, value in part.__dict__.items():
+                if name == "forward":  # which a forward cache replaces
+                    continue
                 found += (name, value)
-                found += (*contents, *contents.values()) if isinstance(contents, dict) else contents or ()
+                if isinstance(value, torch.Tensor):
+                    found.append(version_of(value))
+                elif (contents := _contents(value)) is not None:
+                    found += _entries(contents)
     return found
 
 
 def same(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two states of ``flat_state`` are equal: the same objects, and equal values."""
+    if len(before) != len(after):
+        return False
     values = (int, float, str, bytes, tuple)
-    return len(before) == len(after) and all(
+    return all(map(is_, before, after)) or all(
         a is b or (type(a) is type(b) and isinstance(a, values) and a == b) for a, b in zip(before, after, strict=True)
     )
 
 
 class ProgramState:
-    """The state at one moment, to go on from."""
+    """The state at one moment, to compare with or to go on from: of these modules and objects, and further tensors."""
 
-    def __init__(self, parts: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, parts: Iterable[Any], device: torch.device, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._device, self._random = device, random_states(device)
         self._held: dict[int, tuple[Any, Any]] = {}
-        for part in parts:
-            self._held[id(part.__dict__)] = part.__dict__, dict(part.__dict__)
-            for name, value in part.__dict__.items():
-                if name not in OF_TORCH and (contents := _contents(value)) is not None:
-                    self._held[id(value)] = value, contents
+        with local_torch():
+            for part in parts:
+                self._held[id(part.__dict__)] = part.__dict__, dict(part.__dict__)
+                for name in part.__dict__.keys() - OF_TORCH:
+                    self._hold(part.__dict__[name])
+            for tensor in tensors:
+                self._hold(tensor)
+
+    def _hold(self, value: Any) -> None:
+        if (contents := _contents(value)) is not None:
+            self._held[id(value)] = value, contents
+
+    def is_unchanged(self) -> bool:
+        """Whether the program has this state now."""
+        with local_torch():
+            return same(_comparable(self._random), _comparable(random_states(self._device))) and all(
+                version_of(value) == contents[0]
+                if isinstance(value, torch.Tensor)
+                else same(_entries(contents), _entries(value if type(value) is dict else _contents(value) or ()))
+                for value, contents in self._held.values()
+            )
 
     def put_back(self) -> None:
         """Go on from this state."""
         _set_random_states(self._random, self._device)
-        for value, contents in self._held.values():
-            _put_back(value, contents)
+        with local_torch(), torch.no_grad():
+            for value, contents in self._held.values():
+                _put_back(value, contents)
+
+
+class StageStates:
+    """The states of several stages of one rank. Each stage runs all micro-batches, and goes on from what it has left.
+
+    A program that has changed nothing before the rank's first change of stages keeps one state for all of them.
+
+    Args:
+        parts, device, tensors: as for ``ProgramState``.
+    """
+
+    def __init__(self, parts: Sequence[Any], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._of = parts, device, tensors
+        self._stage: int | None = None
+        self._left: dict[int, ProgramState] = {}
+        self._changes: bool | None = None
+
+    def go_on_as(self, stage: int) -> None:
+        """Let the program go on from the state of this stage."""
+        if self._stage is None:
+            self._stage, self._first = stage, ProgramState(*self._of)
+        if stage == self._stage or self._changes is False:
+            return
+        if self._changes is None:
+            self._changes = not self._first.is_unchanged()
+        if self._changes:
+            self._left[self._stage] = ProgramState(*self._of)
+            self._left.get(stage, self._first).put_back()
+            self._stage = stage
 
 
 class MadeTensors(TorchFunctionMode):
