@@ -8,11 +8,13 @@ import torch
 
 import workbench as wb
 from workbench.errors import WorldError
+from workbench.tensors import world
 from workbench.transport import launchers
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
+    monkeypatch.setattr(world, "_process_world", None)  # that of a test before
     for name in (*os.environ, "RANK"):
         if name.startswith(("OMPI_", "PMIX_", "SLURM_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
             monkeypatch.delenv(name, raising=False)

@@ -38,7 +38,7 @@ _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
 def load_ipython_extension(ipython: Any) -> None:
     """Register the magics and the ``# %%global`` spelling. An engine, which has no session, gets neither."""
-    if hasattr(ipython, "data_pub"):
+    if type(getattr(ipython, "kernel", None)).__module__.startswith("ipyparallel."):
         return
     ipython.register_magics(SessionMagics(ipython))
     if not hasattr(ipython, "kernel"):

@@ -9,7 +9,8 @@ import random
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -212,6 +213,14 @@ class MadeTensors(TorchFunctionMode):
                 if isinstance(leaf, torch.Tensor):
                     self._made[id(leaf)] = weakref.ref(leaf)
         return result
+
+    @contextmanager
+    def without(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Context without a weak reference to a tensor, as torch swaps none that has one."""
+        was_made = self._made.pop(id(tensor), None) is not None
+        yield
+        if was_made:
+            self._made[id(tensor)] = weakref.ref(tensor)
 
     def are_left(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the program still has one of them that is no result, nor what a result is a view of."""

@@ -44,7 +44,7 @@ _CONTROLLER_OPTIONS = [
     "--HeartMonitor.period=1000",
     "--log-level=WARN",
 ]
-_ENGINE_OPTIONS = ["--IPEngine.timeout=60", "--log-level=WARN", "--InteractiveShell.xmode=Plain"]
+_ENGINE_OPTIONS = ["--IPEngine.timeout=60", "--log-level=ERROR", "--InteractiveShell.xmode=Plain"]
 
 
 def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dict[str, str]:

@@ -29,7 +29,7 @@ c.Cluster.controller_args = [
     "--HeartMonitor.period=1000",  # a lost host is noticed in 6 seconds
     "--HeartMonitor.max_heartmonitor_misses=6",
 ]
-c.EngineLauncher.engine_args = ["--IPEngine.max_heartbeat_misses=8", "--IPEngine.timeout=60"]
+c.EngineLauncher.engine_args = ["--IPEngine.max_heartbeat_misses=8", "--IPEngine.timeout=60", "--log-level=ERROR"]
 """
 _SBATCH = {
     "account", "begin", "comment", "constraint", "cpus-per-gpu", "cpus-per-task", "deadline", "exclude", "exclusive",

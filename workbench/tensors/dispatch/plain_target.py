@@ -6,6 +6,7 @@ In a pipeline's step a plain tensor that a stage writes to becomes a global tens
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def _make_global(target: torch.Tensor, spec: Spec) -> None:
             "stage of a pipeline, and is a view, has views, or takes gradients: the other stages would miss the write. "
             "Write to the whole tensor by index (out[:, i] = x), or make it on the stage: x.new_zeros(...)."
         )
-    torch.utils.swap_tensors(target, from_local(target.clone(), spec.world, spec.layout))
+    running: Any = spec.world.context.running
+    with running.observer.made.without(target) if running.observer is not None else nullcontext():
+        torch.utils.swap_tensors(target, from_local(target.clone(), spec.world, spec.layout))
 
 
 def _num_showing_memory_of(target: torch.Tensor) -> int:

@@ -69,6 +69,7 @@ class CallObserver:
         tags: the numbers of ``boxings`` in order of time, by tag.
         can_skip: whether ``may_skip`` was true of all others.
         recomputes: whether a part of the block runs again in backward.
+        made: the tensors that the call makes.
     """
 
     inputs: list[GlobalTensor]
@@ -78,6 +79,7 @@ class CallObserver:
     tags: dict[int, int] = field(default_factory=dict)
     can_skip: bool = True
     recomputes: bool = False
+    made: MadeTensors = field(default_factory=MadeTensors)
     _sources: list[GlobalTensor] = field(default_factory=list)
 
     def add(self, tensor: GlobalTensor, target: Spec, function: str, tag: int, edge: int) -> None:
@@ -275,14 +277,14 @@ class ForwardCache(ABC):
         start = context.position
         context.running.observer = observer = CallObserver(inputs, start, self.may_skip)
         try:
-            with MadeTensors() as made:
+            with observer.made:
                 result = self.forward(*args, **kwargs)
         finally:
             context.running.observer = None
         num_keys = _keys_between(keys_before, self.world)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in results)
-        if made.are_left(results, inputs):  # somebody reads them elsewhere
+        if observer.made.are_left(results, inputs):  # somebody reads them elsewhere
             return result, None
         if not observer.can_skip or num_keys is None or has_boxings or not same(before, self.state(inputs)):
             return result, None
