@@ -32,6 +32,8 @@ EXCHANGES = {
     "torch.distributed.all_gather: ": lambda loss: dist.all_gather([torch.ones(4), torch.ones(4)], loss),
     "torch.distributed.broadcast: ": lambda loss: dist.broadcast(loss, 0),
     "torch.distributed.reduce: ": lambda loss: dist.reduce(loss, 0),
+    "torch.distributed.scatter: argument 2": lambda loss: dist.scatter(torch.ones(4), [loss, loss]),
+    "torch.distributed.reduce_scatter: argument 2": lambda loss: dist.reduce_scatter(torch.ones(4), [loss, loss]),
     "torch.ops._c10d_functional.all_reduce: ": lambda loss: torch.ops._c10d_functional.all_reduce(loss, "sum", "0"),
     "torch.ops._c10d_functional.wait_tensor: ": lambda loss: torch.ops._c10d_functional.wait_tensor.default(loss),
     "torch.distributed.nn.functional._AllReduce.apply: argument 4": lambda loss: _AllReduce.apply(None, None, loss),

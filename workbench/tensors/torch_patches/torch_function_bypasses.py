@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
 
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.checks import refuse_exchange
@@ -32,6 +33,8 @@ METHODS = ("new_full", "new_tensor")
 """Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
 COUNTING = ("bincount", "kthvalue", "roll", "select", "topk", "tril", "triu")
 """Functions and methods that read a count behind their first argument, which programs often compute."""
+UNASKED = ("scatter", "reduce_scatter")
+"""Functions of ``torch.distributed`` that take lists, and ask none of their operands."""
 CONVERSIONS = ("tensor", "as_tensor", "asarray")
 """Functions of ``torch`` that take a tensor as data."""
 _TRANSFORMS = {
@@ -119,6 +122,16 @@ def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return guarded
 
 
+def _exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves((args, kwargs))):
+            refuse_exchange(f"torch.distributed.{function.__name__}", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return guarded
+
+
 def refuse_transform(what: str, tensor: GlobalTensor) -> None:
     """Raise: function transforms drop the layout of what they wrap."""
     raise LayoutError(
@@ -145,6 +158,8 @@ for name in METHODS:
 for name in COUNTING:
     for place in (f"torch.{name}", f"torch.Tensor.{name}"):
         patch(place, _READS, functools.partial(_reading_whole, first=1))
+for name in UNASKED:
+    patch(f"torch.distributed.{name}", "it would exchange the shards of ranks", _exchanging)
 for name in CONVERSIONS:
     patch(f"torch.{name}", "a global tensor would become a plain copy of this rank's shard", _converting)
 for place, what in _TRANSFORMS.items():
