@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.timeouts import PAGE_TIMEOUT_S
-from workbench.session.processes.ports import free_ports
+from workbench.session.processes.ports import reserved_ports
 
 TOKEN = "workbench-test"
 CHROMIUM_OPTIONS = [
@@ -85,8 +85,8 @@ class LabServer:
 def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[LabServer]:
     """A server that ends with the context, and with it its kernels and their engines."""
     _refuse_news(folder)
-    [port], log = free_ports(1), folder / LOG
-    with log.open("wb") as output:
+    log = folder / LOG
+    with reserved_ports(1) as [port], log.open("wb") as output:
         process = subprocess.Popen(
             _command(port, folder),
             cwd=folder,

@@ -31,8 +31,18 @@ def execute(notebook: Any, folder: Path = FOLDER) -> Any:
     where = {"metadata": {"path": str(folder)}}
     limits: dict[str, Any] = {"timeout": PAGE_TIMEOUT_S}
     limits["iopub_timeout"] = PAGE_TIMEOUT_S  # else a late output of a cell is left out
-    NotebookClient(notebook, **limits, store_widget_state=False, resources=where).execute()
+    try:
+        NotebookClient(notebook, **limits, store_widget_state=False, resources=where).execute()
+    except Exception as error:
+        error.add_note(f"What the cells have printed:\n{printed(notebook)}")
+        raise
     return notebook
+
+
+def printed(notebook: Any) -> str:
+    """What all cells have printed, in one text."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
+    return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
 def joined(paths: Sequence[Path], shorter: Sequence[tuple[str, str]]) -> Any:

@@ -63,11 +63,21 @@ def notebook():
     notebook.manager.context.destroy(linger=0)
 
 
+def test_an_interrupt_while_engines_start_leaves_no_half_of_torch(notebook, tmp_path):
+    """The notebook imports it in the meantime."""
+    (tmp_path / "slow_numbers.py").write_text("import time\ntime.sleep(1)\nis_whole = True")
+    slow = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    slow += "from workbench.session import notebook_imports\nnotebook_imports.load_in_notebook('slow_numbers')"
+    assert notebook.run(slow, interrupt_after_s=0.5)[2][0] == "KeyboardInterrupt"
+    assert notebook.run("assert sys.modules['slow_numbers'].is_whole")[2] is None
+
+
 def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path):
     assert notebook.run("%load_ext workbench.session.magic")[2] is None
     printed, _, error = notebook.run("%workbench start --engines 2 --device cpu")
     assert error is None
     assert "2 engines ready on cpu" in printed
+    assert notebook.run("import sys\nassert 'workbench.api' in sys.modules and 'torch' in sys.modules")[2] is None
 
     seen = tmp_path / "seen"
     waits = f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)"

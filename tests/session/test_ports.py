@@ -10,7 +10,7 @@ import pytest
 
 from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.session.processes import launch, ports, watchdog
-from workbench.session.processes.ports import free_ports
+from workbench.session.processes.ports import reserved_ports
 
 pytestmark = pytest.mark.engines
 
@@ -35,19 +35,36 @@ def lowest_chosen():
 
 
 def test_ports_are_free_and_none_that_the_system_chooses(taken, monkeypatch):
-    found = free_ports(50)
-    assert len(set(found)) == 50 and max(found) < lowest_chosen()
+    with reserved_ports(50) as found:
+        assert len(set(found)) == 50 and max(found) < lowest_chosen()
     monkeypatch.setattr(ports.secrets.SystemRandom, "sample", lambda *_: [taken, found[0]])
-    assert free_ports(1) == [found[0]]
-    with pytest.raises(OSError, match=r"2 ports of 127\.0\.0\.1 were asked for, but only 1 are free"):
-        free_ports(2)
+    with reserved_ports(1) as again:
+        assert again == [found[0]]
+    with (
+        pytest.raises(OSError, match=r"2 ports of 127\.0\.0\.1 were asked for, but only 1 are free"),
+        reserved_ports(2),
+    ):
+        pass
+
+
+def test_sessions_that_start_at_the_same_time_get_different_ports(monkeypatch):
+    """20 of 23,000 each: of a class of 30 that starts together, some would have had one in common."""
+    monkeypatch.setattr(ports.secrets.SystemRandom, "sample", lambda _, candidates, count: candidates[:count])
+    with reserved_ports(20) as first, reserved_ports(20) as second, socket.socket() as server:
+        assert len({*first, *second}) == 40
+        server.bind(("127.0.0.1", first[0]))
+        server.listen()
+    with reserved_ports(1) as after:
+        assert after == [first[0]]
 
 
 def test_a_system_that_chooses_from_all_ports_and_one_that_does_not_say(tmp_path, monkeypatch):
     monkeypatch.setattr(ports, "_CHOSEN_BY_SYSTEM", tmp_path / "range")
-    assert max(free_ports(9)) < 49_152
+    with reserved_ports(9) as found:
+        assert max(found) < 49_152
     (tmp_path / "range").write_text("1024\t65535\n")
-    assert min(free_ports(9)) >= 10_000
+    with reserved_ports(9) as found:
+        assert min(found) >= 10_000
 
 
 def test_a_controller_listens_on_such_ports_only(session):
@@ -63,7 +80,8 @@ def numbers_in(value):
 
 def test_a_controller_that_cannot_listen_for_all_messages_ends(taken, tmp_path):
     """Without its control channel all seems to be well, until an interrupt does not come and ranks are killed."""
-    registration, *others = free_ports(20)
+    with reserved_ports(20) as (registration, *others):
+        pass
     settings = f"c = get_config()\nc.IPController.ports = {[registration, taken, *others]}\n"
     (tmp_path / "ipcontroller_config.py").write_text(settings)
     ended = run("ipyparallel.controller", *launch._CONTROLLER_OPTIONS, f"--profile-dir={tmp_path}")

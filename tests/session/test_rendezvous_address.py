@@ -10,7 +10,7 @@ import pytest
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import EngineStartError, WorldError
 from workbench.session.processes.folder import SessionFolder
-from workbench.session.processes.ports import free_ports
+from workbench.session.processes.ports import reserved_ports
 from workbench.session.processes.rendezvous_address import (
     INTERFACE_VARIABLES,
     RendezvousAddress,
@@ -58,12 +58,12 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 
 
 def test_the_store_listens_at_its_address_and_nowhere_else():
-    place, timeout = f"tcp://127.0.0.1:{free_ports(1)[0]}", datetime.timedelta(seconds=WAIT_TIMEOUT_S)
-    with ThreadPoolExecutor(2) as pool:
+    timeout = datetime.timedelta(seconds=WAIT_TIMEOUT_S)
+    with reserved_ports(1) as [port], ThreadPoolExecutor(2) as pool:
+        place = f"tcp://127.0.0.1:{port}"
         stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
-    port = int(place.rpartition(":")[2])
     listening = [
         c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port
     ]

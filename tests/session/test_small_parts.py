@@ -1,6 +1,5 @@
 """Protocol, escalation, request queue, folder: the parts that need no engine."""
 
-import builtins
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
-from workbench.session import completion, protocol
+from workbench.session import protocol
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
@@ -40,21 +39,6 @@ def test_a_session_in_a_notebook_makes_its_magics_known():
         unload_ipython_extension(shell)
     finally:
         InteractiveShell.clear_instance()
-
-
-def test_no_cell_of_the_notebook_runs_while_something_is_imported_behind_it(tmp_path, monkeypatch):
-    """Neither the cell that begins it nor the next one, as with ``import torch.nn``; but one of the engines may."""
-    (tmp_path / "imported_early.py").write_text("import builtins\nbuiltins.let_go.wait()\nis_whole = True")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(builtins, "let_go", threading.Event(), raising=False)
-    shell = InteractiveShell()
-    shell.user_ns["load"] = lambda: completion.load_early(shell, "imported_early")
-    is_whole = "hasattr(__import__('sys').modules.get('imported_early'), 'is_whole')"
-    assert shell.run_cell("load()\nassert 'imported_early' not in __import__('sys').modules").success
-    shell.register_magic_function(lambda line, cell: eval(is_whole), "cell", "global")
-    assert shell.run_cell("%%global\npass").result is False
-    threading.Timer(0.2, builtins.let_go.set).start()
-    assert shell.run_cell(is_whole).result is True
 
 
 def test_tag_prints_and_parses():

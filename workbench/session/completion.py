@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterable
-from importlib import import_module
-from threading import Thread
 from typing import Any
 
 from workbench.errors import WorkbenchError
@@ -41,29 +38,6 @@ def uninstall(ipython: Any) -> None:
     if hasattr(ipython, "workbench_inspects"):
         ipython.object_inspect_mime = ipython.workbench_inspects
         del ipython.workbench_inspects
-
-
-def load_early(shell: Any, module: str = "workbench.api") -> None:
-    """Import what the completion of ``wb.`` imports, torch above all: JupyterLab waits a second for it.
-
-    A thread does it after this cell. The next one that runs in the notebook waits for its end: cells import parts of
-    torch, and two threads of which one imports a package and the other a part of it break off each other's imports.
-    """
-    if module in sys.modules:
-        return
-    thread = Thread(target=import_module, args=(module,), name="workbench-imports", daemon=True)
-
-    def begin() -> None:
-        shell.events.unregister("post_execute", begin)
-        shell.events.register("pre_run_cell", finish)
-        thread.start()
-
-    def finish(cell: Any) -> None:
-        if _GLOBAL_CELL.match(cell.raw_cell) is None:
-            shell.events.unregister("pre_run_cell", finish)
-            thread.join()
-
-    shell.events.register("post_execute", begin)
 
 
 def propose(context: Any) -> dict[str, Any]:

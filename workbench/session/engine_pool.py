@@ -14,6 +14,7 @@ import ipyparallel as ipp
 from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
+from workbench.session.notebook_imports import load_in_notebook
 from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
 from workbench.session.output.start_progress import StartProgress, print_progress
@@ -83,8 +84,13 @@ class EnginePool:
     def start(self) -> None:
         """Start all engines, join them, and show the progress."""
         progress = StartProgress(self.num_engines)
+
+        def engines_up(num_up: int, jobs: str = "") -> None:
+            progress.engines_up(num_up, jobs)
+            load_in_notebook()
+
         try:
-            self._engines = Engines(*self._processes.start(progress.engines_up))
+            self._engines = Engines(*self._processes.start(engines_up))
             progress.joining()
             if isinstance(self._processes, ProfileProcesses):
                 self._engines.reorder(self._processes.order(self._addresses(progress)))
@@ -100,6 +106,7 @@ class EnginePool:
         """Use engines that another notebook has started. They join a new world before the next request."""
         self._engines = Engines(client, range(self.num_engines))
         self._world_is_stale = True
+        load_in_notebook()
 
     @property
     def ranks(self) -> range:

@@ -150,10 +150,7 @@ class SessionMagics(Magics):
         given = [word.partition("=")[0] for word in arg_split(line) if word.startswith("--")]
         if twice := sorted({option for option in given if given.count(option) > 1}):
             raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
-        result = COMMANDS[options.action](options)
-        if cluster.find_current() is not None:
-            completion.load_early(self.shell)
-        return result
+        return COMMANDS[options.action](options)
 
     @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:

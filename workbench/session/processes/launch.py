@@ -28,7 +28,7 @@ from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
 from workbench.session.processes import fork_server, oom_kills, watchdog
 from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
-from workbench.session.processes.ports import free_ports
+from workbench.session.processes.ports import reserved_ports
 from workbench.session.processes.rendezvous_address import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import describe_ranks
 from workbench.units import counted
@@ -162,18 +162,20 @@ class LocalProcesses:
         Raises:
             EngineStartError: the controller or an engine ended. The message quotes the last lines it wrote.
         """
-        self._write_controller_settings()
         self._find_fork_server()  # it loads torch while the controller starts
-        self._cluster.start_controller_sync(environment=self._environment())
-        assert self._cluster.controller is not None
-        self._controller = ProcessId.of(self._cluster.controller.pid)
-        self._launch(range(self.num_ranks))
-        try:
-            client = self._cluster.connect_client_sync()
-        except Exception as error:
-            raise EngineStartError(
-                f"Session: the controller did not start ({error}). The last lines it wrote:\n{self._controller_log()}"
-            ) from error
+        with reserved_ports(_NUM_PORTS) as ports:
+            self._write_controller_settings(ports)
+            self._cluster.start_controller_sync(environment=self._environment())
+            assert self._cluster.controller is not None
+            self._controller = ProcessId.of(self._cluster.controller.pid)
+            self._launch(range(self.num_ranks), on_progress)
+            try:
+                client = self._cluster.connect_client_sync()
+            except Exception as error:
+                log = self._controller_log()
+                raise EngineStartError(
+                    f"Session: the controller did not start ({error}). The last lines it wrote:\n{log}"
+                ) from error
         self._wait_for(client, range(self.num_ranks), on_progress)
         return client, range(self.num_ranks)
 
@@ -201,7 +203,7 @@ class LocalProcesses:
     ) -> Sequence[int]:
         """Start engines for these ranks and wait until the client sees them. Returns their ids; raises as `start`."""
         self.num_ranks = max(self.num_ranks, *(rank + 1 for rank in ranks))
-        self._launch(ranks)
+        self._launch(ranks, on_progress)
         self._wait_for(client, ranks, on_progress)
         return ranks
 
@@ -213,10 +215,10 @@ class LocalProcesses:
             self._launchers.pop(rank, None)
         self._record()
 
-    def _launch(self, ranks: Sequence[int]) -> None:
+    def _launch(self, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Start the processes of engines. They connect once the controller has written its address."""
         self._find_fork_server()
-        self._wait_for_fork_server(ranks)
+        self._wait_for_fork_server(ranks, on_progress)
         started: dict[int, RankEngineLauncher] = {}
         places = {"ranks": list(ranks), "num_ranks": self.num_ranks, "gpus": self.gpus}
         options = {"forks": self._forks, "engine_args": _ENGINE_OPTIONS, "environment": self._environment()}
@@ -284,13 +286,14 @@ class LocalProcesses:
             if used is not None:
                 used.release()
 
-    def _wait_for_fork_server(self, ranks: Sequence[int]) -> None:
+    def _wait_for_fork_server(self, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self._forks is not None and not self._forks.is_ready():
             if self._forks.has_ended():
                 raise EngineStartError(self._start_failure(ranks, "ended before they were ready"))
             if time.monotonic() > deadline_s:
                 raise EngineStartError(self._start_failure(ranks, _too_late()))
+            on_progress(0)
             time.sleep(_POLL_S)
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
@@ -311,8 +314,8 @@ class LocalProcesses:
             environment[watchdog.CONTROLLER] = str(self._controller)
         return environment
 
-    def _write_controller_settings(self) -> None:
-        """Encrypt, sign (ipyparallel signs no message that it encrypts unless it gets a key), and choose the ports."""
+    def _write_controller_settings(self, ports: Sequence[int]) -> None:
+        """Encrypt, sign (ipyparallel signs no message that it encrypts unless it gets a key), and name the ports."""
         path = self.folder.path / "profile" / "ipcontroller_config.py"
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.touch(mode=0o600)
@@ -320,7 +323,7 @@ class LocalProcesses:
             f"c = get_config()\n"
             f"c.Session.key = {secrets.token_hex(32).encode()!r}\n"
             f"c.IPController.enable_curve = True\n"
-            f"c.IPController.ports = {free_ports(_NUM_PORTS)}\n"
+            f"c.IPController.ports = {ports}\n"
         )
 
     def how_ended(self, rank: int) -> str:
