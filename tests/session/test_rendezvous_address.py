@@ -9,6 +9,7 @@ import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import EngineStartError, WorldError
+from workbench.session.processes import ports
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.ports import reserved_ports
 from workbench.session.processes.rendezvous_address import (
@@ -43,6 +44,8 @@ def test_the_interface_is_the_one_that_leads_to_the_controller():
     assert [os.environ[name] for name in INTERFACE_VARIABLES] == ["lo", "lo"]
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("203.0.113.77") == ""
+    lowest_chosen, _ = ports._CHOSEN_BY_SYSTEM.read_text().split()
+    assert point.port < int(lowest_chosen)  # until rank 0 listens, no program gets it by chance
 
 
 def test_an_interface_that_the_user_has_chosen_is_kept(monkeypatch):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from workbench.errors import EngineStartError
 from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.ports import reserved_ports
 
 ENGINE_SET = "WORKBENCH_ENGINE_SET"
 """The variable with the name of the engine set by which a profile has started an engine."""
@@ -45,10 +46,8 @@ def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
     for variable in INTERFACE_VARIABLES:
         if interface:
             os.environ.setdefault(variable, interface)
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        engine_set = os.environ.get(ENGINE_SET, "")
-        return RendezvousAddress(host_name(), address, interface, probe.getsockname()[1], engine_set)
+    with reserved_ports(1, address) as [port]:
+        return RendezvousAddress(host_name(), address, interface, port, os.environ.get(ENGINE_SET, ""))
 
 
 def address_towards(other: str) -> str:
