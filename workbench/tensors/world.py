@@ -14,7 +14,7 @@ from workbench.errors import WorldError
 from workbench.tensors import default_generator
 from workbench.tensors import patch_table as patches
 from workbench.tensors.execution_context import ExecutionContext
-from workbench.transport import selection
+from workbench.transport import own_gpu, selection
 from workbench.transport.base import Transport
 from workbench.transport.closed import ClosedTransport
 from workbench.transport.held_interrupt import HeldInterrupt
@@ -160,7 +160,7 @@ def init(
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
-        device: the device of shards. Default: this rank's GPU if it has one to itself, else the CPU.
+        device: the device of shards. Default: a GPU if every rank of the host has one to itself, else the CPU.
         timeout_s: seconds that a rank waits for the others.
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
             many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
@@ -196,19 +196,27 @@ def init(
             "wb.init() makes it. Leave init_process_group out: the calls of torch.distributed work after wb.init(). Or "
             "call dist.destroy_process_group() before it."
         )
-    chosen = _use(torch.device(device)) if device is not None else _default_device(world_size)
+    is_free = device is None
+    chosen = own_gpu.first_choice(rank) if device is None else torch.device(device)
     transport: Transport
     requested = selection.requested_transport(chosen, backend)
     with HeldInterrupt(at_most_s=_HELD_AT_MOST_S) as interrupt:
         if world_size > 1:
             place, known_as = init_method or default_init_method(), selection.device_name(chosen)
-            rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, known_as, requested, interrupt)
+            facts = known_as, requested, is_free
+            rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, *facts, interrupt)
+            rendezvous = own_gpu.settle(rendezvous, rank)
+            if rendezvous.members[rank].device == "cpu":
+                chosen = torch.device("cpu")
+                selection.requested_transport(chosen, backend)  # NCCL is for GPUs
+            chosen = _use(chosen)
             transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
             generation = rendezvous.generation
             atexit.unregister(shutdown)
             atexit.register(shutdown)  # gloo's threads must end before the interpreter does
             run_backward_in_calling_thread(chosen)
         else:
+            chosen = _use(chosen)
             transport = ThreadTransport(ThreadHub(1), 0, chosen)
         _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
         _process_world.generation = generation or 0
@@ -375,14 +383,6 @@ def barrier() -> None:
     """
     world = current()
     world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
-
-
-def _default_device(world_size: int) -> torch.device:
-    """This rank's own GPU if every rank of the host has one; else the CPU."""
-    local_world = launcher_value("local_world_size", world_size)
-    if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
-        return torch.device("cpu")
-    return _use(torch.device("cuda", launcher_value("local_rank", 0) % torch.cuda.device_count()))
 
 
 def _use(device: torch.device) -> torch.device:

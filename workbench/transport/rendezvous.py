@@ -41,6 +41,7 @@ class Member:
     Attributes:
         device: the name of its device in all processes of the host: ``cpu``, ``cuda GPU-5a...``.
         requested: the transport that it requests; ``auto`` if none.
+        is_free: nobody has named the device: it is the rank's first choice (see ``own_gpu``).
     """
 
     host: str
@@ -48,6 +49,7 @@ class Member:
     namespace: int
     device: str = "cpu"
     requested: str = "auto"
+    is_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def join_rendezvous(
     timeout_s: float,
     device: str = "cpu",
     requested: str = "auto",
+    is_free: bool = False,
     interrupt: HeldInterrupt | None = None,
 ) -> Rendezvous:
     """Join a world and return when all ranks have joined; the wait can be interrupted.
@@ -110,7 +113,7 @@ def join_rendezvous(
     Args:
         init_method: an init method of ``torch.distributed``: ``env://``, ``file://``, ``tcp://``.
         generation: the number of the world under this init method; default: how many this process has joined.
-        device, requested: published about this rank (see ``Member``).
+        device, requested, is_free: published about this rank (see ``Member``).
         interrupt: what is held back while this rank joins.
 
     Raises:
@@ -126,7 +129,7 @@ def join_rendezvous(
             "generation once: give rebuild() or init() another init_method, or the generation that the others join."
         )
     _num_joined[init_method] = generation + 1
-    store.set(f"member/{rank}", json.dumps(asdict(_own_member(device, requested))))
+    store.set(f"member/{rank}", json.dumps(asdict(_own_member(device, requested, is_free))))
     keys = [f"member/{peer}" for peer in range(world_size)]
     who = f"rank {rank} of {world_size} at {init_method}"
 
@@ -168,12 +171,12 @@ def host_name() -> str:
         return socket.gethostname()[:60]
 
 
-def _own_member(device: str, requested: str) -> Member:
+def _own_member(device: str, requested: str, is_free: bool) -> Member:
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         namespace = 0
-    return Member(host_name(), os.getpid(), namespace, device, requested)
+    return Member(host_name(), os.getpid(), namespace, device, requested, is_free)
 
 
 def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) -> Store:
