@@ -42,7 +42,7 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # it may see only its own
+        number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     torch.manual_seed(SEED)  # the same weights on every rank
