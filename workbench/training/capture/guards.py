@@ -65,6 +65,13 @@ class Guards:
                 tuple([parameter.requires_grad for parameter in self._parameters]),
             )
 
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that require gradients. A rank may leave some a gradient of zeros and read them nowhere: it
+        adds no bias to terms of which another rank has added it to its own.
+        """
+        with local_torch():
+            return [parameter for parameter in self._parameters if parameter.requires_grad]
+
     def numbers(self) -> dict[Key, Any]:
         """The present numbers that programs have set on the modules."""
         return numbers_of(self._parts.values())

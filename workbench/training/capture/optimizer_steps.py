@@ -21,7 +21,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import optimizers_within, step_without_hooks
-from workbench.training.gradients.optim import adopt_loaded_state, after_steps, before_steps
+from workbench.training.gradients.optim import after_steps, before_steps
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
 from workbench.training.gradients.step_hooks import count_hooks
@@ -56,7 +56,6 @@ class OptimizerStep:
 
     def __call__(self, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Step on the parts with these gradients."""
-        adopt_loaded_state(self.optimizer)
         optimizer, owned = self.optimizer, self.optimizer.state
         groups = optimizer.param_groups
         held = [group["params"] for group in groups]

@@ -29,6 +29,7 @@ from workbench.training.capture.recordings import InputKind, Recording
 from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.step_warnings import warn_of_changes, warn_of_inputs, warn_of_numbers, warn_of_values
 from workbench.training.capture.trace import Trace
+from workbench.training.gradients.optim import adopt_loaded_state
 from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums
 from workbench.training.strategies.state import STATE
@@ -168,7 +169,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             if self._forget_one():
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
-            kind = InputKind(Numbers(), list(seen.found.values()), {})
+            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained()), {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
         graded = kind.graded()
@@ -267,7 +268,9 @@ def _record(
     finally:
         restore_transport(world, transport)
     parts, result_structure = tree_flatten(result)
-    leaves = _with_those_of(recorder.originals, leaves)
+    with local_torch():
+        met = [tensor for tensor in recorder.originals if tensor.requires_grad and tensor.is_leaf]
+    leaves = _joined(leaves, met)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)
     trace = recorder.trace
     with torch.no_grad(), local_torch():
@@ -302,11 +305,9 @@ def _without_history(leaf: Any) -> Any:
     return leaf.detach() if has_history else leaf
 
 
-def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves, with those that the recorded run has met for the first time."""
-    with local_torch():
-        met = [tensor for tensor in originals if tensor.requires_grad and tensor.is_leaf]
-    return list({id(leaf): leaf for leaf in (*leaves, *met)}.values())
+def _joined(leaves: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves of autograd, each once."""
+    return list({id(leaf): leaf for leaf in (*leaves, *others)}.values())
 
 
 def _spec(tensor: torch.Tensor) -> Spec | None:
@@ -314,6 +315,8 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
 
 
 def _replay(recording: Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
+    for step in recording.steps:
+        adopt_loaded_state(step.optimizer)
     with torch.no_grad(), local_torch(), torch._C._DisableAutocast():
         grads = [grad for leaf in recording.used_grads if (grad := held_grad(leaf)) is not None]
         for leaf in recording.cleared:
