@@ -274,14 +274,43 @@ def test_a_file_is_of_one_rank_of_one_world():
     def save(sbp):
         return pickle.dumps(wb.ones(5, 3, placement=wb.placement.all("cpu"), sbp=sbp))
 
-    with pytest.warns(UserWarning, match=r"keeps this rank's shard.*export_safetensors\(model, folder\) on all ranks"):
+    with pytest.warns(UserWarning, match=r"what this rank holds.*export_safetensors\(model, folder\) on all ranks"):
         files = run_ranks(lambda: save("S(0)"), 2)
-    assert len(run_ranks(lambda: save("B"), 2)) == 2  # whole, so without a warning
     assert run_ranks(lambda rank: pickle.loads(files[rank]).sum().item(), 2) == [15.0] * 2
     with pytest.raises(LayoutError, match=r"\(5, 3\).*rank 1 of 2 saved it, this is rank 0 of 2.*full_tensor"):
         run_ranks(lambda rank: pickle.loads(files[1 - rank]) if rank == 0 else None, 2)
     with pytest.raises(LayoutError, match="this is rank 0 of 3"):
         run_ranks(lambda rank: pickle.loads(files[0]) if rank == 0 else None, 3)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "pipeline"])
+def test_a_file_of_weights_that_each_rank_holds_is_read_by_any_program(strategy, tmp_path):
+    built = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    path, expected = tmp_path / "weights.pt", built.state_dict()
+
+    def save(rank):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        if rank == 0:
+            torch.save([model.state_dict(), model[0].weight], path)
+        wb.barrier()
+        if strategy == "*: data":
+            model.load_state_dict(torch.load(path)[0])
+        return [(name, value.full_tensor()) for name, value in model.state_dict().items()]
+
+    if strategy == "pipeline":
+        with pytest.warns(UserWarning, match="on some of the ranks"):
+            run_ranks(save, 2)
+        return
+    assert_same_tensors(run_ranks(save, 2)[1], expected.items())
+    weights, parameter = torch.load(path)
+    assert_same_tensors(weights.items(), expected.items())
+    assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, expected["0.weight"])
+    assert torch.load(path, weights_only=False)[1].requires_grad
+
+
+def assert_same_tensors(found, expected):
+    for (name, value), (expected_name, whole) in zip(found, expected, strict=True):
+        assert name == expected_name and type(value) is torch.Tensor and torch.equal(value, whole)
 
 
 def test_a_parallelized_module_is_copied_with_its_own_hooks():

@@ -2,7 +2,7 @@
 
 A copy is local: every rank copies or saves its own shard, with the layout and its place in the world. What is loaded
 must be loaded by the same rank of a world of the same size. ``if rank == 0: torch.save(...)`` so keeps a part of the
-weights, which a warning says.
+weights, which a warning says. A tensor that every rank holds whole is saved as a plain one, which any program loads.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.tensor_state import DECLARED, share_memory
 from workbench.tensors.world import current
 
 _KEEPS_A_SHARD = (
-    "torch.save or pickle of a global tensor that is split: it keeps this rank's shard, and only the same rank of as "
-    "many loads it. For whole weights that any program reads, call wb.checkpoint.export_safetensors(model, folder) on "
-    "all ranks; to go on later, wb.checkpoint.save(folder, model=model, optimizer=optimizer)."
+    "torch.save or pickle of a global tensor that is split, or is on some of the ranks: it keeps what this rank holds, "
+    "and only the same rank of as many loads it. For whole weights that any program reads, call "
+    "wb.checkpoint.export_safetensors(model, folder) on all ranks; to go on later, "
+    "wb.checkpoint.save(folder, model=model, optimizer=optimizer)."
 )
 
 
@@ -74,23 +74,33 @@ def _finish(made: GlobalTensor, tensor: GlobalTensor, attributes: dict[str, Any]
         made.requires_grad_(tensor.requires_grad)
 
 
-def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...]:
-    """What pickle stores: the shard, its layout as text, and which rank of how many it belongs to."""
+def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...] | str:
+    """What pickle stores: a plain tensor where every rank of the world holds the whole.
+
+    Otherwise the shard, its layout as text, and which rank of how many it belongs to.
+    """
     spec = tensor._spec
-    with local_torch():
-        local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)
-        needs_grad = tensor.requires_grad
     placement = spec.layout.placement
-    if spec.world.world_size > 1 and any(entry != broadcast for entry in spec.layout.sbp):
-        warnings.warn(_KEEPS_A_SHARD, stacklevel=2)
+    num_ranks = spec.world.world_size
+    attributes = _own_attributes(tensor)
+    with local_torch():
+        needs_grad = tensor.requires_grad
+        local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)
+        if local.untyped_storage().nbytes() > 2 * local.nbytes:
+            local = local.clone()
+        if num_ranks == 1 or (spec.layout.is_broadcast and len(placement.ranks) == num_ranks):
+            whole = torch.nn.Parameter(local, needs_grad) if tensor._is_param else local.requires_grad_(needs_grad)
+            vars(whole).update(attributes)
+            return whole.__reduce_ex__(protocol)
+    warnings.warn(_KEEPS_A_SHARD, stacklevel=2)
     return rebuild, (
-        local.clone() if local.untyped_storage().nbytes() > 2 * local.nbytes else local,
+        local,
         (placement.device_type, _plain_lists(placement), [str(entry) for entry in spec.layout.sbp]),
         list(spec.shape),
-        (spec.world.rank, spec.world.world_size),
+        (spec.world.rank, num_ranks),
         needs_grad,
         tensor._is_param,
-        _own_attributes(tensor),
+        attributes,
     )
 
 
