@@ -56,6 +56,12 @@ class Spec:
         self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
 
     @property
+    def is_whole_everywhere(self) -> bool:
+        """Whether every rank of the world holds the whole tensor."""
+        size = self.world.world_size
+        return size == 1 or (self.layout.is_broadcast and len(self.layout.placement.ranks) == size)
+
+    @property
     def dual(self) -> Spec:
         """The spec of this tensor's gradient."""
         if self._dual is None:

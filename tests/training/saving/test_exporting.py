@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import workbench as wb
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, LayoutError
 from workbench.testing import run_ranks
 from workbench.training import exporting
 
@@ -77,6 +77,27 @@ def test_it_loads_back_under_another_strategy(tmp_path):
     truth.load_state_dict(STATE)
     for values in run_ranks(program, 3):
         assert all(torch.equal(a, b) for a, b in zip(values, truth.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline"])
+def test_load_model_of_safetensors_loads_or_says_what_does(strategy, tmp_path):
+    built = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    file = tmp_path / "model.safetensors"
+    save_file({name: value + 1 for name, value in built.state_dict().items()}, file)
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        if strategy == "*: data":
+            load_model(model, file)
+        else:
+            for call in (load_model, save_model):
+                with pytest.raises(LayoutError, match=r"global tensor of shape \(.*wb\.checkpoint\.load_safetensors"):
+                    call(model, file)
+            wb.checkpoint.load_safetensors(model, file)
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+    found = run_ranks(program, 2)[1]
+    assert all(torch.equal(value, built.state_dict()[name] + 1) for name, value in found.items())
 
 
 def test_earlier_weights_go_and_files_are_shared_out(tmp_path, monkeypatch):

@@ -81,14 +81,13 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...] | str:
     """
     spec = tensor._spec
     placement = spec.layout.placement
-    num_ranks = spec.world.world_size
     attributes = _own_attributes(tensor)
     with local_torch():
         needs_grad = tensor.requires_grad
         local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)
         if local.untyped_storage().nbytes() > 2 * local.nbytes:
             local = local.clone()
-        if num_ranks == 1 or (spec.layout.is_broadcast and len(placement.ranks) == num_ranks):
+        if spec.is_whole_everywhere:
             whole = torch.nn.Parameter(local, needs_grad) if tensor._is_param else local.requires_grad_(needs_grad)
             vars(whole).update(attributes)
             return whole.__reduce_ex__(protocol)
@@ -97,7 +96,7 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...] | str:
         local,
         (placement.device_type, _plain_lists(placement), [str(entry) for entry in spec.layout.sbp]),
         list(spec.shape),
-        (spec.world.rank, num_ranks),
+        (spec.world.rank, spec.world.world_size),
         needs_grad,
         tensor._is_param,
         attributes,

@@ -80,10 +80,35 @@ def _refusing_shards(safetensors_own: Any) -> Any:
     return flatten
 
 
+def _refusing_parts(safetensors_own: Any) -> Any:
+    if safetensors_own is None:  # this version has no such function
+        return None
+
+    @functools.wraps(safetensors_own)
+    def remove_duplicate_names(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in state_dict.items():
+            if isinstance(value, GlobalTensor) and not (spec := value._spec).is_whole_everywhere:
+                held = "nothing" if spec.is_placeholder else tuple(spec.local_shape)
+                raise LayoutError(
+                    f"safetensors load_model() or save_model(): {name!r} is a global tensor of shape "
+                    f"{tuple(spec.shape)}, {spec.layout}, of which this rank holds {held}. "
+                    "safetensors reads and writes whole tensors: call wb.checkpoint.load_safetensors(model, path) or "
+                    "wb.checkpoint.export_safetensors(model, folder) on all ranks."
+                )
+        return safetensors_own(state_dict, *args, **kwargs)
+
+    return remove_duplicate_names
+
+
 patch(
     "transformers.modeling_utils.PreTrainedModel.save_pretrained",
     "it writes the memory of shards, read with the sizes of the whole",
     _saving_whole,
+)
+patch(
+    "safetensors.torch._remove_duplicate_names",
+    "it looks for whole tensors in the memory of shards",
+    _refusing_parts,
 )
 patch(
     "safetensors.torch._flatten_as_ptr",

@@ -22,8 +22,7 @@ def _as_global(parameter: Any, value: Any) -> Any:
     if not isinstance(parameter, GlobalTensor) or type(value) is not torch.Tensor or value.dim() == 0:
         return value
     spec = state_spec(parameter)
-    is_everywhere = spec.layout.is_broadcast and len(spec.layout.placement.ranks) == spec.world.world_size
-    return value if is_everywhere or tuple(value.shape) != spec.local_shape else wrap(plain(value), spec)
+    return value if spec.is_whole_everywhere or tuple(value.shape) != spec.local_shape else wrap(plain(value), spec)
 
 
 def _with_global_state(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
