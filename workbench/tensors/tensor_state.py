@@ -232,6 +232,8 @@ class TensorState(Annotated):
     """Of a parameter under ZeRO: the ``Shard`` that this rank's optimizer changes."""
     _optimizer_part: tuple[torch.Tensor, int, Spec] | None = None
     """Of a parameter: the plain tensor that its optimizer changes, made for this address and spec."""
+    _is_read_in_place: bool = False
+    """Of a value of ``optimizer.state_dict()``: only the ranks of its placement read it, because others lack it."""
     _keeps_state_on_host: bool = False
     """Of a parameter under ``offload=optimizer``: its optimizer's state lies in host memory between steps."""
 

@@ -20,6 +20,7 @@ def value_on_all_ranks(tensor: GlobalTensor) -> torch.Tensor:
     """The logical value as a plain tensor on every rank of the world; all ranks call it."""
     with torch.no_grad():
         detached: Any = tensor.detach()
+        detached._is_read_in_place = tensor._is_read_in_place
         value = on_all_ranks(detached)
     with local_torch():
         return value.detach().as_subclass(torch.Tensor)
@@ -59,9 +60,9 @@ def check_reading(tensor: GlobalTensor, function: str) -> None:
 
 
 def _whole(tensor: GlobalTensor) -> Layout:
-    """B on all ranks of the world: in the placement that the tensor has, if that is all of them."""
+    """B on all ranks that read it: those of the world, or of the placement for state of an optimizer."""
     layout, world_size = tensor._spec.layout, tensor._spec.world.world_size
-    if len(layout.placement.ranks) == world_size:
+    if tensor._is_read_in_place or len(layout.placement.ranks) == world_size:
         return layout.broadcast()
     return Layout(Placement.of(layout.placement.device_type, list(range(world_size))), (broadcast,))
 

@@ -22,7 +22,11 @@ def _as_global(parameter: Any, value: Any) -> Any:
     if not isinstance(parameter, GlobalTensor) or type(value) is not torch.Tensor or value.dim() == 0:
         return value
     spec = state_spec(parameter)
-    return value if spec.is_whole_everywhere or tuple(value.shape) != spec.local_shape else wrap(plain(value), spec)
+    if spec.is_whole_everywhere or tuple(value.shape) != spec.local_shape:
+        return value
+    made = wrap(plain(value), spec)
+    made._is_read_in_place = True  # each stage of a pipeline has entries of its own
+    return made
 
 
 def _with_global_state(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
