@@ -149,6 +149,7 @@ torch.utils._pytree.tree_unflatten
 torch._C._distributed_c10d.TCPStore
 torch.distributed.algorithms._checkpoint.checkpoint_wrapper
 torch.distributed.checkpoint.filesystem._StorageInfo
+torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict
 torch.distributed.distributed_c10d._abort_process_group
 torch.distributed.distributed_c10d._world.pg_names
 """

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import workbench as wb
 from tests.training.gradients.test_optimizers import step, weights_of
@@ -51,3 +52,32 @@ def test_parts_of_state_know_whose_they_are(strategy, tmp_path):
         return weights_of(model)
 
     torch.testing.assert_close(run_ranks(body, 2)[1], weights_of(models[3]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3", "pipeline"])
+def test_a_full_state_dict_of_torch_is_whole(strategy):
+    models = [make("mlp").double() for _ in range(3)]
+    optimizer = torch.optim.Adam(models[2].parameters(), lr=0.02)
+    step(models[2], optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    expected = copy.deepcopy(get_state_dict(models[2], optimizer, options=options))
+    step(models[2], optimizer)
+
+    def body(rank):
+        model = wb.parallelize(models[rank], strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        step(model, optimizer)
+        if strategy == "pipeline":
+            with pytest.raises(LayoutError, match=rf"ranks \[{rank}\] of 2 have the state.*wb\.checkpoint\.save"):
+                get_state_dict(model, optimizer, options=options)
+            return None
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        torch.testing.assert_close((weights, state["state"]), (expected[0], expected[1]["state"]), rtol=1e-9, atol=1e-9)
+        step(model, optimizer)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+        step(model, optimizer)
+        return weights_of(model)
+
+    found = run_ranks(body, 2)[1]
+    if strategy != "pipeline":
+        torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)

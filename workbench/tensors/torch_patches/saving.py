@@ -1,7 +1,7 @@
 """``save_pretrained`` of ``transformers`` and files of ``safetensors``: they write memory by its address.
 
-Of a global tensor that is the shard's memory, read with the logical size. ``save_pretrained`` gets whole tensors;
-everything else that would write a global tensor raises.
+Of a global tensor that is the shard's memory, read with the logical size. ``save_pretrained`` gets whole tensors, and
+so does who asks torch for a full state dict; everything else that would write a global tensor raises.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
@@ -100,6 +101,35 @@ def _refusing_parts(safetensors_own: Any) -> Any:
     return remove_duplicate_names
 
 
+def _giving_whole(torchs_own: Any) -> Any:
+    @functools.wraps(torchs_own)
+    def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
+        if not info.full_state_dict:
+            return torchs_own(state_dict, info)
+        for value in tree_leaves(state_dict):
+            if isinstance(value, GlobalTensor) and value._is_read_in_place:
+                placement, num_ranks = value._spec.layout.placement, value._spec.world.world_size
+                if len(placement.ranks) != num_ranks:
+                    raise LayoutError(
+                        f"get_state_dict(full_state_dict=True) of an optimizer: ranks {list(placement.ranks)} of "
+                        f"{num_ranks} have the state of shape {tuple(value.shape)}. Under a pipeline each stage has "
+                        "entries of its own: call wb.checkpoint.save(path, model=model, optimizer=optimizer)."
+                    )
+
+        def whole(value: GlobalTensor) -> torch.Tensor:
+            found = value.detach().full_tensor()
+            return found.cpu() if info.cpu_offload else found
+
+        return torchs_own(tree_map_only(GlobalTensor, whole, state_dict), info)
+
+    return maybe_full_or_cpu_state_dict
+
+
+patch(
+    "torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict",
+    "it gathers the tensors of torch's own kinds and leaves global ones as they are",
+    _giving_whole,
+)
 patch(
     "transformers.modeling_utils.PreTrainedModel.save_pretrained",
     "it writes the memory of shards, read with the sizes of the whole",
