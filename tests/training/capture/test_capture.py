@@ -107,11 +107,15 @@ def test_what_decides_by_values_is_refused(name):
         run_ranks(program)
 
 
-def test_a_scheduler_within_the_step_is_refused():
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_scheduler_within_the_step_is_refused(where):
     def program():
         module, optimizer = layer()
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        called(wb.capture(step_of(module, optimizer, after=lambda loss: scheduler.step())))
+
+        def schedule(_loss=None):
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+        called(wb.capture(step_of(module, optimizer, **{where: schedule})))
 
     with pytest.raises(CaptureError, match="lr of SGD changed within the step"):
         run_ranks(program)

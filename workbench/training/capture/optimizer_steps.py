@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -27,16 +27,23 @@ from workbench.training.gradients.state_on_host import closure_of_user
 from workbench.training.gradients.step_hooks import count_hooks
 
 
+Settings: TypeAlias = list[dict[str, Any]]
+"""Of each group of an optimizer."""
+
+
 class OptimizerStep:
     """One optimizer's step in a program.
 
     It holds parts only if they are parameters: a step under ZeRO may make the others anew each time.
 
+    Args:
+        settings: those of the optimizer when the recording began; None if it was not known then.
+
     Attributes:
         owners: the parameter of each part that the optimizer changes, in the order of its groups.
     """
 
-    def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any, settings: Settings | None) -> None:
         _check(optimizer, args, kwargs)
         self.optimizer = optimizer
         self.sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -44,7 +51,7 @@ class OptimizerStep:
         self._swap = swap
         owners = {} if swap is None else {id(part): owner for owner, part in swap.pairs}
         self.owners: list[Any] = [owners.get(id(part), part) for part in parts_of(optimizer)]
-        self._settings = _settings_of(optimizer)
+        self._settings = settings_of(optimizer) if settings is None else settings
         self._step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
 
     def fits(self) -> bool:
@@ -95,11 +102,11 @@ class OptimizerStep:
 
     def check_settings(self) -> None:
         """Refuse, at the end of the recording, a setting that the step has changed: a replay would not change it."""
-        now = _settings_of(self.optimizer)
+        now = settings_of(self.optimizer)
         changed = sorted(
             {
                 name
-                for old, new in zip(self._settings, now, strict=True)
+                for old, new in zip(self._settings, now, strict=False)  # the step may have added a group
                 for name in new
                 if not _equal(old.get(name), new[name])
             }
@@ -108,7 +115,7 @@ class OptimizerStep:
             raise CaptureError(
                 f"capture: {', '.join(changed)} of {type(self.optimizer).__name__} changed within the step, as a "
                 "scheduler's step() does. A replay runs no Python, so it would change in the recording and never "
-                "again. Call the scheduler outside of the captured function."
+                "again. Call the scheduler, or set group['lr'], outside of the captured function."
             )
 
 
@@ -123,7 +130,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def settings_of(optimizer: Optimizer) -> Settings:
     """The settings of an optimizer's groups, without those that say how a step is run."""
     return [
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "fused")}
@@ -169,6 +176,17 @@ class OptimizerListener(Protocol):
         """The optimizer has changed the parts, and nothing else has run since."""
 
 
+class SteppedOptimizers(list[Optimizer]):
+    """A listener that lists the optimizers."""
+
+    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Note it."""
+        self.append(optimizer)
+
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        """Its settings are compared when a recording ends."""
+
+
 _listening = threading.local()
 """The listener of each thread: simulated ranks are threads, torch's hooks are global."""
 
@@ -176,11 +194,11 @@ _listening = threading.local()
 @contextmanager
 def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
     """Context in which a listener gets the calls of optimizers that step in this thread."""
-    _listening.to = listener
+    before, _listening.to = getattr(_listening, "to", None), listener
     try:
         yield
     finally:
-        _listening.to = None
+        _listening.to = before
 
 
 def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

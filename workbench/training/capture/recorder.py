@@ -26,7 +26,7 @@ from workbench.tensors.world import World
 from workbench.training.aten_functions import matmul_work
 from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.operators import check_operator, devices_of, draws, written_arguments
-from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
+from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of, settings_of
 from workbench.training.capture.trace import Call, Slot, Trace
 from workbench.transport.traffic import TrafficCount
 
@@ -56,6 +56,7 @@ class Recorder(TorchDispatchMode):
         world: this rank's world.
         inputs: the step's tensors; no other code may hold them.
         grads: gradients that leaves have already; the step may add to them.
+        optimizers: those that the step is known to step.
 
     Attributes:
         originals: tensors that the step did not make; a replay works on the same memory.
@@ -64,7 +65,13 @@ class Recorder(TorchDispatchMode):
         counted_by_calls: exchanges that replays of recorded calls count by themselves.
     """
 
-    def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        world: World,
+        inputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         super().__init__()
         self.world = world
         self.originals: list[torch.Tensor] = []
@@ -79,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self._keys: dict[int, Slot] = {}
         self._keys_used: set[int] = set()
         self._is_paused = 0
+        self._settings = {optimizer: settings_of(optimizer) for optimizer in optimizers}
         self._stepping: OptimizerStep | None = None
         self._copies: list[Call] = []
         self._inputs = [*inputs, *grads]
@@ -183,7 +191,8 @@ class Recorder(TorchDispatchMode):
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Pause the recording until ``optimizer_ends``; a replay calls the optimizer."""
-        step, parts = OptimizerStep(optimizer, args, kwargs), parts_of(optimizer)
+        step = OptimizerStep(optimizer, args, kwargs, self._settings.get(optimizer))
+        parts = parts_of(optimizer)
         self._stepping = step
         self.steps.append(step)
         with self.paused(), local_torch():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
@@ -67,11 +68,13 @@ class InputKind:
         numbers: that the recordings have read. Without a recording there are none, as a normal call may replay blocks
             (see ``forward_cache``) on some ranks and not on others.
         leaves: the leaves of autograd that the step works on.
+        optimizers: that have stepped in the normal call.
         recordings: by the leaves that have a gradient when the step begins.
     """
 
     numbers: Numbers
     leaves: list[torch.Tensor]
+    optimizers: list[Optimizer]
     recordings: dict[tuple[bool, ...], Recording]
 
     def graded(self) -> tuple[bool, ...]:

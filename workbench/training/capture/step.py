@@ -20,7 +20,7 @@ from workbench.training.capture.gradients import LeafCollector, held_grad, hold_
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.operators import RejectValueReads
-from workbench.training.capture.optimizer_steps import optimizer_listener
+from workbench.training.capture.optimizer_steps import SteppedOptimizers, optimizer_listener
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.read_numbers import Numbers, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
@@ -163,13 +163,14 @@ class CapturedStep(Generic[_Arguments, _Result]):
         kinds = self._kinds.get((key, self._guards.now()), [])
         kind = _fitting(kinds)
         if kind is None:
-            with LeafCollector() as seen, called_modules() as modules:
+            optimizers = SteppedOptimizers()
+            with LeafCollector() as seen, called_modules() as modules, optimizer_listener(optimizers):
                 result = self._step(*args, **kwargs)
             self._guards.add(modules)
             if self._forget_one():
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
-            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained()), {})
+            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained()), optimizers, {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
         graded = kind.graded()
@@ -190,7 +191,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
         before = self._guards.numbers()
         with read_numbers() as reads:
-            result, recording = _record(self._step, world, leaves, structure, kind.leaves, self._options)
+            result, recording = _record(self._step, world, leaves, structure, kind, self._options)
         changed = kind.numbers.add(reads, before)
         kind.recordings[graded] = recording
         self.num_recordings += 1
@@ -242,15 +243,15 @@ def _record(
     world: World,
     arguments: Sequence[Any],
     structure: TreeSpec,
-    leaves: list[torch.Tensor],
+    kind: InputKind,
     options: ReplayOptions,
 ) -> tuple[Any, Recording]:
     """Run the step and record it."""
     given = [own_input(argument) for argument in arguments]
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
     with local_torch():
-        graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
-    recorder = Recorder(world, inputs, [grad for _, grad in graded])
+        graded = [(leaf, grad) for leaf in kind.leaves if (grad := held_grad(leaf)) is not None]
+    recorder = Recorder(world, inputs, [grad for _, grad in graded], kind.optimizers)
     args, kwargs = tree_unflatten(given, structure)
     before, transport = TrafficCount.so_far(world.traffic), world.transport
     world.transport = RecordedTransport(recorder, transport)
@@ -270,7 +271,7 @@ def _record(
     parts, result_structure = tree_flatten(result)
     with local_torch():
         met = [tensor for tensor in recorder.originals if tensor.requires_grad and tensor.is_leaf]
-    leaves = _joined(leaves, met)
+    leaves = _joined(kind.leaves, met)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)
     trace = recorder.trace
     with torch.no_grad(), local_torch():
