@@ -40,9 +40,14 @@ def _is_of_the_program(kind: type) -> bool:
     return not issubclass(kind, _NO_OBJECTS) and kind.__module__.partition(".")[0] not in _OTHERS_CODE
 
 
+def is_object(value: Any) -> bool:
+    """Whether it is an object of the program, such as a configuration, and may have attributes of its own."""
+    return _is_of_the_program(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
+
+
 def entries_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object of the program, such as a configuration; none of anything else."""
-    return getattr(value, "__dict__", {}) if _is_of_the_program(type(value)) else {}  # type: ignore[arg-type]
+    """The attributes of an object of the program; none of anything else."""
+    return value.__dict__ if is_object(value) else {}
 
 
 def parts_of(program: Any) -> list[Any]:
@@ -53,6 +58,12 @@ def parts_of(program: Any) -> list[Any]:
 def random_states(device: torch.device) -> list[Any]:
     """The states of the generators of torch, Python and numpy."""
     return [*default_generator.states(device), random.getstate(), np.random.get_state()]  # noqa: NPY002
+
+
+def numbers_drawn(parts: Iterable[Any]) -> list[Any]:
+    """What changes when numbers are drawn of Python or numpy: by the process, or of generators that the parts have."""
+    own = [v for part in parts for v in part.__dict__.values() if isinstance(v, (random.Random, np.random.Generator))]
+    return [random.getstate(), pickle.dumps(np.random.get_state()), *map(_contents, own)]  # noqa: NPY002
 
 
 def _comparable(states: list[Any]) -> list[Any]:

@@ -83,6 +83,39 @@ def test_a_module_of_other_parts_or_in_another_mode_is_recorded_anew(change, is_
     run_ranks(program, 1)
 
 
+def add_hook(module):
+    return module.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def add_backward_hook(module):
+    return module.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,))
+
+
+def add_parameter_hook(module):
+    return module.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def add_late_parameter_hook(module):
+    return module.weight.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.mul_(2))
+
+
+@pytest.mark.parametrize("add", [add_hook, add_backward_hook, add_parameter_hook, add_late_parameter_hook])
+def test_hooks_that_come_and_go(add):
+    def program(capture):
+        module = wb.parallelize(nn.Sequential(filled(nn.Linear(4, 4)), filled(nn.Linear(4, 4))), "*: data | 1x2x1")
+        step = step_of(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        run, losses = wb.capture(step) if capture else step, []
+        losses += [called(run, 1).full_tensor() for _ in range(4)]
+        hook = add(module[1])
+        losses += [called(run, 1).full_tensor() for _ in range(4)]
+        hook.remove()
+        losses += [called(run, 1).full_tensor() for _ in range(2)]
+        assert not capture or (run.num_recordings, run.num_replays) == (2, 6)
+        return losses
+
+    assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
 def test_memory_of_parameters_that_were_replaced_is_free():
     def program():
         module = filled(nn.Linear(4, 4))

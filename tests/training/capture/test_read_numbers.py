@@ -1,5 +1,6 @@
 """A captured step is recorded anew when a number changes that it reads from a module, and only then."""
 
+import random
 import threading
 import warnings
 from enum import Enum
@@ -16,19 +17,26 @@ from workbench.testing import run_ranks
 from workbench.training.capture.read_numbers import read_numbers
 
 
+class Config:
+    t = 1
+
+    def __init__(self, **attributes):
+        self.__dict__ |= attributes
+
+
 class Tempered(nn.Module):
     """A layer with dropout, and a temperature that a program lowers."""
 
     def __init__(self, counts=False):
         super().__init__()
         self.fc, self.drop = filled(nn.Linear(4, 4)), nn.Dropout(0.0)
-        self.tau, self.counts, self.num_calls, self.newest = 1.0, counts, 0, None
+        self.tau, self.counts, self.num_calls, self.newest, self.cfg = 1.0, counts, 0, None, Config()
 
     def forward(self, x):
         if self.counts:
             self.num_calls += 1
             self.newest = x
-        return self.drop(self.fc(x)) / self.tau
+        return self.drop(self.fc(x)) * (self.cfg.t / self.tau)
 
 
 def lower(module):
@@ -81,7 +89,7 @@ def test_a_warning_names_numbers_that_the_step_changes(shapes):
         module.tau = 4.0
         assert torch.equal(called(captured, 1), module(torch.ones(4, 4)))
 
-    with pytest.warns(CaptureWarning, match=r"changes numbers of its modules: Tempered.num_calls \(\d, then \d\)"):
+    with pytest.warns(CaptureWarning, match=r"numbers that are in no tensor: Tempered.num_calls \(\d, then \d\)"):
         run_ranks(program, 1)
 
 
@@ -91,7 +99,7 @@ def set_on_one_rank(module, number):
 
 
 def set_on_all_ranks(module, number):
-    module.global_step = module.fc.seen = number
+    module.global_step = module.fc.seen = module.cfg.global_step = number
 
 
 @pytest.mark.parametrize("change", [set_on_one_rank, set_on_all_ranks])
@@ -120,7 +128,8 @@ class Scaled(nn.Module):
         self.__dict__ |= attributes
 
     def forward(self, x):
-        return x * float(self.find(self))
+        found = self.find(self)
+        return x * (found if isinstance(found, torch.Tensor) else float(found))
 
 
 class Size(Enum):
@@ -169,6 +178,10 @@ CASES = {
     "tuple": (lambda: Scaled(lambda m: m.w[0], w=(1,)), set_to((2,), "w")),
     "of the class": (lambda: Scaled(lambda m: m.scale), set_to(2.0, "scale")),
     "absent": (lambda: Scaled(lambda m: of(m, "tau")), set_to(2.0)),
+    "tensor": (lambda: Scaled(lambda m: m.w[0], w=torch.ones(2)), lambda m: setattr(m, "w", torch.full((2,), 2.0))),
+    "of an object": (lambda: Scaled(lambda m: m.cfg.t, cfg=Config(t=1)), lambda m: setattr(m.cfg, "t", 2)),
+    "of an object's": (lambda: Scaled(lambda m: m.cfg.o.t, cfg=Config(o=Config())), lambda m: setattr(m.cfg.o, "t", 2)),
+    "another object": (lambda: Scaled(lambda m: m.cfg.t, cfg=Config()), lambda m: setattr(m, "cfg", Config(t=2))),
     "own getattr": (wrapped, lambda m: setattr(m.inner, "tau", 2)),
     "own getattribute": (lambda: OwnGetattribute(lambda m: m.my_tau, tau=1), set_to(2)),
 }
@@ -280,9 +293,9 @@ def test_a_number_that_the_step_sets_back_is_none_that_it_changes():
         module = Tempered()
 
         def step(x):
-            module.tau = 2.0
+            module.tau = module.cfg.t = 2.0
             result = module(x)
-            module.tau = 1.0
+            module.tau = module.cfg.t = 1.0
             return result
 
         captured = wb.capture(step)
@@ -294,12 +307,39 @@ def test_a_number_that_the_step_sets_back_is_none_that_it_changes():
         run_ranks(program, 1)
 
 
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x):
+        return x + self.draw(self)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda m: random.random(), lambda m: np.random.rand(), lambda m: m.generator.random()],  # noqa: NPY002
+)
+def test_a_warning_says_that_numbers_of_python_and_numpy_are_not_drawn_again(draw):
+    def program():
+        module = Noisy()
+        module.draw = draw
+        captured = wb.capture(lambda x: module(x))
+        called(captured, 1)
+        with pytest.warns(CaptureWarning, match="in no tensor: random numbers of Python or numpy"):
+            called(captured, 1)
+        called(captured, 2)
+        assert captured.num_replays == 2
+
+    run_ranks(program, 1)
+
+
 def test_modules_are_as_before_after_an_error_in_the_step():
     def program():
         module = Tempered()
 
         def step(x):
-            assert fails == ("__getattribute__" in vars(nn.Module))
+            assert fails == ("__getattribute__" in vars(nn.Module)) == ("__getattribute__" in vars(Config))
             if fails:
                 raise ValueError("stop")
             return module(x)
@@ -309,7 +349,7 @@ def test_modules_are_as_before_after_an_error_in_the_step():
         fails = True
         with pytest.raises(ValueError, match="stop"):
             called(captured, 1)
-        assert "__getattribute__" not in vars(nn.Module)
+        assert "__getattribute__" not in {*vars(nn.Module), *vars(Config)}
 
     run_ranks(program, 1)
 

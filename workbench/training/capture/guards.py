@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
-from workbench.training.capture.read_numbers import Key, change_of, numbers_of
+from workbench.training.capture.read_numbers import Key, change_of, is_number, numbers_of, objects_of
+from workbench.training.program_state import numbers_drawn
 from workbench.training.strategies.state import STATE
 
 
@@ -58,11 +59,13 @@ class Guards:
         return self._held_now() != self._held or self._states_now() != self._states
 
     def now(self) -> Any:
-        """The present modes and frozen parameters. While they are the same, a replay is allowed."""
+        """The present modes, frozen parameters and hooks. While they are the same, a replay is allowed."""
         with local_torch():
             return (
                 tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
+                tuple(chain.from_iterable(self._hooks)),  # their numbers, which torch gives once
+                tuple([tuple(found) for p in self._parameters for found in _hooks_of(p) if found]),
             )
 
     def trained(self) -> list[torch.Tensor]:
@@ -72,17 +75,25 @@ class Guards:
         with local_torch():
             return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def numbers(self) -> dict[Key, Any]:
-        """The present numbers that programs have set on the modules."""
-        return numbers_of(self._parts.values())
+    def objects(self) -> list[Any]:
+        """The objects that the modules have now."""
+        return objects_of(self._parts.values())
 
-    def changes_since(self, before: Mapping[Key, Any]) -> list[str]:
+    def numbers_drawn(self, objects: Iterable[Any]) -> list[Any]:
+        """What changes when the step draws numbers of Python or numpy, also of generators that modules have."""
+        return numbers_drawn((*self._parts.values(), *objects))
+
+    def numbers(self, objects: Iterable[Any]) -> dict[Key, Any]:
+        """What programs have set on the modules and on these objects."""
+        return numbers_of((*self._parts.values(), *objects))
+
+    def changes_since(self, before: Mapping[Key, Any], objects: Iterable[Any]) -> list[str]:
         """The numbers that have another value than ``before``, a text for each."""
-        now = self.numbers()
+        now, parts = self.numbers(objects), self._parts | {id(each): each for each in objects}
         return [
-            change_of(self._parts[part], name, value, now[part, name])
+            change_of(parts[part], name, value, now[part, name])
             for (part, name), value in before.items()
-            if (part, name) in now and value != now[part, name]
+            if is_number(value) and is_number(now.get((part, name))) and value != now[part, name]
         ]
 
     def _look(self) -> None:
@@ -93,6 +104,11 @@ class Guards:
         self._places: list[dict[str, Any]] = [
             held for p in self._parts.values() for held in (p._parameters, p._buffers, p._modules)
         ]
+        self._hooks: list[dict[int, Any]] = [
+            held
+            for p in self._parts.values()
+            for held in (p._forward_pre_hooks, p._forward_hooks, p._backward_pre_hooks, p._backward_hooks)
+        ]
         parameters = (parameter for part in self._parts.values() for parameter in part._parameters.values())
         self._parameters = [parameter for parameter in parameters if parameter is not None]
         self._held = self._held_now()
@@ -102,6 +118,11 @@ class Guards:
 
     def _states_now(self) -> list[Any]:
         return [part.__dict__.get(STATE) for part in self._parallelized]
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    """The hooks of a parameter by their numbers: on its gradient, and behind its accumulation."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def kind_of(leaf: Any) -> Any:

@@ -26,7 +26,6 @@ from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_t
 from workbench.training.gradients.state_on_host import closure_of_user
 from workbench.training.gradients.step_hooks import count_hooks
 
-
 Settings: TypeAlias = list[dict[str, Any]]
 """Of each group of an optimizer."""
 

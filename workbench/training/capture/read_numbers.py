@@ -6,15 +6,16 @@ import math
 import reprlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from workbench.training.pipelining.forward_cache import VALUES
-from workbench.training.program_state import OF_TORCH
+from workbench.training.program_state import OF_TORCH, is_object
 from workbench.training.strategies.fused_experts import PASSING
 
 _MOST_ENTRIES = 64
@@ -23,70 +24,108 @@ _ABSENT = object()
 _NEVER_NUMBERS = OF_TORCH | vars(nn.Module).keys() | {"__class__"}
 _HELD = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict)
-_READ = VALUES + _CONTAINERS
 
 Key: TypeAlias = tuple[int, str]
-"""The id of a module and the name of an attribute."""
-Reads: TypeAlias = dict[Key, tuple[nn.Module, Any]]
-"""The module, and its value when it was first read, as ``frozen`` gives it."""
+"""The id of a module, or of an object that a module has, and the name of an attribute."""
+Reads: TypeAlias = dict[Key, tuple[Any, Any]]
+"""The module or object, and its value when it was first read, as ``frozen`` gives it."""
+
+
+class _Same:
+    """In the place of a type: of what is compared by its identity."""
+
 
 _LOCK = threading.Lock()
-_READERS: dict[int, Reads] = {}
-"""By the thread that records: simulated ranks are threads."""
+_READERS: dict[int, tuple[Reads, frozenset[int]]] = {}
+"""By the thread that records (simulated ranks are threads): what it has read, and the ids of the objects."""
+_CHANGED: set[type] = set()
+"""Classes whose reads are noted while a thread records."""
+
+
+def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The objects of the program that modules have, such as a configuration, and those that these have."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [value for m in modules for name, value in m.__dict__.items() if name not in OF_TORCH]
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in found and not isinstance(value, VALUES) and is_object(value):
+            found[id(value)] = value
+            waiting += value.__dict__.values()
+    return list(found.values())
 
 
 @contextmanager
-def read_numbers() -> Iterator[Reads]:
-    """Context that gives the numbers, strings, flags, and lists, tuples and dicts of them (of up to 64 entries) that
-    this thread reads from attributes of modules in it. What code takes from ``module.__dict__`` is not noticed.
+def read_numbers(objects: Iterable[Any] = ()) -> Iterator[Reads]:
+    """Context that gives what this thread reads in it from attributes of modules and of ``objects``: numbers, strings,
+    flags, lists, tuples and dicts of them (of up to 64 entries), and which tensors and objects are there. What code
+    takes from ``module.__dict__`` is not noticed, and nothing of an object whose class has a ``__getattribute__``.
     """
-    thread, reads = threading.get_ident(), Reads()
+    thread, reads, objects = threading.get_ident(), Reads(), list(objects)
+    kinds = {kind for kind in map(type, objects) if "__getattribute__" not in vars(kind)}
     with _LOCK:
-        _READERS[thread] = reads
-        setattr(nn.Module, "__getattribute__", _recording_reads)  # noqa: B010 (mypy refuses the assignment)
+        _READERS[thread] = reads, frozenset(map(id, objects))
+        for kind in {nn.Module, *kinds} - _CHANGED:
+            with suppress(TypeError):  # a class that is written in C, such as functools.partial, stays as it is
+                setattr(kind, "__getattribute__", _recording_reads(kind))  # noqa: B010 (mypy refuses the assignment)
+                _CHANGED.add(kind)
     try:
         yield reads
     finally:
         with _LOCK:
             del _READERS[thread]
-            if not _READERS:
-                del nn.Module.__getattribute__
+            while not _READERS and _CHANGED:
+                del _CHANGED.pop().__getattribute__
 
 
-def _recording_reads(module: nn.Module, name: str) -> Any:
-    """``nn.Module.__getattribute__`` while a step is recorded."""
-    inherited = super(nn.Module, module).__getattribute__
-    reads = _READERS.get(threading.get_ident())
-    if reads is None or name in _NEVER_NUMBERS or PASSING in inherited("__dict__"):
-        return inherited(name)
-    try:
-        value = inherited(name)
-    except AttributeError:  # a number may come here later: getattr(self, "scale", 1.0)
+def _recording_reads(kind: Any) -> Any:
+    """The ``__getattribute__`` of a class while a step is recorded."""
+    never = _NEVER_NUMBERS if kind is nn.Module else {"__class__", "__dict__"}
+
+    def read(of: Any, name: str) -> Any:
+        inherited = super(kind, of).__getattribute__
+        reads, objects = _READERS.get(threading.get_ident(), (None, ()))
+        if reads is None or name in never or not (kind is nn.Module or id(of) in objects):
+            return inherited(name)
         attributes = inherited("__dict__")
-        if not any(name in attributes.get(held, ()) for held in _HELD):
-            reads.setdefault((id(module), name), (module, None))
-        raise
-    if isinstance(value, _READ) and (id(module), name) not in reads:
-        own = inherited("__dict__").get(name, _ABSENT)
-        found = frozen(own)
-        if found is not None or own is _ABSENT:  # one of the class may get one of its own later
-            reads[id(module), name] = module, found
-    return value
+        if PASSING in attributes:
+            return inherited(name)
+        try:
+            value = inherited(name)
+        except AttributeError:  # a number may come here later: getattr(self, "scale", 1.0)
+            if not any(name in attributes.get(held, ()) for held in _HELD):
+                reads.setdefault((id(of), name), (of, None))
+            raise
+        if (id(of), name) not in reads and frozen(value) is not None:
+            own = attributes.get(name, _ABSENT)
+            found = frozen(own)
+            if found is not None or own is _ABSENT:  # one of the class may get one of its own later
+                reads[id(of), name] = of, found
+        return value
+
+    return read
 
 
 def frozen(value: Any) -> Any:
-    """A value to compare with later ones of the attribute: equal if it has the same type and value, NaN included. None
-    for what is not compared: tensors and other objects, and lists, tuples and dicts that are long or have such in them.
+    """A value to compare with later ones of the attribute: equal if it has the same type and value, NaN included, or is
+    the same tensor or object of the program. None for what is not compared: functions, modules, and lists, tuples and
+    dicts that are long or have anything but numbers, strings and flags in them.
     """
     if isinstance(value, VALUES):
         return type(value), value if value == value else math.nan
+    if isinstance(value, torch.Tensor) or is_object(value):
+        return _Same, id(value)
     if not isinstance(value, _CONTAINERS) or len(value) > _MOST_ENTRIES:
         return None
     entries = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     return (type(value), [*map(frozen, entries)]) if all(isinstance(entry, VALUES) for entry in entries) else None
 
 
-def change_of(module: nn.Module, name: str, before: Any, now: Any) -> str:
+def is_number(found: Any) -> bool:
+    """Whether a frozen value is one of numbers, strings and flags, and no tensor or object."""
+    return found is not None and found[0] is not _Same
+
+
+def change_of(module: Any, name: str, before: Any, now: Any) -> str:
     """A text for a warning; ``before`` and ``now`` are frozen."""
     return f"{type(module).__name__}.{name} ({_text(before)}, then {_text(now)})"
 
@@ -95,6 +134,8 @@ def _text(value: Any) -> str:
     if value is None:
         return "none that is compared"
     kind, content = value
+    if kind is _Same:
+        return f"object {content:#x}"
     if not issubclass(kind, _CONTAINERS):
         return repr(content)
     entries = [entry for _, entry in content]
@@ -103,8 +144,8 @@ def _text(value: Any) -> str:
     return reprlib.repr(tuple(entries) if issubclass(kind, tuple) else entries)
 
 
-def numbers_of(modules: Iterable[nn.Module]) -> dict[Key, Any]:
-    """The present numbers that programs have set on modules, frozen."""
+def numbers_of(modules: Iterable[Any]) -> dict[Key, Any]:
+    """What programs have set on modules and objects now, frozen."""
     return {
         (id(module), name): value
         for module in modules
@@ -132,7 +173,7 @@ class Numbers:
                 self._start.setdefault(key, (module, start))
                 continue
             self._start.pop(key, None)
-            if start is not None and now is not None:
+            if is_number(start) and is_number(now):
                 changed.append(change_of(module, key[1], start, now))
         self._look()
         return changed

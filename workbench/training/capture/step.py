@@ -64,16 +64,18 @@ def capture(
     ran normally.
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
-    that the step calls has another strategy, mode (``train()``, ``eval()``) or set of frozen parameters, or has got
-    other layers, parameters or buffers, if a number that the step reads from a module (``model.drop.p``; also strings,
-    flags, and lists, tuples and dicts of these with at most 64 entries) has another value, if parameters have moved, or
-    if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the
-    same calls, with inputs of equal logical shapes, and read the same numbers: a rank that alone reads another value
-    records anew while the others replay, and they wait for each other.
+    that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or hooks, or has
+    got other layers, parameters, buffers or plain tensors, if a number that the step reads from a module
+    (``model.drop.p``) or from an object that the module has (``model.cfg.tau``; also strings, flags, and lists, tuples
+    and dicts of these with at most 64 entries) has another value, if parameters have moved, or if the world was
+    rebuilt. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same calls, with
+    inputs of equal logical shapes, and read the same numbers: a rank that alone reads another value records anew while
+    the others replay, and they wait for each other.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
-    warning names numbers of modules that the step itself changes. A batch is an argument: one that the step takes from
-    a variable outside stays that of the recording.
+    warning names numbers of modules that the step itself changes, and random numbers of Python and numpy. What the step
+    takes from a variable outside (a batch, a weight of a loss, another optimizer) stays that of the recording: hand it
+    in as an argument.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
@@ -96,7 +98,8 @@ def capture(
     Raises:
         ValueError: there is no such backend, or no memory.
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
-            values, steps an optimizer with a closure, steps a scheduler, or keeps tensors for its next call.
+            values, steps an optimizer with a closure, sets a learning rate (as a scheduler does), or keeps tensors for
+            its next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
@@ -189,13 +192,15 @@ class CapturedStep(Generic[_Arguments, _Result]):
                 warn_of_values(self._name, changed, self._max_recordings)
             return self._step(*args, **kwargs)
         _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
-        before = self._guards.numbers()
-        with read_numbers() as reads:
+        objects = self._guards.objects()
+        before, drawn = self._guards.numbers(objects), self._guards.numbers_drawn(objects)
+        with read_numbers(objects) as reads:
             result, recording = _record(self._step, world, leaves, structure, kind, self._options)
         changed = kind.numbers.add(reads, before)
         kind.recordings[graded] = recording
         self.num_recordings += 1
-        changed = list(dict.fromkeys((*self._guards.changes_since(before), *changed)))
+        random = [] if drawn == self._guards.numbers_drawn(objects) else ["random numbers of Python or numpy"]
+        changed = list(dict.fromkeys((*self._guards.changes_since(before, objects), *changed, *random)))
         if changed and not self._has_warned_of_numbers:
             self._has_warned_of_numbers = True
             warn_of_numbers(self._name, changed)

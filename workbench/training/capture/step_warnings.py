@@ -38,10 +38,11 @@ def warn_of_changes(name: str, num_calls: int) -> None:
 
 
 def warn_of_numbers(name: str, changed: Sequence[str]) -> None:
-    """The step changes numbers of its modules; ``changed`` has a text for each."""
+    """The step changes numbers of its modules, or draws random ones; ``changed`` has a text for each."""
     warnings.warn(
-        f"capture: {name} changes numbers of its modules: {', '.join(changed)}. A replay neither changes them nor "
-        "reads them: they stay those of the recording. Change them outside of the step, or keep them in tensors.",
+        f"capture: {name} changes numbers that are in no tensor: {', '.join(changed)}. A replay neither "
+        "changes, reads nor draws them: they stay those of the recording. Do that outside of the step, or keep them in "
+        "tensors.",
         CaptureWarning,
         stacklevel=_LEVEL,
     )
