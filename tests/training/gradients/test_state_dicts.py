@@ -72,6 +72,8 @@ def test_a_full_state_dict_of_torch_is_whole(strategy):
                 get_state_dict(model, optimizer, options=options)
             return None
         weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        values = [*weights.values(), *(value for each in state["state"].values() for value in each.values())]
+        assert all(type(value) is torch.Tensor for value in values)
         torch.testing.assert_close((weights, state["state"]), (expected[0], expected[1]["state"]), rtol=1e-9, atol=1e-9)
         step(model, optimizer)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
