@@ -115,6 +115,7 @@ torch.nn.Module._non_persistent_buffers_set
 torch.nn.Module._parameters
 torch.nn.MultiheadAttention._reset_parameters
 torch.nn.modules.batchnorm._NormBase
+torch.nn.modules.transformer._detect_is_causal_mask
 torch.optim.Optimizer._optimizer_step_code
 torch.optim.Optimizer._optimizer_step_post_hooks
 torch.optim.Optimizer._optimizer_step_pre_hooks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +48,38 @@ def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int
     if packet is BY_EXPERT and args[0].ndim == 2:  # rows of all experts, one matrix each
         return 2.0 * args[0].numel() * args[1].shape[-1], args[0].shape[-1]
     if packet not in flop_registry:
-        return 0.0, 0
+        return _OTHERS[base](*args) if base in _OTHERS else (0.0, 0)
     flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
     if base in ("addmm", "baddbmm"):
         return flops, args[1].shape[-1]
     if base == "convolution":
         return flops, args[1].numel() // args[1].shape[0]
     return flops, args[0].shape[-1]
+
+
+def _of_bilinear(
+    first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, *at: Sequence[int]
+) -> tuple[float, int]:
+    """Of ``_trilinear``: products of three tensors, which get dims of 1 ``at`` these places, summed over some dims."""
+    shapes = []
+    for tensor, places in zip((first, second, third), at, strict=False):
+        shape = list(tensor.shape)
+        for place in places:
+            shape.insert(place, 1)
+        shapes.append(shape)
+    return 2.0 * math.prod(torch.broadcast_shapes(*shapes)), first.shape[-1]
+
+
+def _of_rows(rows: torch.Tensor, other: torch.Tensor, *_: Any) -> tuple[float, int]:
+    """A sum over the last dim for each row, or pair of a row and one of the other tensor's."""
+    return 2.0 * rows.numel() * (other.shape[-2] if other.ndim > 1 else 1), rows.shape[-1]
+
+
+_OTHERS: dict[str, Callable[..., tuple[float, int]]] = {
+    "mv": _of_rows, "dot": _of_rows, "_euclidean_dist": _of_rows, "_cdist_forward": _of_rows,
+    "_trilinear": _of_bilinear,
+}  # fmt: skip
+"""The work of products that torch's counter leaves out."""
 
 
 def attention_size(func: Any, args: Any, kwargs: Any) -> AttentionSize | None:

@@ -103,6 +103,62 @@ def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     assert (flops, saved) == real_run(make, inputs)
 
 
+def test_an_lstm_does_four_thirds_of_the_work_of_a_gru() -> None:
+    """torch computes it by one function of the CPU, of which its counter knows nothing."""
+    works = {}
+    for kind in (nn.LSTM, nn.GRU):
+        costs = layer_costs(lambda kind=kind: kind(16, 32, 2, batch_first=True, bidirectional=True), (2, 5, 16))
+        works[kind] = costs.rows[0].flops, costs.rows[0].saved_bytes
+    layers = [16 * 32 + 32 * 32, 64 * 32 + 32 * 32]
+    assert works[nn.LSTM][0] == pytest.approx(4 / 3 * works[nn.GRU][0]) == 5 * 2 * 2 * 4 * sum(layers)
+    assert works[nn.LSTM][1] > 5 * 2 * 2 * 4 * 32 * 4  # four gates of every word
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.out(x), x)
+
+
+def test_products_that_torchs_counter_leaves_out() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.vector = nn.Bilinear(3, 5, 7), nn.Parameter(torch.randn(7))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            pair = self.pair(x, y)
+            return pair @ self.vector + torch.cdist(x[:, None], y[:, None, :3]).flatten()
+
+    rows = layer_costs(Products, [torch.randn(4, 3), torch.randn(4, 5)]).rows
+    assert [row.flops for row in rows] == [2 * 3 * 5 * 7, 2 * 7 + 2 * 3]
+    many = layer_costs(lambda: Distances(), torch.randn(2, 40, 8)).rows
+    assert sum(row.flops for row in many) == 2 * 40 * 40 * 8 + 2 * 40 * 8 * 8
+
+
+@pytest.mark.parametrize("name", ["mask", "src_mask", "is_causal"])
+def test_torchs_transformers_with_a_mask(name: str) -> None:
+    """Their code looks at the values of a mask to find out whether it is causal."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+            self.encoder, self.both = nn.TransformerEncoder(layer, 2), nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            if name == "src_mask":
+                return self.both(x, x, src_mask=mask, tgt_mask=mask)
+            return self.encoder(x, mask=mask, is_causal=True if name == "is_causal" else None)
+
+    costs = layer_costs(Words, (2, 5, 16))
+    assert sum(row.flops for row in costs.rows) > 0
+
+
 def test_a_wider_model_is_told_apart() -> None:
     inputs = torch.randn(3, 5, 16)
     costs = fake_run(lambda: Attention(num_heads=2), inputs)

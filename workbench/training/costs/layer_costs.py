@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
+from torch.nn.modules import transformer
 
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
@@ -102,7 +103,7 @@ def _count(
     counter = WorkCounter(_owners(module, state), num_samples, shapes, has_frozen)
     try:
         counting = counter.watch(dict(layers_of(module)), batch)
-        with without_log(), even_experts(module), mode, torch.enable_grad(), counting:
+        with without_log(), without_values(module), mode, torch.enable_grad(), counting:
             positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
@@ -195,6 +196,28 @@ def heads_of(module: nn.Module) -> set[int]:
     places = [place for part in module.modules() for place in (part, getattr(part, "config", None))]
     found = (getattr(place, name, None) for place in places if place is not None for name in HEADS)
     return {number for number in found if isinstance(number, int) and not isinstance(number, bool) and number > 0}
+
+
+@contextmanager
+def without_values(module: nn.Module) -> Iterator[None]:
+    """A context in which torch's own code that reads values goes by shapes: a square mask of torch's transformers is a
+    causal one. Recurrent layers call functions whose work is known, on CPUs too.
+    """
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = _is_square
+    was_enabled = torch.backends.mkldnn.set_flags(False)[0]
+    try:
+        with even_experts(module):
+            yield
+    finally:
+        transformer._detect_is_causal_mask = before
+        torch.backends.mkldnn.set_flags(was_enabled)
+
+
+def _is_square(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    if is_causal is None and mask is not None:
+        return mask.shape == 2 * (size or mask.shape[-2],)
+    return is_causal is True
 
 
 @contextmanager
