@@ -75,7 +75,8 @@ def _entries(contents: Any) -> Sequence[Any]:
     return (*contents, *contents.values()) if isinstance(contents, dict) else contents
 
 
-def _set_random_states(states: list[Any], device: torch.device) -> None:
+def set_random_states(states: list[Any], device: torch.device) -> None:
+    """Go on from what ``random_states`` has returned for the same kind of device."""
     *of_torch, of_python, of_numpy = states
     default_generator.set_states(of_torch, device)
     random.setstate(of_python)
@@ -175,7 +176,7 @@ class ProgramState:
 
     def put_back(self) -> None:
         """Go on from this state."""
-        _set_random_states(self._random, self._device)
+        set_random_states(self._random, self._device)
         with local_torch(), torch.no_grad():
             for value, contents in self._held.values():
                 _put_back(value, contents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,17 +11,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import CheckpointError
+from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
+from workbench.training.program_state import random_states, set_random_states
 from workbench.training.saving import optimizers
 from workbench.training.saving.flat import Path, flatten, name_of
 from workbench.training.saving.plain_copies import checksum
 from workbench.training.saving.reading import Checkpoint, shape_of
 
 RANDOM = "random"
-"""The part with the generator of keys; every checkpoint has it."""
+"""The part with the generator of keys, which all ranks have alike, and each rank's others; every checkpoint has it."""
+_RANKS = "ranks"
 
 
 def kind_of(value: Any) -> str:
@@ -42,7 +46,8 @@ def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], di
         found, tied = leaves_of(part, value, parts)
         leaves |= found
         aliases |= tied
-    return leaves | flatten({RANDOM: {"generator": _generator(world).get_state()}}), aliases
+    random = {"generator": _generator(world).get_state(), _RANKS: {str(world.rank): _state_of_rank(world)}}
+    return leaves | flatten({RANDOM: random}), aliases
 
 
 def leaves_of(part: str, value: Any, parts: Mapping[str, Any]) -> tuple[dict[Path, Any], dict[str, str]]:
@@ -85,6 +90,12 @@ def checksums(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[str,
 
 def _generator(world: World) -> torch.Generator:
     return world.context.generator or torch.default_generator
+
+
+def _state_of_rank(world: World) -> bytes:
+    """The states of the generators of this rank's GPU, of Python and of numpy."""
+    _, *of_gpu, of_python, of_numpy = random_states(world.device)
+    return pickle.dumps(([state.numpy() for state in of_gpu], of_python, of_numpy))
 
 
 def _state_of(part: str, value: Any, parts: Mapping[str, Any]) -> Any:
@@ -205,6 +216,16 @@ class Restoring:
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(self.checkpoint.value(part, *path))
 
     def assign_random_state(self) -> None:
-        """Restore the random numbers of the moment of saving."""
-        if self.checkpoint.below(RANDOM):
-            _generator(self.world).set_state(self.checkpoint.value(RANDOM, "generator"))
+        """Restore the random numbers of the moment of saving. A rank that was not there goes on from what all ranks had
+        alike, and else keeps its own generators of Python, of numpy and of its GPU.
+        """
+        if not self.checkpoint.below(RANDOM):
+            return
+        _generator(self.world).set_state(self.checkpoint.value(RANDOM, "generator"))
+        saved, own = [rank for (rank,) in self.checkpoint.below(RANDOM, _RANKS)], str(self.world.rank)
+        states = {self.checkpoint.value(RANDOM, _RANKS, rank) for rank in ([own] if own in saved else saved)}
+        if len(states) == 1:
+            of_gpu, *others = pickle.loads(states.pop())
+            of_cpu, *present = default_generator.states(self.world.device)
+            of_gpu = [torch.from_numpy(state) for state in of_gpu[: len(present)]]  # a CPU has none of its own
+            set_random_states([of_cpu, *of_gpu, *others], self.world.device)
