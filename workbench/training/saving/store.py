@@ -122,8 +122,9 @@ def save(
         on_complete: rank 0 calls it when the checkpoint is complete, from a helper thread if ``async_op``.
         parts: the objects to save, by names of your choice: modules, optimizers (together with the module of their
             parameters), anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a
-            GlobalDataLoader), and plain values: numbers, strings, dicts, lists and tensors. The state of the random
-            numbers is saved too. Plain tensors are equal on all ranks, and one copy is written.
+            GlobalDataLoader), and plain values: numbers, strings, dicts, lists and tensors. Plain tensors are equal on
+            all ranks, and one copy is written. The states of the random numbers of torch, Python and numpy are saved
+            too, those of Python, numpy and a GPU for each rank.
 
     Returns:
         A handle with ``wait()``; without ``async_op`` the checkpoint is already complete.
@@ -239,7 +240,8 @@ def load(
         path: a directory of ``wb.checkpoint.save`` or of ``torch.distributed.checkpoint.save``. Load only files that
             you trust: as in ``torch.load`` of whole objects, a file may run code.
         strict: refuse a checkpoint that lacks tensors of a module, or has others. False ignores these.
-        random_state: also restore the state of the random numbers.
+        random_state: also restore the states of the random numbers. A rank that was not there at the save gets those of
+            Python, numpy and a GPU only if all ranks had the same.
         parts: modules, optimizers and other objects, by the names under which they were saved. They are filled in
             place.
 
