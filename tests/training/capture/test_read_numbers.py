@@ -24,6 +24,10 @@ class Config:
         self.__dict__ |= attributes
 
 
+class Pair(tuple):
+    """A tuple that may have attributes, which is compared by value as others are."""
+
+
 class Tempered(nn.Module):
     """A layer with dropout, and a temperature that a program lowers."""
 
@@ -31,12 +35,13 @@ class Tempered(nn.Module):
         super().__init__()
         self.fc, self.drop = filled(nn.Linear(4, 4)), nn.Dropout(0.0)
         self.tau, self.counts, self.num_calls, self.newest, self.cfg = 1.0, counts, 0, None, Config()
+        self.pair = Pair((1, 2))
 
     def forward(self, x):
         if self.counts:
             self.num_calls += 1
             self.newest = x
-        return self.drop(self.fc(x)) * (self.cfg.t / self.tau)
+        return self.drop(self.fc(x)) * (self.cfg.t / self.tau / self.pair[0])
 
 
 def lower(module):
@@ -100,6 +105,7 @@ def set_on_one_rank(module, number):
 
 def set_on_all_ranks(module, number):
     module.global_step = module.fc.seen = module.cfg.global_step = number
+    module.pair = Pair((1, 2))
 
 
 @pytest.mark.parametrize("change", [set_on_one_rank, set_on_all_ranks])
@@ -182,6 +188,7 @@ CASES = {
     "of an object": (lambda: Scaled(lambda m: m.cfg.t, cfg=Config(t=1)), lambda m: setattr(m.cfg, "t", 2)),
     "of an object's": (lambda: Scaled(lambda m: m.cfg.o.t, cfg=Config(o=Config())), lambda m: setattr(m.cfg.o, "t", 2)),
     "another object": (lambda: Scaled(lambda m: m.cfg.t, cfg=Config()), lambda m: setattr(m, "cfg", Config(t=2))),
+    "function": (lambda: Scaled(lambda m: 1), lambda m: setattr(m, "find", lambda m: 2)),
     "own getattr": (wrapped, lambda m: setattr(m.inner, "tau", 2)),
     "own getattribute": (lambda: OwnGetattribute(lambda m: m.my_tau, tau=1), set_to(2)),
 }

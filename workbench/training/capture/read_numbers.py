@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ _ABSENT = object()
 _NEVER_NUMBERS = OF_TORCH | vars(nn.Module).keys() | {"__class__"}
 _HELD = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict)
+_COMPARED_AS_ONE = (torch.Tensor, FunctionType, BuiltinFunctionType)
 
 Key: TypeAlias = tuple[int, str]
 """The id of a module, or of an object that a module has, and the name of an attribute."""
@@ -57,14 +59,15 @@ def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
 @contextmanager
 def read_numbers(objects: Iterable[Any] = ()) -> Iterator[Reads]:
     """Context that gives what this thread reads in it from attributes of modules and of ``objects``: numbers, strings,
-    flags, lists, tuples and dicts of them (of up to 64 entries), and which tensors and objects are there. What code
-    takes from ``module.__dict__`` is not noticed, and nothing of an object whose class has a ``__getattribute__``.
+    flags, lists, tuples and dicts of them (of up to 64 entries), and which tensors, functions and objects are there.
+    What code takes from ``module.__dict__`` is not noticed, and nothing of an object whose class has a
+    ``__getattribute__``.
     """
     thread, reads, objects = threading.get_ident(), Reads(), list(objects)
-    kinds = {kind for kind in map(type, objects) if "__getattribute__" not in vars(kind)}
     with _LOCK:
+        kinds = {nn.Module, *(kind for kind in map(type, objects) if "__getattribute__" not in vars(kind))} - _CHANGED
         _READERS[thread] = reads, frozenset(map(id, objects))
-        for kind in {nn.Module, *kinds} - _CHANGED:
+        for kind in kinds:
             with suppress(TypeError):  # a class that is written in C, such as functools.partial, stays as it is
                 setattr(kind, "__getattribute__", _recording_reads(kind))  # noqa: B010 (mypy refuses the assignment)
                 _CHANGED.add(kind)
@@ -107,21 +110,21 @@ def _recording_reads(kind: Any) -> Any:
 
 def frozen(value: Any) -> Any:
     """A value to compare with later ones of the attribute: equal if it has the same type and value, NaN included, or is
-    the same tensor or object of the program. None for what is not compared: functions, modules, and lists, tuples and
+    the same tensor, function or object of the program. None for what is not compared: modules, and lists, tuples and
     dicts that are long or have anything but numbers, strings and flags in them.
     """
     if isinstance(value, VALUES):
         return type(value), value if value == value else math.nan
-    if isinstance(value, torch.Tensor) or is_object(value):
-        return _Same, id(value)
-    if not isinstance(value, _CONTAINERS) or len(value) > _MOST_ENTRIES:
+    if not isinstance(value, _CONTAINERS):
+        return (_Same, id(value)) if isinstance(value, _COMPARED_AS_ONE) or is_object(value) else None
+    if len(value) > _MOST_ENTRIES:
         return None
     entries = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     return (type(value), [*map(frozen, entries)]) if all(isinstance(entry, VALUES) for entry in entries) else None
 
 
 def is_number(found: Any) -> bool:
-    """Whether a frozen value is one of numbers, strings and flags, and no tensor or object."""
+    """Whether a frozen value is one of numbers, strings and flags, and no tensor, function or object."""
     return found is not None and found[0] is not _Same
 
 
