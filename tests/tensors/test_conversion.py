@@ -1,5 +1,7 @@
 """Conversions between plain and global tensors: values, gradients, disagreement."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -106,12 +108,18 @@ def test_check_mode_finds_plain_tensors_that_differ(monkeypatch):
 def test_a_dtensor_of_torch_is_refused_where_it_would_become_global():
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        other, module = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]), distribute_module(nn.Linear(3, 3), mesh)
-    finally:
-        torch.distributed.destroy_process_group()
+    def made_by_torch():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            return distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]), distribute_module(nn.Linear(3, 3), mesh)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    # For each thread torch keeps what it has found out about a mesh. A process that another thread forks later, such as
+    # a worker of a DataLoader, would free it, and end in the destructor of the process group.
+    with ThreadPoolExecutor(1) as pool:
+        other, module = pool.submit(made_by_torch).result()
 
     def program():
         everywhere = wb.placement("cpu", ranks=[0])
