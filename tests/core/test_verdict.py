@@ -41,6 +41,13 @@ def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():
     assert verdict.equal and verdict.by == "noise" and verdict.noise == 1e-2 and verdict.largest == 2e-1
 
 
+def test_where_weights_have_decided_the_text_has_their_numbers():
+    weights = case(1e-7, tensors=(tensor(apart=4e-3),))
+    verdict = decided(replace(weights, noise=Distance((0.0, 0.0), (tensor(apart=2e-3),))))
+    assert verdict.equal and verdict.by == "noise"
+    assert "its weights differ by 4e-03, one device's own by 2e-03 when its rounding is perturbed" in verdict.text
+
+
 def test_a_difference_beyond_the_noise_is_looked_at_in_float64():
     odd = replace(case(1e-7, 1e-3), noise=Distance((0.0, 0.0, 2e-5, 0.0), (tensor(),)))
     assert odd.missing() == "finer" and odd.num_steps("finer") == 2

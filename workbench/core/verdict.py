@@ -336,6 +336,11 @@ class Case:
         growth = _growth(self.found.losses)
         grown = f", and grows {growth:.1f} times in a step" if growth is not None and growth > 1 else ""
         own = f"; one device differs from itself by {_largest(self.noise):.0e} when its rounding is perturbed"
+        if self.noise is not None and not any(self.noise.losses):
+            own = (
+                f"; its weights differ by {_farthest(self.found):.0e}, one device's own by {_farthest(self.noise):.0e} "
+                "when its rounding is perturbed"
+            )
         return f"rounding: the loss differs by {_first(self.found.losses):.0e} at first{grown}{own}{exact}"
 
 
@@ -344,6 +349,10 @@ _Limit = Callable[[int | TensorChange | None], float]
 
 def _largest(distance: Distance | None) -> float:
     return max(distance.losses, default=0.0) if distance is not None else 0.0
+
+
+def _farthest(distance: Distance) -> float:
+    return max((tensor.apart for tensor in distance.tensors), default=0.0)
 
 
 def _first(losses: Sequence[float]) -> float:
