@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks
 from workbench.tensors.patch_table import patch
+from workbench.tensors.tensor_state import Spec
 
 
 def _saving_whole(transformers_own: Any) -> Any:
@@ -62,43 +64,27 @@ def _whole_tensors(given: Any, held: Any, keeps: bool) -> dict[str, Any]:
     return named
 
 
-def _refusing_shards(safetensors_own: Any) -> Any:
-    if safetensors_own is None:  # this version has no such function
-        return None
+def _refusing(refuses: Callable[[Spec], bool], advice: str) -> Callable[[Any], Any]:
+    """What makes a function of safetensors refuse global tensors of such specs."""
 
-    @functools.wraps(safetensors_own)
-    def flatten(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        odd = next((name for name, value in tensors.items() if isinstance(value, GlobalTensor)), None)
-        if odd is not None:
-            raise LayoutError(
-                f"safetensors: {odd!r} is a global tensor of shape {tuple(tensors[odd].shape)}, "
-                f"{tensors[odd]._spec.layout}, of which this rank holds {tuple(tensors[odd]._spec.local_shape)}. A "
-                "file holds whole tensors: call wb.checkpoint.export_safetensors(model, folder), or give "
-                "value.full_tensor() for each, on all ranks."
-            )
-        return safetensors_own(tensors, *args, **kwargs)
+    def make(safetensors_own: Any) -> Any:
+        if safetensors_own is None:  # this version has no such function
+            return None
 
-    return flatten
+        @functools.wraps(safetensors_own)
+        def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, value in tensors.items():
+                if isinstance(value, GlobalTensor) and refuses(spec := value._spec):
+                    held = "nothing" if spec.is_placeholder else tuple(spec.local_shape)
+                    raise LayoutError(
+                        f"safetensors: {name!r} is a global tensor of shape {tuple(spec.shape)}, {spec.layout}, of "
+                        f"which this rank holds {held}. A file holds whole tensors: {advice} on all ranks."
+                    )
+            return safetensors_own(tensors, *args, **kwargs)
 
+        return checked
 
-def _refusing_parts(safetensors_own: Any) -> Any:
-    if safetensors_own is None:  # this version has no such function
-        return None
-
-    @functools.wraps(safetensors_own)
-    def remove_duplicate_names(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, value in state_dict.items():
-            if isinstance(value, GlobalTensor) and not (spec := value._spec).is_whole_everywhere:
-                held = "nothing" if spec.is_placeholder else tuple(spec.local_shape)
-                raise LayoutError(
-                    f"safetensors load_model() or save_model(): {name!r} is a global tensor of shape "
-                    f"{tuple(spec.shape)}, {spec.layout}, of which this rank holds {held}. "
-                    "safetensors reads and writes whole tensors: call wb.checkpoint.load_safetensors(model, path) or "
-                    "wb.checkpoint.export_safetensors(model, folder) on all ranks."
-                )
-        return safetensors_own(state_dict, *args, **kwargs)
-
-    return remove_duplicate_names
+    return make
 
 
 def _giving_whole(torchs_own: Any) -> Any:
@@ -137,11 +123,17 @@ patch(
 )
 patch(
     "safetensors.torch._remove_duplicate_names",
-    "it looks for whole tensors in the memory of shards",
-    _refusing_parts,
+    "load_model and save_model look by it for whole tensors in the memory of shards",
+    _refusing(
+        lambda spec: not spec.is_whole_everywhere,
+        "call wb.checkpoint.load_safetensors(model, path), or wb.checkpoint.export_safetensors(model, folder),",
+    ),
 )
 patch(
     "safetensors.torch._flatten_as_ptr",
     "it reads the memory of a shard with the size of the whole",
-    _refusing_shards,
+    _refusing(
+        lambda spec: True,
+        "call wb.checkpoint.export_safetensors(model, folder), or give value.full_tensor() for each,",
+    ),
 )
