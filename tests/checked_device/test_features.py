@@ -76,7 +76,7 @@ def test_models(make, step, strategy):
     assert_equal_to_the_host(lambda: train(build(), step, 2)[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("make", "step", "strategy", "num_ranks"), test_on_gpu.SEQUENCES_AND_EXPERTS)
 def test_sequences_and_experts(make, step, strategy, num_ranks):
     [truth] = test_on_gpu.run(make, "*: data", 1, "cpu", step)

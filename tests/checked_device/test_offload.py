@@ -72,7 +72,7 @@ def same(found, expected):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", ["optimizer", "activations", "optimizer+activations"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_numbers_are_those_without_it_and_nothing_waits(strategy, kinds):

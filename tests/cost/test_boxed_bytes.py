@@ -141,7 +141,7 @@ def slow_unless(is_quick):
     return pytest.mark.parametrize(("name", "num_ranks", "text"), found)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @slow_unless(lambda degrees, words: True)
 def test_usual_strategies_send_what_is_estimated(name, num_ranks, text):
     """Data, model, sequence and pipeline parallelism, ZeRO and recomputation: equal to the byte."""
@@ -149,21 +149,21 @@ def test_usual_strategies_send_what_is_estimated(name, num_ranks, text):
 
 
 # Two ranks sum in one step whatever the link is: only axes of four tell a ring from one shot.
-@pytest.mark.sampled(2, start=1)
+@pytest.mark.sampled(4, start=1)
 @slow_unless(lambda degrees, words: "4" in degrees)
 def test_sums_in_one_step_send_what_is_estimated(name, num_ranks, text):
     assert_same_bytes(name, text, num_ranks, hardware=ONE_SHOT)
 
 
 # Under autocast other sizes are sent by the same program: a stage's are those of one stage, two tell of all.
-@pytest.mark.sampled(4, start=2)
+@pytest.mark.sampled(8, start=2)
 @slow_unless(lambda degrees, words: not degrees.startswith("2x") or "sequence" in words)
 def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
     """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""
     assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
 
 
-@pytest.mark.sampled(6, start=1)
+@pytest.mark.sampled(12, start=1)
 @slow_unless(lambda degrees, words: True)
 def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
     """The largest values are sent as estimated; of recomputed layers, also those outside of blocks count twice."""
@@ -200,7 +200,7 @@ def frozen_skips(*names):
 FROZEN = [("a",), ("b",), ("a", "b"), ("a", "b", "c"), ("a", "b", "c", "d"), ("c", "d")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("borders", [["a", "bcdh"], *(each.replace("head", "h").split("|") for each in BORDERS)])
 @pytest.mark.parametrize("names", FROZEN)
 def test_residuals_of_frozen_layers_are_sent_without_their_gradients(names, borders):

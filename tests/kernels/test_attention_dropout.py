@@ -58,7 +58,7 @@ def with_gradients(function, operands, *rest):
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_the_formula(case, dtype, device):

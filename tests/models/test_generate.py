@@ -96,7 +96,7 @@ def assert_words_are_those_of_one_device(name: str, strategy: str, num_ranks: in
             assert torch.equal(words, truth), f"{options}: {words.tolist()} instead of {truth.tolist()}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", [*list(STRATEGIES)[:2], pytest.param("*: model | 1x2x2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_and_sampled_words_are_those_of_one_device(name, strategy):

@@ -41,6 +41,7 @@ def loss_that_raises_in(call):
     return loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", GENERATORS)
 @pytest.mark.parametrize("call", [2, 4])
 def test_the_next_step_does_not_read_what_a_broken_one_has_left(schedule, call):

@@ -48,7 +48,7 @@ class HalfShared(Plain):
 KINDS = [Plain, Shared, Frozen, Normalized, HalfShared]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recompute", ["recompute", "recompute=cheap", "recompute=attention", "recompute=2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_backward(kind, recompute):
@@ -192,6 +192,7 @@ def watch_without_keeping(self, node, parameters, between):
     self._left.append((node, grads, parameters))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "options", "num_ranks"),
     [

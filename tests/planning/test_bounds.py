@@ -45,6 +45,7 @@ def assert_bounds_are_below(problem: Problem) -> None:
         assert bounds.tight(candidate) <= step_s * (1 + 1e-9), candidate
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", FEW)
 def test_bounds_are_below_every_strategy(seed: int) -> None:
     assert_bounds_are_below(replace(random_problem(seed), memory_bytes=inf))

@@ -40,6 +40,7 @@ def assert_equals_brute_force(seed: int) -> None:
         assert incumbents.best_value == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", QUICK)
 def test_small_problems_equal_brute_force(seed: int) -> None:
     assert_equals_brute_force(seed)
@@ -183,7 +184,7 @@ def test_every_cut_into_stages() -> None:
     assert len(list(stage_assignments(6, 3))) == 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("constraints", "holds"),
     [

@@ -21,8 +21,7 @@ from workbench.session.comparison.subject import Subject
 from workbench.session.on_engine import shell
 
 STEPS = 12
-SLOW = pytest.mark.slow
-"""One more case of what the others show."""
+SLOW = pytest.mark.slow  # one more case of what the others show
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +136,7 @@ STRATEGIES = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resnet_whose_rounding_doubles_every_step_is_equal(strategy: str):
     run = judged(resnet, images(), F.cross_entropy, strategy, fast_sgd)

@@ -215,7 +215,7 @@ def on_one_rank(precision, num_micro_batches=1):
     return run_ranks(lambda: train(model, f"*: data | mb={num_micro_batches} {precision}"), 1)[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "num_ranks"), RUNS)
 def test_losses_of_one_device_in_fp8(strategy, num_ranks):
     truth = on_one_rank("fp8", Strategy(strategy).options.num_micro_batches)

@@ -26,7 +26,7 @@ from workbench.training.offload import activations
 from workbench.training.parallel import describe
 
 NUM_STEPS, SAMPLES = 20, 7
-QUICK = (6, 7, 8, 26)
+QUICK = (6, 7, 8)
 """Seeds of ``make test``."""
 LIMIT = 1e-9
 """Of losses and weights, in 64 bits."""

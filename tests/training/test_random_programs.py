@@ -219,7 +219,7 @@ def assert_like_one_device(seed: int) -> None:
             )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_program_gives_the_numbers_of_one_device(seed: int) -> None:
     assert_like_one_device(seed)

@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout, whose numbers a second run draws again."""
@@ -78,6 +79,7 @@ def kept(text):
     return stage.kept_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", ["*: data | 1x2x1", "*: model | 1x1x2"])
 def test_each_kind_keeps_less_and_gives_the_same_gradients(rows):
     torch.manual_seed(0)

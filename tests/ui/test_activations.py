@@ -46,7 +46,7 @@ def select(panel: Panel, pattern: str) -> None:
     panel._editor.grid._handle_custom_msg({"event": "select", "rows": [pattern]}, [])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", ["data", "model", "*: model | sequence", "hybrid"])
 def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Words], strategy: str):
@@ -59,7 +59,7 @@ def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Wor
     assert [row["pattern"] for row in panel._editor.grid.view["rows"]] == [row.node.pattern for row in panel.state.rows]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in (Twice, Flat)])
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("data", 2), ("model", 2), ("*: model | 1x2x2", 4)])
 def test_the_panel_and_the_planner_count_what_a_step_sends(model: type[Words], strategy: str, num_ranks: int):

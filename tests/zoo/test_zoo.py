@@ -34,6 +34,7 @@ def test_a_model_that_nobody_prepared_equals_one_device(name):
     assert not [result["gathered"] for result in results.values() if result["gathered"]]
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("name", ["funnel:masked_lm", "sew-d:ctc"])
 def test_models_that_once_deadlocked_as_pipelines_equal_one_device(name):
     """What blocks box in two steps is there for the next; a function that makes constants has known results."""

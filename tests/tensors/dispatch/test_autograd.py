@@ -229,7 +229,7 @@ def jacobians(make):
     return functional.jacobian(lambda x: x * x.sum(), v), functional.hessian(lambda x: (x**3).sum(), v)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\)")

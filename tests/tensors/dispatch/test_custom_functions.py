@@ -39,7 +39,7 @@ ON_ONE_DEVICE = {**PROGRAMS, "named": lambda x, y: fns.Two.apply(x, y)[0]}
 ELEMENTWISE = {"gelu", "two", "named", "in_place", "clamped"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @GATHERS
 @pytest.mark.parametrize("ranks", [[0, 1], [1], [1, 2]], ids=str)
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])

@@ -95,6 +95,7 @@ def assert_captured_in_stages(options, num_ranks=2, run=run_ranks, train=train_i
         assert len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "schedule",
     ["1f1b", "zero_bubble", "interleaved", "zero_bubble_v", pytest.param("gpipe", marks=pytest.mark.slow)],

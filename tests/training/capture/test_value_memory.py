@@ -160,7 +160,9 @@ def test_no_memory_is_refused(memory_bytes):
         wb.capture(lambda x: x, memory_bytes=memory_bytes)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_bytes": 1}, {"backend": "inductor"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"memory_bytes": 1}, pytest.param({"backend": "inductor"}, marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore:capture.memory_bytes")
 def test_statistics_of_batch_norm_move_once_in_a_step(options):
     """torch does not say that the operator writes to them. Nothing reads its result, or it is computed again."""

@@ -136,7 +136,7 @@ SLOW = [(*case, "bf16") for case in CASES if case[0] >= 2]
 SLOW += [(*case, precision) for case in MORE_CASES for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("seed", "name", "num_ranks", "precision"),
     [

@@ -125,7 +125,7 @@ def predicted(
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=2 mb=2", "*: data | zero=3", IN_TWO])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_bytes_as_a_dry_run(name, text):
@@ -138,7 +138,7 @@ RNN_IN_TWO = "*: data; rnn: data@1; head: data@1 | 2x1x1 mb=4 1f1b"
 HEAD_IN_TWO = "*: data; head: data@1 | 2x1x1 mb=2 1f1b"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | zero=3", RNN_IN_TWO, HEAD_IN_TWO])
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
 def test_a_layer_that_returns_several_tensors_has_a_backward_if_one_of_them_has(recurrent, text):
@@ -183,6 +183,7 @@ def test_what_enters_a_container_is_unknown(trained, expected):
     assert root.has_gradients == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["*: data", "*: data | recompute"])
 @pytest.mark.parametrize("trained", ["fc2", "conv2", "bn2"])
 def test_frozen_batch_norms_sum_their_statistics_in_forward(trained, text):
@@ -200,6 +201,7 @@ def test_frozen_batch_norms_sum_their_statistics_in_forward(trained, text):
     assert found.boxed_bytes == dry_run(make, text, 2, *batch, F.cross_entropy).boxed_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["head", "16 bits", "head of 16 bits", "64 bits"])
 def test_as_many_bytes_as_a_dry_run_on_a_model_axis(name):
     counted = dry_run(MODELS[name], "*: model", 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss)

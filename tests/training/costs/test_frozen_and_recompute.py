@@ -86,7 +86,7 @@ def test_layers_of_a_chain_run_again_from_the_first_trained_one_on():
     assert rows_again(costs_of("chain"), "4") == ([-1, -2, 2, 3], False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "text",
     [

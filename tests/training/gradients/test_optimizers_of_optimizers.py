@@ -54,6 +54,7 @@ def train(model, make, step=None):
     return optimizer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_within_steps_are_those_of_one_device(kind, strategy):
@@ -100,6 +101,7 @@ def with_an_error_within(model):
         optimizer.zero_grad()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 @pytest.mark.parametrize("run", [with_a_schedule, with_a_scaler, with_an_error_within])
 def test_what_people_do_with_them(run, strategy):
@@ -124,6 +126,7 @@ def test_an_optimizer_that_is_not_known_to_step_another_says_so():
     assert run_ranks(program, 2) == [True, True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("kind", ["chain of two", "warm-up of Adam", "two kinds", "wrapper", "wrapper of a chain"])
 def test_the_state_of_the_inner_ones_moves_with_a_strategy(kind, is_plain):
@@ -176,7 +179,7 @@ def test_a_state_that_a_wrapper_shows_moves_once(strategy):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_has_the_state_of_the_inner_ones(kind, strategy, tmp_path):

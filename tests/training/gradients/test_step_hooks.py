@@ -50,6 +50,7 @@ class OwnSGD(optim.Optimizer):
             p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 @pytest.mark.parametrize("hook", [clip, decay, center])
 @pytest.mark.parametrize("kind", [optim.AdamW, OwnSGD])

@@ -99,6 +99,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_the_numbers_are_those_without_it(strategy, num_ranks):
     make = OPTIMIZERS["adamw"]

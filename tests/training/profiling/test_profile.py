@@ -85,6 +85,7 @@ def test_exchanges_have_layouts_and_bytes(tmp_path):
     assert all(start <= event["ts"] < stop for event in exchanges)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
     "strategy",

@@ -95,7 +95,7 @@ def job_of(name):
     return Job(model_fn, dataset, loss_fn, None, batch_size=7, num_steps=4)  # of 10 samples: 7, 3, 7, 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_strategy_equals_one_device(name, text):

@@ -65,6 +65,7 @@ class Averaging(torch.optim.Optimizer):
             parameter -= self.param_groups[0]["lr"] * (newest[-1] - newest[0] + sums["all"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("model", "data"), ("pipeline", "model")])
 def test_state_in_lists_and_dictionaries_goes_on(tmp_path, elementwise, saved_by, loaded_by):

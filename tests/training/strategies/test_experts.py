@@ -77,7 +77,7 @@ def assert_equal(found, truth):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_split_experts_train_as_on_one_device(strategy):
     models, steps = [made() for _ in range(4)], STEPS.get(strategy, 3)
@@ -92,6 +92,7 @@ def test_split_experts_train_as_on_one_device(strategy):
             assert len(weight.to_local()) == SPLIT[strategy]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", LISTED)
 def test_listed_experts_are_spread_whole(strategy):
     models = [made(listed=True) for _ in range(4)]

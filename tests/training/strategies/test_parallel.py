@@ -29,7 +29,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "skip"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_training_equals_one_device(kind, strategy, num_ranks):

@@ -78,6 +78,7 @@ def square(output: torch.Tensor, _: object) -> torch.Tensor:
     return output.square().mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(15))
 def test_hooks_send_the_bytes_of_the_plan_layer_by_layer(seed: int) -> None:
     """Uneven widths and batches, on every rank, forward and backward."""
@@ -103,6 +104,7 @@ def test_hooks_send_the_bytes_of_the_plan_layer_by_layer(seed: int) -> None:
         assert planned == sent, strategy
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [seed for seed in range(15) if seed % 5 < 3])
 def test_the_cost_model_prices_and_the_panel_draws_the_bytes_of_the_plan(seed: int) -> None:
     """Even parts: prices do not round."""

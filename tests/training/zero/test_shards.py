@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "parallel", "options"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options):
     """With dropout, AdamW, and samples that the ranks do not divide."""
