@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -31,6 +33,15 @@ def test_every_entry_says_why(entry: table.Patch):
 
 def test_no_place_is_replaced_twice():
     assert len(PLACES) == len(set(PLACES))
+
+
+def test_a_search_loads_no_module(monkeypatch: pytest.MonkeyPatch):
+    """``torch`` loads its compiler at the first use of ``torch._dynamo``, which takes seconds."""
+    package = types.ModuleType("lazy_package")
+    package.__getattr__ = lambda name: pytest.fail(f"{name} is loaded")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy_package", package)
+    assert table._find_owner("lazy_package.parts.function") == (None, "function")
+    assert table._find_owner("lazy_package.function") == (package, "function")
 
 
 @pytest.fixture

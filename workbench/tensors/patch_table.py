@@ -126,6 +126,6 @@ def _find_owner(place: str) -> tuple[Any, str]:
     lengths = range(len(path), 0, -1)
     loaded = next((length for length in lengths if ".".join(path[:length]) in sys.modules), 0)
     owner: Any = sys.modules.get(".".join(path[:loaded]))
-    for part in path[loaded:]:
-        owner = getattr(owner, part, None)
+    for part in path[loaded:]:  # a module may load another one where it is asked for its name
+        owner = vars(owner).get(part) if isinstance(owner, ModuleType) else getattr(owner, part, None)
     return owner, name
