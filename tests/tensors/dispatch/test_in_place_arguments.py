@@ -40,6 +40,18 @@ def test_in_place_by_position_and_keyword(function, sbp):
             torch.testing.assert_close(ours, [part.detach() for part in theirs])
 
 
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+def test_unit_vectors_are_written_to_out(sbp):
+    def program():
+        x = wb.to_global(X.clone(), placement=wb.placement("cpu", ranks=[0, 2]), sbp="B").to_global(sbp=sbp)
+        for dim in (0, 1):
+            F.normalize(x, dim=dim, out=x)
+        return x.full_tensor()
+
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, F.normalize(F.normalize(X, dim=0), dim=1))
+
+
 @pytest.mark.parametrize("target", [["S(0)", "B"], ["B", "S(1)"], ["S(1)", "S(0)"]])
 def test_on_a_grid_a_tensor_keeps_its_layout_and_boxes_what_it_takes(target):
     def program():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.registry import (
@@ -147,7 +148,7 @@ def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
     if type(input) is not GlobalTensor:
         return NotImplemented
     if out is not None:
-        return out.copy_(normalize(sum_terms(input), p, dim, eps) if splits(input) else _divided(input, p, dim, eps))
+        return out.copy_(F.normalize(sum_terms(input), p, dim, eps))
     return _divided(input, p, dim, eps) if splits(input, normalize_dims(dim, input.dim())) else NotImplemented
 
 
