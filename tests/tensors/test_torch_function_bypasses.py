@@ -1,5 +1,6 @@
 """Functions of torch that would read a shard without asking: wrapped, or refused; and the list of them, once more."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -79,6 +80,24 @@ def test_function_transforms_are_refused(transform, name):
         return (x * 2).sum().item()
 
     assert run_ranks(program, 2) == [8.0, 8.0]
+
+
+def test_function_transforms_are_refused_before_the_workbench_boxes_inside():
+    """Parameters of ``zero=3`` are gathered before the model sees its input, and a plain input may stay outside."""
+    linear = torch.nn.Linear(4, 4)
+
+    def program():
+        x = torch.ones(3, 4)
+        model = wb.parallelize(copy.deepcopy(linear), "*: data | zero=3")
+        split = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        for transform in (torch.vmap, torch.func.jacrev):
+            for function in (model, lambda y: y * split.to_global(sbp="B")):
+                with pytest.raises(LayoutError, match=r"function transform .*torch.autograd.grad.*wb.local_map"):
+                    transform(function)(x)
+        model(x).sum().backward()
+        return model.bias.grad.full_tensor().tolist()
+
+    assert run_ranks(program, 2) == [[3.0] * 4] * 2
 
 
 class Recorder(torch.Tensor):

@@ -50,6 +50,12 @@ one that computes nothing.
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``autograd.Function.apply``; a custom function of global tensors is dispatched like functions of torch."""
+    if torch._C._are_functorch_transforms_active() and cls.__module__.startswith("workbench."):
+        raise LayoutError(
+            "a global tensor is boxed, gathered or made inside a function transform (torch.vmap, torch.func.grad or "
+            f"jacrev), by {cls.__module__}.{cls.__qualname__}. Transforms drop layouts: use loss.backward() or "
+            "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
+        )
     if _torch_function_enabled():
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(arg, GlobalTensor) or (type(arg) in (list, tuple) and any(map(_is_global, arg))):
