@@ -272,6 +272,24 @@ def test_buffers_lie_on_the_stage_of_their_layers():
         assert all(ranks == [int(name[0] != "0")] for name, ranks in placements.items())
 
 
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "model | bf16 recompute"])
+def test_a_module_without_parameters_is_one_layer(strategy):
+    """It runs as it would inside a model, with the running statistics of the whole batch."""
+    x = torch.arange(40.0).view(5, 8).sin()
+    models = [nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.ReLU()) for _ in range(3)]
+    expected = models[2](x)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        output = model(x).full_tensor()
+        wb.parallelize(nn.Identity(), strategy)(x)
+        return output, {name: buffer.full_tensor() for name, buffer in model.named_buffers()}
+
+    for output, buffers in run_ranks(program, 2):
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(buffers, dict(models[2].named_buffers()))
+
+
 def test_weights_that_differ_between_ranks_are_named():
     models = [make("mlp") for _ in range(2)]
     with torch.no_grad():

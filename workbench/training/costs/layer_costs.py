@@ -63,7 +63,7 @@ def layer_costs(
     """
     module = model if isinstance(model, nn.Module) else made_for_shapes(model)
     layers = describe(module)
-    if not layers:
+    if next(module.parameters(), None) is None:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
     name = dtype or _name_of(_dtype_of(module))
     counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +108,8 @@ class ParallelState:
 
 
 def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
-    """The layers of a model for a strategy: the modules that own parameters, in the order of registration.
+    """The layers of a model for a strategy: the modules that own parameters, in the order of registration. A model
+    without parameters is one layer.
 
     ``calls`` are the calls in a forward. A layer that is not called (a weight that another module uses) belongs to the
     layer before it.
@@ -138,15 +140,15 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
 
 def _itemsizes(own: Mapping[str, nn.Parameter]) -> tuple[int, dict[str, int]]:
     """Bytes of an element of the first parameter with a gradient, else of the first one; and of others that differ."""
-    first = next((p for p in own.values() if p.requires_grad), next(iter(own.values()))).dtype.itemsize
+    first = max(own.values(), key=lambda p: p.requires_grad, default=torch.empty(0)).dtype.itemsize
     return first, {name: p.dtype.itemsize for name, p in own.items() if p.dtype.itemsize != first}
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that own parameters, with their paths."""
-    return (
-        (name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
-    )
+    """The modules that own parameters, with their paths. A model without parameters is one layer."""
+    owners = (each for each in model.named_modules() if any(True for _ in each[1].parameters(recurse=False)))
+    first = next(owners, ("", model))
+    return itertools.chain((first,), owners)
 
 
 def parameter_owners(module: nn.Module, resolved: ResolvedStrategy) -> dict[nn.Parameter, ResolvedLayer]:
