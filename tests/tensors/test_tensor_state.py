@@ -21,7 +21,9 @@ VIEWS = {
     "view": lambda x: x.view(-1),
     "row": lambda x: x.unbind(0)[1],
     "chain": lambda x: x.view(-1).detach()[2:],
+    "data": lambda x: x.data,
     "reshape": lambda x: x.reshape(2, 8),
+    "shallow copy": copy.copy,
     "shallow copy of a view": lambda x: copy.copy(x[1:3]),
 }
 WRITES = {
@@ -30,6 +32,8 @@ WRITES = {
     "out=": lambda x: torch.add(x, 1, out=x),
     "another view": lambda x: x[1:3].mul_(2),
     "a detached tensor": lambda x: x.detach().add_(1),
+    "data": lambda x: x.data.add_(1),
+    "data of a detached tensor": lambda x: x.detach().data.add_(1),
 }
 
 

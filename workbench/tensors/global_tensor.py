@@ -26,10 +26,11 @@ from workbench.tensors.tensor_state import (
     NO_GRADIENT_STATE,
     GradientState,
     TensorState,
-    Writes,
     forget_memory,
     gradient_state,
+    keep_writes,
     version_of,
+    writes_of,
 )
 from workbench.tensors.tensor_state import Spec as Spec
 from workbench.tensors.tensor_state import new_placeholder as new_placeholder
@@ -190,10 +191,9 @@ class GlobalTensor(TensorState):
         if not _torch_function_enabled():
             return _data_slot.__get__(self)
         with local_torch(), hidden_from_modes():
-            if self._writes is None:
-                self._writes = Writes(self)
-            alias = wrap(self._writes.counted(_data_slot.__get__(self)), self._spec)
-        alias._writes = self._writes
+            writes = writes_of(self)
+            alias = wrap(writes.counted(_data_slot.__get__(self)), self._spec)
+            keep_writes(alias, writes)
         if self._is_grad:
             alias._is_grad = True
         return alias
@@ -219,8 +219,7 @@ class GlobalTensor(TensorState):
             before = version_of(self)
         self._take_data(value)
         with local_torch(), hidden_from_modes():
-            self._writes = value._writes = value._writes or Writes(value)
-            self._writes.add(self, above=before)
+            writes_of(value).add(self, above=before)
 
     def _take_data(self, value: GlobalTensor) -> None:
         """Take the memory and the layout of another tensor, and keep the gradient."""

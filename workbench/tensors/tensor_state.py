@@ -172,28 +172,33 @@ def forget_sum(tensor: Any) -> None:
 
 
 class Writes:
-    """The number of writes to one memory through all tensors that ``.data`` has made of it: torch counts those of each
-    apart. Reads of ``.data`` change no number, since a program may look at it on one rank only.
+    """The number of writes to one memory, since somebody has first read or set ``.data`` there, through all tensors
+    that have it: torch counts those through ``.data`` apart. Reads of ``.data`` change no number, since a program may
+    look at it on one rank only.
     """
 
     __slots__ = ("_counting", "_past")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self._counting: dict[Any, torch.Tensor] = {}  # by the id of a tensor, or by the place of data in the memory
         self._past = 0
-        self.add(tensor)
 
-    def add(self, tensor: torch.Tensor, above: int = -1) -> None:
-        """Count those to a tensor that has this memory now. ``above``: the number for its memory before."""
+    def add(self, tensor: TensorState, above: int = -1) -> None:
+        """Count those to a tensor that has this memory now. ``above``: its version with its memory before."""
         known = self._counting.pop(id(tensor), None)  # its own, or that of one that is no more
-        self._past += 0 if known is None else _writes_to(known)
-        self._counting[id(tensor)] = tensor.detach()
-        self._past += max(0, above + 1 - self.total())
+        self._past += (0 if known is None else _writes_to(known)) - _writes_to(tensor)
+        self._counting[id(tensor)] = _counter(tensor)
+        self._past += max(0, above + 1 - _writes_to(tensor) - self.total())
+        keep_writes(tensor, self)
 
     def counted(self, data: torch.Tensor) -> torch.Tensor:
         """``data``, which torch has just made, as a tensor whose writes count."""
-        place = data.shape, data.stride(), data.storage_offset()
-        return self._counting.setdefault(place, data).detach()
+        place = data.shape, data.stride(), data.storage_offset(), data.dtype
+        if place not in self._counting:
+            self._counting[place] = _counter(data)
+        made = self._counting[place].detach()
+        _set_data(made, data)
+        return made
 
     def total(self) -> int:
         """The number; it never falls."""
@@ -202,6 +207,14 @@ class Writes:
 
 def _writes_to(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the count of writes of another one, and without its memory, which has this one in its keeping."""
+    with torch.inference_mode(False):
+        counter = tensor.detach()
+        _set_data(counter, counter.new_empty(0))
+    return counter
 
 
 class TensorState(Annotated):
@@ -224,7 +237,9 @@ class TensorState(Annotated):
     """Of a parameter: the ``GradientReducer`` that sums its gradient over ranks."""
 
     _writes: Writes | None = None
-    """Of a tensor whose ``.data`` somebody has read or set, and of what came of it: all writes to their memory."""
+    """Of a placeholder: all writes to its memory, if somebody has read or set ``.data``. Other tensors have this in
+    their storage (see ``keep_writes``).
+    """
     _boxings: dict[tuple[Layout, Any], Any] | None = None
     """Results of implicit boxings, by target layout and by the state of the tensor that they are valid for."""
 
@@ -267,7 +282,36 @@ def version_of(tensor: torch.Tensor) -> int:
     if not isinstance(tensor, TensorState):
         return _writes_to(tensor)
     owner = tensor if tensor._memory_owner is None else tensor._memory_owner
-    return _writes_to(owner) if owner._writes is None else owner._writes.total()
+    writes = _kept_writes(owner)
+    return _writes_to(owner) if writes is None else _writes_to(owner) + writes.total()
+
+
+def writes_of(tensor: TensorState) -> Writes:
+    """What counts the writes to the memory of a tensor through ``.data``, made by the first call.
+
+    The caller has switched off ``__torch_function__``.
+    """
+    owner = tensor if tensor._memory_owner is None else tensor._memory_owner
+    found = _kept_writes(owner)
+    if found is None:
+        found = Writes()
+        found.add(owner)
+    return found
+
+
+def keep_writes(tensor: TensorState, writes: Writes) -> None:
+    """Let ``writes`` count those to the memory of ``tensor``."""
+    if tensor._spec.is_placeholder:
+        tensor._writes = writes
+    else:
+        vars(tensor.untyped_storage())["writes"] = writes
+
+
+def _kept_writes(owner: TensorState) -> Writes | None:
+    if owner._spec.is_placeholder:  # its storage is that of others too
+        return owner._writes
+    kept: Writes | None = vars(owner.untyped_storage()).get("writes")
+    return kept
 
 
 def count_write(tensor: TensorState) -> None:
@@ -281,6 +325,8 @@ def share_memory(made: TensorState, tensor: TensorState) -> None:
     """Let ``made``, which has the memory of ``tensor``, be a view of the same base."""
     made.__class__ = tensor.__class__
     made._memory_owner, made._origin, made._ambiguity = tensor._memory_owner, tensor._origin, tensor._ambiguity
+    if tensor._spec.is_placeholder and tensor._memory_owner is None:
+        made._memory_owner = tensor
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
     made._view_call = tensor._view_call
 
@@ -302,6 +348,7 @@ def forget_memory(tensor: TensorState) -> None:
 
 
 _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _num_modes = torch._C._len_torch_dispatch_stack
 
 
