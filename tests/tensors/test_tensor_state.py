@@ -22,6 +22,7 @@ VIEWS = {
     "row": lambda x: x.unbind(0)[1],
     "chain": lambda x: x.view(-1).detach()[2:],
     "data": lambda x: x.data,
+    "data of a view": lambda x: x[1:3].data,
     "reshape": lambda x: x.reshape(2, 8),
     "shallow copy": copy.copy,
     "shallow copy of a view": lambda x: copy.copy(x[1:3]),
@@ -34,6 +35,7 @@ WRITES = {
     "a detached tensor": lambda x: x.detach().add_(1),
     "data": lambda x: x.data.add_(1),
     "data of a detached tensor": lambda x: x.detach().data.add_(1),
+    "data of another view": lambda x: x[1:3].data.mul_(2),
 }
 
 

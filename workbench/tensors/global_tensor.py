@@ -196,6 +196,8 @@ class GlobalTensor(TensorState):
             keep_writes(alias, writes)
         if self._is_grad:
             alias._is_grad = True
+        if type(self) is not GlobalTensor:
+            later.share_data(alias, self)
         return alias
 
     @data.setter

@@ -13,11 +13,12 @@ class _LateImports:
         from workbench.tensors.boxing.box import box, box_to
         from workbench.tensors.boxing.fused import to_global_async
         from workbench.tensors.conversion import from_local, to_local
+        from workbench.tensors.dispatch.aliasing import share_data
         from workbench.tensors.dispatch.dispatcher import dispatch
         from workbench.tensors.dispatch.read_values import check_reading, describe, format_values, on_all_ranks
         from workbench.tensors.torch_patches import copying
 
-        functions = (box, box_to, to_global_async, from_local, to_local, dispatch)
+        functions = (box, box_to, to_global_async, from_local, to_local, dispatch, share_data)
         reading = (check_reading, describe, format_values, on_all_ranks)
         vars(self).update({function.__name__: function for function in (*functions, *reading)})
         vars(self).update(checkpoint_chunks=checkpoint_chunks, copying=copying)

@@ -4,6 +4,7 @@ Each program changes ``x`` and ``y`` in place through views; both are compared w
 """
 
 import itertools
+import math
 import random
 
 import pytest
@@ -95,6 +96,41 @@ def stale(x, y):
     all_of_x[2] = 1
 
 
+def data(x, y):
+    x[1:3].data.zero_()
+    x.view(-1).data[3:12].data.clamp_(min=-0.5)
+    for piece in x.chunk(2):
+        piece.data.mul_(3)
+    x.diagonal().data.copy_(y[0])
+    row, same = x[4], x[4].data
+    same.add_(1)
+    y[0].data.copy_(row)
+    x.data[4].mul_(2)
+    y[1].data.copy_(same)
+    x[3][1:].detach().sub_(1)
+
+
+def initializers(x, y):
+    torch.nn.init.constant_(x[1:3], 2)
+    torch.nn.init.normal_(tensor=x.data[3], mean=1, std=0)
+    for piece in y.data.chunk(3):
+        torch.nn.init.uniform_(piece, 0.5, 0.5)
+    torch.nn.init.kaiming_uniform_(y[:2], a=math.inf)
+
+
+def lists(x, y):
+    with torch.no_grad():
+        torch._foreach_mul_(x.chunk(2), 2.0)
+        torch._foreach_copy_([x[0], x[3]], [y[1], y[2]])
+        torch._foreach_add_([x[1:3], x[2:]], 1.0)
+        torch._foreach_zero_(list(y.data.split([1, 4])))
+
+
+def keywords(x, y):
+    torch.neg_(input=x[1:3])
+    torch.narrow(input=x[2:], dim=1, start=1, length=2).mul_(2)
+
+
 def shapes_in_place(x, y):
     x.transpose_(0, 1)
     x.unsqueeze_(1)
@@ -104,7 +140,7 @@ def shapes_in_place(x, y):
 
 
 PROGRAMS = [slices, narrow_and_select, flat, diagonal_and_transpose, pieces, rows, chains, masks, index_tensors, stale]
-PROGRAMS += [shapes_in_place]
+PROGRAMS += [data, initializers, lists, keywords, shapes_in_place]
 
 
 def operands():
@@ -189,14 +225,26 @@ def test_what_a_boxed_reshape_was_written_for_cannot_be_read():
         y = x.reshape(-1).clone().add_(1)
         assert (x.full_tensor() == 1).all() and (y.full_tensor() == 2).all()
         flat = x.reshape(-1)
-        flat.add_(1)
+        flat.detach().data.add_(1)
         assert x.shape == (3, 4)
-        for read in (lambda: x * 2, lambda: x.full_tensor(), lambda: x.sum().backward()):
+        for read in (lambda: x * 2, lambda: x.full_tensor(), lambda: x.sum().backward(), lambda: x.data.add_(1)):
             with pytest.raises(LayoutError, match=r"\(3, 4\) in S\(1\).*reshape\(...\), \(12,\).*clone\(\)"):
                 read()
         return flat.full_tensor()
 
     assert all((value == 2).all() for value in run_ranks(program))
+
+
+def test_rows_of_parameters_are_written_without_history():
+    def program(rank):
+        weight = torch.nn.Parameter(wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)))
+        weight[0].data.fill_(2)
+        weight[1][:3].detach().fill_(3)
+        torch.nn.init.constant_(weight[2], 4)
+        assert weight.requires_grad and weight.is_leaf
+        return weight.full_tensor().sum()
+
+    assert run_ranks(program) == [8 + 10 + 16 + 4] * 2
 
 
 def test_a_boxed_view_shows_what_was_written_to_its_base():

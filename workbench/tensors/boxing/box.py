@@ -144,7 +144,7 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     with local_torch():
         # A leaf and its cached boxing would keep each other alive through autograd.
         # A tensor of inference mode has no version, so later writes to it are not seen.
-        is_leaf = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+        is_leaf = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
         if tensor._is_param or is_leaf or tensor.is_inference():
             return None
         # A step that is being recorded must not use an earlier step's boxings. Nor may a rank use one from before the

@@ -10,25 +10,25 @@ fine as long as nobody reads the base again, and an error then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.late_imports import later
-from workbench.tensors.tensor_state import version_of
+from workbench.tensors.tensor_state import share_memory, version_of
 
 _ALIASING = """
 view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
 broadcast_to narrow select getitem chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split hsplit vsplit
-dsplit unbind diagonal unfold real imag get:real get:imag view_as_real view_as_complex as_strided alias detach get:data
+dsplit unbind diagonal unfold real imag get:real get:imag view_as_real view_as_complex as_strided alias detach
 """
 ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
@@ -38,8 +38,6 @@ _MOVING_DIMS = frozenset(
     ["permute", "transpose", "t", "get:T", "get:mT", "get:H", "get:mH", "movedim", "adjoint", "expand"]
 )
 """Aliasing functions after which a ``reshape`` copies."""
-_NO_HISTORY = frozenset(["detach", "get:data"])
-"""Aliasing functions whose results have no history in common with their operand."""
 
 
 @dataclass(slots=True)
@@ -50,17 +48,31 @@ class Origin:
         function: name of the view function, for messages.
         base: the tensor that was viewed.
         version: the base's version when its values were last the same.
-        write: puts the boxed values into the base; None where one device may have made a copy too.
-        fetch: the boxed values, from the base anew.
+        layout: the layout that the base was boxed to.
         place: which part of the base it is, where its rows were moved; else None.
     """
 
     function: str
     base: GlobalTensor
     version: int
-    write: Callable[[GlobalTensor], Any] | None
-    fetch: Callable[[], GlobalTensor]
+    layout: Layout
     place: Any = None
+
+    @property
+    def may_be_copied(self) -> bool:
+        """Whether one device may have made a copy too."""
+        return self.function in PERHAPS_ALIASING
+
+    def write(self, values: GlobalTensor) -> None:
+        """Put the boxed values into the base."""
+        if self.place is None:
+            self.base.copy_(values)
+        else:
+            self.base[self.place] = values
+
+    def fetch(self) -> GlobalTensor:
+        """The boxed values, from the base anew."""
+        return box(self.base, self.layout) if self.place is None else self.base[self.place]
 
 
 class ViewCall(NamedTuple):
@@ -77,14 +89,19 @@ class BoxedView(GlobalTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         if any(type(leaf) is AmbiguousTensor for leaf in leaves):
             return AmbiguousTensor.__torch_function__(func, types, args, kwargs)
         views = [leaf for leaf in leaves if type(leaf) is BoxedView]
         name = fold_name(func)
+        if name.folded.startswith("_foreach_") or getattr(func, "__module__", "") == "torch.nn.init":
+            return later.dispatch(func, args, kwargs)  # which calls a method of each view that is written
         for view in views:
             _bring_up_to_date(view)
-        written = _written(name.in_place, args, kwargs or {})
+        first = args[0] if args else kwargs.get("input")
+        in_place = name.in_place or kwargs.get("inplace")
+        written = [leaf for leaf in tree_leaves(first if in_place else kwargs.get("out")) if type(leaf) is BoxedView]
         for view in views:
             view.__class__ = GlobalTensor  # type: ignore[assignment]
         try:
@@ -92,10 +109,13 @@ class BoxedView(GlobalTensor):
         finally:
             for view in views:
                 view.__class__ = BoxedView
-        if written is not None:
-            _write_back(written)
-        elif name.folded in ALIASING and args and type(args[0]) is BoxedView:
-            _inherit(result, args[0], (func, args, kwargs or {}))
+        for view in written:
+            _write_back(view)
+        if type(first) is BoxedView and not written:
+            if name.folded == "detach":
+                _inherit_without_history(result, first, GlobalTensor.detach)
+            elif name.folded in ALIASING:
+                _inherit(result, first, (func, args, kwargs))
         return result
 
     def to_global(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,12 +147,6 @@ class BoxedView(GlobalTensor):
         tensor._origin, tensor._root, tensor._view_call = origin, root, call
 
 
-def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
-    """The boxed view that the call writes to, if it does."""
-    target = args[0] if args and (in_place or kwargs.get("inplace")) else kwargs.get("out")
-    return target if type(target) is BoxedView else None
-
-
 def _version(tensor: GlobalTensor) -> int:
     with local_torch():
         return version_of(tensor)
@@ -153,18 +167,9 @@ def remember_copies(
         return result  # inference tensors have no version counters
     views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
     items = getattr(local, "items", None)
-    write: Callable[[GlobalTensor], Any] | None
     for position, view in enumerate(views):
-        if items is None:
-            write = None if name in PERHAPS_ALIASING else base.copy_
-            fetch: Callable[[], Any] = partial(box, base, boxed._spec.layout)
-            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed, ViewCall(*call, position))
-        else:
-            place = items[position]
-            write, fetch = partial(_put, base, place), partial(_get, base, place)
-            BoxedView._of(
-                view, Origin(name, base, _version(base), write, fetch, place), None, ViewCall(*call, position)
-            )
+        origin = Origin(name, base, _version(base), boxed._spec.layout, None if items is None else items[position])
+        BoxedView._of(view, origin, boxed if items is None else None, ViewCall(*call, position))
     return result
 
 
@@ -180,18 +185,10 @@ def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> Non
             has_moved_dims = base._has_moved_dims or name in _MOVING_DIMS
             if name in ALIASING and has_moved_dims:
                 leaf._has_moved_dims = True
-            if name != "get:data" and not (name in PERHAPS_ALIASING and has_moved_dims):
+            if not (name in PERHAPS_ALIASING and has_moved_dims):
                 leaf._memory_owner = base if base._memory_owner is None else base._memory_owner
-            if name not in _NO_HISTORY:
+            if name != "detach":
                 leaf._history_base = base if base._history_base is None else base._history_base
-
-
-def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
-    base[place] = value
-
-
-def _get(base: GlobalTensor, place: Any) -> Any:
-    return base[place]
 
 
 def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> None:
@@ -200,6 +197,23 @@ def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> Non
     for number, leaf in enumerate(tree_leaves(result)):
         if type(leaf) is GlobalTensor:
             BoxedView._of(leaf, view._origin, root, ViewCall(*call, number))
+
+
+def share_data(made: GlobalTensor, tensor: GlobalTensor) -> None:
+    """Let ``made``, the ``.data`` of a boxed view or an ambiguous tensor, be one too."""
+    if type(tensor) is BoxedView:
+        _inherit_without_history(made, tensor, lambda each: each.data)
+    else:
+        share_memory(made, tensor)
+
+
+def _inherit_without_history(made: GlobalTensor, view: BoxedView, alias: Callable[[Any], Any]) -> None:
+    """``made``, the ``alias`` of a boxed view, is a view of the base's alias: writes to it are in no history."""
+    origin, root = view._origin, view._root
+    if not origin.may_be_copied:
+        base, is_current = alias(origin.base), _version(origin.base) == origin.version
+        origin = replace(origin, base=base, version=_version(base) if is_current else -1)
+    BoxedView._of(made, origin, None if root is None else alias(root), view._view_call)
 
 
 class AmbiguousTensor(GlobalTensor):
@@ -259,7 +273,7 @@ def _bring_up_to_date(view: BoxedView) -> None:
 
 def _write_back(view: BoxedView) -> None:
     origin = view._origin
-    if origin.write is None:
+    if origin.may_be_copied:
         _mark_ambiguous(view)
         return
     root: GlobalTensor = view if view._root is None else view._root
