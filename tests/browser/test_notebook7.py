@@ -80,13 +80,13 @@ def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -
 @pytest.mark.engines
 @pytest.mark.slow
 def test_a_run_is_followed_and_stopped(opened: LabPage) -> None:
-    opened.show(3, ".wb-panel button.wb-primary:not([disabled])", last=5)
-    run = opened.page.locator(".wb-panel").nth(1).locator("button.wb-primary", has_text="Run")
-    run.click()
+    opened.show(3, ".wb-panel button.wb-primary:not([disabled]):visible", last=5)
+    panel = opened.page.locator(".wb-panel").nth(1)
+    panel.locator("button.wb-primary", has_text="Run").click()
     opened.wait_for_step(10)
     opened.page.locator(".wb-live-view .js-plotly-plot").scroll_into_view_if_needed()
     opened.wait_for_points("this run", 10)
     opened.wait_for_points("forward, measured", 1)
     assert opened.unreadable() == []
-    opened.page.locator(".wb-panel .wb-stays button", has_text="Stop").click()
+    panel.locator(".wb-stays button", has_text="Stop").click()
     opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", state="attached")
