@@ -107,6 +107,8 @@ def written(model, step):
             lambda p: p.grad.mul_(0.5),
             lambda p: p.grad.data.mul_(0.5),
             lambda p: setattr(p, "grad", p.grad * 3),
+            lambda p: p.grad.detach().data.mul_(2),
+            lambda p: p.grad[0].data.zero_(),
             lambda p: p.grad.data.add_(p.detach()),
         ):
             found += [size(p.grad) for p in model.parameters()]
