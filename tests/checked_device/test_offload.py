@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import workbench as wb
 from tests.checked_device import DEVICE, counted
@@ -16,6 +17,7 @@ from workbench.training.offload import activations
 from workbench.training.offload.activations import DeviceCopies
 from workbench.training.offload.host_memory import is_offloaded
 from workbench.training.offload.staging import Staging
+from workbench.training.runs.compiled_steps import CompiledSteps
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
@@ -189,3 +191,60 @@ def test_the_strategy_changes_and_state_is_saved(tmp_path):
 
     found = run_ranks(lambda: program("*: data | zero=1 offload=optimizer", "*: model", tmp_path / "on"), device=DEVICE)
     assert same(found, run_ranks(lambda: program("*: data | zero=1", "*: model", tmp_path / "off"), device=DEVICE))
+
+
+@pytest.mark.parametrize("run", ["refused", "captured"])
+def test_state_around_refused_and_replayed_steps(run):
+    """A refused step restores the state while copies of it are under way. A replay steps on a plain dict of torch's,
+    which ``load_state_dict`` makes, and then the state is read at once.
+    """
+    built, batch = mlp(), (X.to(DEVICE), Y.to(DEVICE))
+
+    def program(strategy):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer, kept = OPTIMIZERS["adamw"](model.parameters()), []
+
+        def step(inputs, targets):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            if run == "refused":
+                kept.append(loss.detach() * 2)  # outlives the step
+            return loss.detach()
+
+        made = CompiledSteps(step, model, optimizer, torch.Generator()) if run == "refused" else wb.capture(step)
+        losses = [torch.tensor(made(*batch).item()) for _ in range(4)]
+        if run == "captured":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            losses += [made(*batch).cpu() for _ in range(2)]
+        assert made.problem if run == "refused" else made.num_replays
+        state = optimizer.state_dict()["state"].values()
+        return [v.detach().cpu().clone() for v in (*losses, *(each["exp_avg"] for each in state))], 0
+
+    assert same(
+        run_ranks(lambda: program("*: data | offload=optimizer"), device=DEVICE),
+        run_ranks(lambda: program("*: data"), device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("strategy", ["*: data | zero=1", "*: model |"])
+def test_parts_of_state_are_exchanged_from_the_host(strategy):
+    built = mlp()
+
+    def program(strategy):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        own_step(model)
+        optimizer.step()
+        parts = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+        whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        held = {part.device.type for part in parts if isinstance(part, wb.GlobalTensor)}
+        sums = [part.sum().item() for part in parts]  # on the host, then over the ranks
+        parts = [part.full_tensor() if isinstance(part, wb.GlobalTensor) else part for part in parts]
+        values = [v.detach().cpu() for v in (*parts, *(each["exp_avg"] for each in whole.values()))]
+        return [*values, torch.tensor(sums)], held
+
+    found = run_ranks(lambda: program(f"{strategy} offload=optimizer"), device=DEVICE)
+    assert same(found, run_ranks(lambda: program(strategy.removesuffix(" |")), device=DEVICE))
+    assert found[0][1] == {"cpu"}, "the device has not room for all of the state"

@@ -232,6 +232,8 @@ class Exchange:
             return self._placeholder()
         if self._is_local:
             return self._exchange_pieces(local, tag)
+        if local.device != world.device:  # an optimizer's state in host memory
+            local = local.to(world.device)
         started = world.traffic.now()
         result = self._run_on_transport(local, tag)
         world.traffic.add(self.plan.kind, self.bytes_sent, started)

@@ -260,7 +260,7 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
 
 def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
     """Put the parts, with their state, in place of the parameters."""
-    owned: Any = optimizer.state if swap.on_host is None else swap.on_host.waiting(optimizer.state)
+    owned: Any = optimizer.state
     state: Any = defaultdict(dict)
     swap.states = [dict.get(owned, owner) for owner, _ in pairs]
     for (_, part), values in zip(pairs, swap.states, strict=True):
@@ -270,7 +270,7 @@ def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, to
         if parameter in owned:
             state[parameter] = dict.get(owned, parameter)
     _stepping[id(optimizer)] = optimizer
-    swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
+    swap.held = [group["params"] for group in optimizer.param_groups]
     _put_parts_in_groups(optimizer, swap)
     optimizer.state = state
     if swap.elementwise:
@@ -364,6 +364,9 @@ def _adopt_state(optimizer: Optimizer, swap: Swap) -> None:
         state = optimizer.state.get(parameter)
         if state:
             state.update((name, part_of(parameter, value)) for name, value in state.items())
+    if swap.on_host is not None:
+        optimizer.state = swap.on_host.waiting(optimizer.state)
+    swap.state = optimizer.state
 
 
 def adopt_loaded_state(optimizer: Optimizer) -> None:
@@ -371,7 +374,6 @@ def adopt_loaded_state(optimizer: Optimizer) -> None:
     swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is not None and optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
-        swap.state = optimizer.state
 
 
 world.at_rebuild(restore_parameters)

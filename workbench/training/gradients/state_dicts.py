@@ -2,6 +2,9 @@
 
 As plain tensors, the parts of one rank would look like everyone's: a file of rank 0, loaded on every rank, would give
 all of them its moments. ``load_state_dict`` takes global state and that of whole parameters (``part_of``).
+
+Under ``offload=optimizer`` the parts stay in host memory. ``full_tensor()`` brings this rank's part to the device and
+makes the whole there, so device memory has to hold the wholes that are kept.
 """
 
 from __future__ import annotations

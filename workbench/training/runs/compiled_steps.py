@@ -68,6 +68,7 @@ class CompiledSteps:
             return self._captured(*args)
         except CaptureError as error:
             self._is_refused, self.problem = True, str(error)
+        self._optimizer.state.values()  # waits for copies to host memory that the refused step has begun
         with torch.no_grad(), local_torch():
             for tensor, value in before:
                 tensor.copy_(value)
