@@ -160,7 +160,7 @@ def init(
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
-        device: the device of shards. Default: a GPU if every rank of the host has one to itself, else the CPU.
+        device: the device of shards. Default: a GPU if every rank has one to itself, else the CPU.
         timeout_s: seconds that a rank waits for the others.
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
             many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
@@ -175,7 +175,7 @@ def init(
 
     Raises:
         WorldError: the process already belongs to another world, or has called ``init_process_group``, or some ranks
-            did not join in time.
+            did not join in time, or have no device of the others' type.
 
     A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``.
     """
@@ -205,18 +205,15 @@ def init(
             place, known_as = init_method or default_init_method(), selection.device_name(chosen)
             facts = known_as, requested, is_free
             rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, *facts, interrupt)
-            rendezvous = own_gpu.settle(rendezvous, rank)
-            if rendezvous.members[rank].device == "cpu":
-                chosen = torch.device("cpu")
-                selection.requested_transport(chosen, backend)  # NCCL is for GPUs
-            chosen = _use(chosen)
+            rendezvous, chosen = own_gpu.settle(rendezvous, rank, chosen, timeout_s)
+            selection.requested_transport(chosen, backend)  # NCCL is for GPUs
             transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
             generation = rendezvous.generation
             atexit.unregister(shutdown)
             atexit.register(shutdown)  # gloo's threads must end before the interpreter does
             run_backward_in_calling_thread(chosen)
         else:
-            chosen = _use(chosen)
+            chosen = own_gpu.use(chosen)
             transport = ThreadTransport(ThreadHub(1), 0, chosen)
         _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
         _process_world.generation = generation or 0
@@ -383,17 +380,3 @@ def barrier() -> None:
     """
     world = current()
     world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
-
-
-def _use(device: torch.device) -> torch.device:
-    """Make a GPU the present one of this process: torch launches kernels, and NCCL sends, on the present one. A device
-    without a number is the present one.
-    """
-    if device.type in ("cpu", "meta"):
-        return device
-    module = torch.get_device_module(device)
-    number: int | None = device.index
-    if number is None:
-        return torch.device(device.type, module.current_device())
-    module.set_device(number)
-    return device

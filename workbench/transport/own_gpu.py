@@ -1,4 +1,5 @@
-"""The device of a rank for which nobody names one: a GPU that no other rank of its host has, else the CPU.
+"""The devices of ranks. Where nobody names one, each rank has a GPU that no other rank of its host has, or all ranks
+work on the CPU.
 
 A launcher may show all GPUs to every rank, or each rank its own (Slurm's ``--gpus-per-task``, a container per rank). No
 variable says which. So every rank publishes the GPU that it would take, and all look for ranks that want the same.
@@ -13,9 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from workbench.errors import WorldError
 from workbench.transport.launchers import launcher_value
 from workbench.transport.rendezvous import Member, Rendezvous
-from workbench.units import counted
+from workbench.units import counted, format_ranks
 
 
 def first_choice(rank: int) -> torch.device:
@@ -28,22 +30,46 @@ def first_choice(rank: int) -> torch.device:
     return torch.device("cuda", launcher_value("local_rank", rank) % torch.cuda.device_count())
 
 
-def settle(rendezvous: Rendezvous, rank: int) -> Rendezvous:
-    """The rendezvous with the devices that its members use; the first rank of a host warns if its GPUs stay unused."""
+def settle(
+    rendezvous: Rendezvous, rank: int, chosen: torch.device, timeout_s: float
+) -> tuple[Rendezvous, torch.device]:
+    """The rendezvous with the devices that its members use, and this rank's device, now the present one of its process.
+
+    Where free ranks work on the CPU though they have first chosen a GPU, the first of them warns.
+
+    Raises:
+        WorldError: ranks would work on devices of two types, or a rank cannot use its GPU; raised on all ranks.
+    """
     before, after = rendezvous.members, settled(rendezvous.members)
-    here = [peer for peer, member in enumerate(before) if member.host == before[rank].host]
-    if [peer for peer in here if before[peer] != after[peer]][:1] == [rank]:
-        seen = counted(len({before[peer].device for peer in here} - {"cpu"}), "GPU")
+    moved = [peer for peer in range(len(after)) if before[peer] != after[peer]]
+    _check_types(after, f" ({_why_cpu(before)})" if moved else "")
+    if moved[:1] == [rank]:
         warnings.warn(
-            f"init(): the {len(here)} ranks of this host see {seen}, so their tensors lie on the CPU. Start one rank "
-            'for each GPU, or let them share: wb.init(device="cuda").',
+            f"init(): {_why_cpu(before)}, so all ranks work on the CPU. Start one rank for each GPU, or let "
+            'them share: wb.init(device="cuda").',
             stacklevel=3,
         )
-    return replace(rendezvous, members=after)
+    rendezvous = replace(rendezvous, members=after)
+    if after[rank].device == "cpu":
+        return rendezvous, torch.device("cpu")
+    problem, cause = "", None
+    try:
+        chosen = use(chosen)
+    except RuntimeError as error:
+        problem, cause = f"{chosen}: {(str(error).strip() or 'no message').splitlines()[0]}", error
+    problems = rendezvous.gather("devices", rank, range(len(after)), problem, timeout_s)
+    found = [f"rank {peer} of {len(after)} cannot use {text}" for peer, text in enumerate(problems) if text]
+    if found:
+        raise WorldError(
+            f"init(): {'; '.join(found)}. A world has all its ranks, so none goes on. End what else uses that GPU "
+            '(nvidia-smi names it), or use another one: wb.init(device="cuda:1"), or device="cpu" on all ranks.'
+        ) from cause
+    return rendezvous, chosen
 
 
 def settled(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Ranks whose device is free work on the CPU where a rank of their host does, or where two would share a GPU.
+    """The members with the devices that they use. Where one works on the CPU, or one whose device is free would share a
+    GPU, all whose device is free work on the CPU: ranks on two types of device could not exchange.
 
     >>> first, second = (Member("node1", pid, 0, f"cuda GPU-{pid}", is_free=True) for pid in (1, 2))
     >>> [member.device for member in settled([first, second])]
@@ -51,6 +77,48 @@ def settled(members: Sequence[Member]) -> tuple[Member, ...]:
     >>> [member.device for member in settled([first, first])]
     ['cpu', 'cpu']
     """
+    if _first_without_gpu(members) is None:
+        return tuple(members)
+    return tuple(replace(each, device="cpu") if each.is_free else each for each in members)
+
+
+def use(device: torch.device) -> torch.device:
+    """Make a GPU the present one of this process: torch launches kernels, and NCCL sends, on the present one. A device
+    without a number is the present one.
+    """
+    if device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device)
+    number: int | None = device.index
+    if number is None:
+        return torch.device(device.type, module.current_device())
+    module.set_device(number)
+    return device
+
+
+def _first_without_gpu(members: Sequence[Member]) -> int | None:
     users = Counter((each.host, each.device) for each in members)
-    full = {each.host for each in members if each.device == "cpu" or users[each.host, each.device] > 1}
-    return tuple(replace(each, device="cpu") if each.is_free and each.host in full else each for each in members)
+    without = (each.device == "cpu" or (each.is_free and users[each.host, each.device] > 1) for each in members)
+    return next((rank for rank, is_without in enumerate(without) if is_without), None)
+
+
+def _why_cpu(members: Sequence[Member]) -> str:
+    """Why ranks whose device is free work on the CPU."""
+    rank = _first_without_gpu(members)
+    assert rank is not None
+    if not members[rank].is_free:
+        return f'rank {rank} has device="cpu"'
+    here = [each.device for each in members if each.host == members[rank].host]
+    seen = counted(len({*here} - {"cpu"}), "GPU")
+    return f"host {members[rank].host.split()[0]} shows {seen} to its {counted(len(here), 'rank')}"
+
+
+def _check_types(members: Sequence[Member], why: str) -> None:
+    types = [each.device.split()[0] for each in members]
+    if len(set(types)) > 1:
+        ranks = {kind: [rank for rank, each in enumerate(types) if each == kind] for kind in types}
+        where = [f"rank{'s' * (len(each) > 1)} {format_ranks(each)} on {kind}" for kind, each in ranks.items()]
+        raise WorldError(
+            f"init(): {', '.join(where)}{why}. All ranks of a world work on one type of device. Name the same one for "
+            'all: wb.init(device="cpu"), or device="cuda" where each rank sees a GPU.'
+        )

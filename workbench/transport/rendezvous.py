@@ -82,12 +82,12 @@ class Rendezvous:
 
         return gather
 
-    def gather(self, name: str, rank: int, ranks: Sequence[int], number: int, timeout_s: float) -> list[int]:
-        """The numbers of ``ranks``, each of which calls this with its own; a name serves once."""
-        self.store.set(f"{name}/{rank}", str(number))
+    def gather(self, name: str, rank: int, ranks: Sequence[int], text: str, timeout_s: float) -> list[str]:
+        """The texts of ``ranks``, each of which calls this with its own; a name serves once."""
+        self.store.set(f"{name}/{rank}", text)
         keys = [f"{name}/{peer}" for peer in ranks]
         _wait_for_all(self.store, keys, f"rank {rank} in {name}", timeout_s)
-        return [int(self.store.get(key)) for key in keys]
+        return [self.store.get(key).decode() for key in keys]
 
     def sub_store(self, name: str) -> Store:
         """A store with a key prefix for one purpose."""

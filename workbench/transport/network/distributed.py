@@ -233,7 +233,8 @@ class DistributedTransport(Transport):
         """
         key = tuple(sorted(ranks))
         if key not in self._groups:
-            num_groups = self._rendezvous.gather(f"group {key}", self.rank, key, count_groups(), self.timeout_s)
+            own = str(count_groups())
+            num_groups = map(int, self._rendezvous.gather(f"group {key}", self.rank, key, own, self.timeout_s))
             for members in [[self.rank]] * (max(num_groups) - count_groups()) + [list(key)]:
                 group = dist.new_group(members, timeout=self._torch_timeout, use_local_synchronization=True)
             self._groups[key] = group
