@@ -1,6 +1,8 @@
 """How often the host waits for the device in a steady step over NCCL, by strategy. The numbers may only fall."""
 
 import copy
+import functools
+from collections.abc import Hashable
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.checked_device.test_training import X, Y, mlp
 from tests.training.strategies.mixtures import Mixture, batch_of
 from tests.transport.nccl_ranks import run_over_nccl
 from tests.transport.shared_ranks import assert_all_returned
+from workbench.errors import RunError
 from workbench.transport.network.distributed import DistributedTransport
 
 
@@ -175,3 +178,56 @@ def test_waits_of_a_steady_step(strategy, step, counts_gathers):
 
     expected = WAITS[strategy, step]
     assert assert_all_returned(run_over_nccl(program, device=DEVICE)) == [expected, expected]
+
+
+def test_losses_that_alternate_are_looked_at_once_each(counts_gathers):
+    """Also those that the program makes anew in each step."""
+
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __eq__(self, other):
+            return self.factor == other.factor
+
+        def __call__(self, output, targets):
+            return F.cross_entropy(self.factor * output, targets)
+
+    built, scaled, by_class = mlp(), Scaled(2.0), torch.ones(6).to(DEVICE)
+    assert not isinstance(scaled, Hashable)
+
+    def losses():
+        yield lambda output, targets: F.cross_entropy(-output, targets)
+        yield functools.partial(F.cross_entropy, label_smoothing=0.1)
+        yield functools.partial(F.cross_entropy, weight=by_class.clone())
+        yield scaled
+
+    def program(rank):
+        model, waits = wb.parallelize(copy.deepcopy(built), "pipeline | mb=4 1f1b"), []
+        for _ in range(2):
+            for loss_fn in losses():
+                with counted() as counts:
+                    wb.forward_backward(model, loss_fn, X, Y)
+                waits.append(counts.waits.total() > 0)
+        with pytest.raises(RunError, match="no mean over the samples"):
+            wb.forward_backward(model, functools.partial(F.cross_entropy, reduction="sum"), X, Y)
+        return waits
+
+    for found in assert_all_returned(run_over_nccl(program, device=DEVICE)):
+        assert found == [True] * 4 + [False] * 4
+
+
+def test_evaluations_compare_batches_of_eight_sizes_only(counts_gathers):
+    built = mlp()
+
+    def program(rank):
+        model, waits = wb.parallelize(copy.deepcopy(built), "*: model"), []
+        with torch.no_grad():
+            for rows in range(1, 11):
+                with counted() as counts:
+                    model(X[:rows])
+                waits.append(counts.waits.total() > 0)
+        return waits
+
+    for found in assert_all_returned(run_over_nccl(program, device=DEVICE)):
+        assert found == [True] * 8 + [False] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,24 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
         "mean over the samples. A step of micro-batches is the mean of their losses, each by its samples: return a "
         "mean (reduction='mean', or a sum over len(targets)), or take strategies of one micro-batch"
     )
+
+
+def identity_of(loss_fn: Any) -> Any:
+    """A hashable value that is the same for a lambda, or a ``functools.partial``, that is made anew in every step.
+
+    Values of tensors do not count: a partial may get new class weights in every step.
+    """
+    if isinstance(loss_fn, partial):
+        keywords = [(name, identity_of(value)) for name, value in sorted(loss_fn.keywords.items())]
+        return partial, identity_of(loss_fn.func), *map(identity_of, loss_fn.args), *keywords
+    if isinstance(loss_fn, torch.Tensor):
+        return torch.Tensor
+    value = getattr(loss_fn, "__code__", loss_fn)
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return value
 
 
 def check_mean(loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:

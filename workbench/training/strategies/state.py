@@ -18,7 +18,7 @@ from workbench.core.weight_splits import IMAGE_KINDS, known_kind
 from workbench.errors import StrategyError
 from workbench.tensors.agreement import check_same_batch
 from workbench.training.batches import LossFunction, named_tensors
-from workbench.training.mean_losses import check_mean
+from workbench.training.mean_losses import check_mean, identity_of
 from workbench.training.recorded_actions import RecordedAction
 from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.fused_experts import count_chosen, count_experts
@@ -28,6 +28,8 @@ from workbench.training.strategies.listed_experts import expert_around, listed_e
 STATE, PLAN = "_workbench_parallel", "plan"
 ROOT = "(root)"
 """Row name of parameters that belong to the model itself and to no layer of it."""
+_MOST_CHECKED = 8
+"""How many kinds of batches, and how many losses, a module checks: the host waits for the device in each check."""
 
 
 @dataclass(eq=False)
@@ -45,7 +47,7 @@ class ParallelState:
         on_interrupt: called when an interrupt ends a call of the module, for which torch calls no hooks.
         compared: kinds of calls whose first batches the ranks have compared.
         num_rebuilds: how often the world had been rebuilt when the module was called last.
-        mean_loss: the code of the last loss that was found to be a mean over samples.
+        mean_losses: the identities of the losses that were found to be means over samples.
         preset: a preset whose stages follow the order of calls, until a batch has shown this order.
     """
 
@@ -61,14 +63,14 @@ class ParallelState:
     on_interrupt: list[Callable[[], None]] = field(default_factory=list)
     compared: set[Any] = field(default_factory=set)
     num_rebuilds: int = 0
-    mean_loss: Any = None
+    mean_losses: set[Any] = field(default_factory=set)
     preset: str | None = None
 
     def compare_first_batch(self, batch: Any, call: str, leaves: Iterable[Any] | None = None) -> None:
         """The ranks compare the plain tensors of the first batch of a kind that the module gets. All ranks call it.
 
         Sums of gradients show later batches that differ. A call without such sums gives its ``leaves``: of these, the
-        first batch of each combination of shapes is compared.
+        first batch of each of the first 8 combinations of shapes is compared.
 
         Raises:
             LayoutError: the tensors differ.
@@ -80,22 +82,23 @@ class ParallelState:
             self.layouts.plan.forget_calls()
         plain = [leaf for leaf in leaves or () if type(leaf) is torch.Tensor]
         kind = None if leaves is None else tuple([(tensor.shape, tensor.dtype) for tensor in plain])
-        if kind not in self.compared:
+        if kind not in self.compared and (kind is None or len(self.compared) < _MOST_CHECKED):
             check_same_batch(named_tensors(batch), self.layouts.world, call)
             self.compared.add(kind)
 
     def check_loss(self, loss_fn: LossFunction, output: Any, targets: Any, num_micro_batches: int) -> None:
         """Check that a loss is a mean over samples, before its first use with several micro-batches.
 
-        Not in a dry run: it computes no losses, and may run beside a program that draws random numbers.
+        Only of the first 8 losses. Not in a dry run: it computes no losses, and may run beside a program that draws
+        random numbers.
 
         Raises:
             RunError: it is not such a mean.
         """
-        code = getattr(loss_fn, "__code__", loss_fn)  # a lambda may be made anew in every step
-        if code is not self.mean_loss and self.layouts.world.device.type != "meta":
+        known, identity = self.mean_losses, identity_of(loss_fn)
+        if identity not in known and len(known) < _MOST_CHECKED and self.layouts.world.device.type != "meta":
             check_mean(loss_fn, output, targets, num_micro_batches)
-            self.mean_loss = code
+            known.add(identity)
 
     @property
     def layouts(self) -> StageLayouts:
@@ -104,7 +107,7 @@ class ParallelState:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies of the module, without the objects that steps have made. A copy's steps make its own."""
-        return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": [], "mean_loss": None}
+        return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": [], "mean_losses": set()}
 
 
 def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
