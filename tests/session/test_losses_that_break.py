@@ -1,4 +1,4 @@
-"""Whole comparisons on simulated ranks whose losses are no numbers after a while: what the mark says."""
+"""Whole comparisons on simulated ranks whose losses need a word beside the mark."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Explodes(nn.Module):
         return y * (float("nan") if breaks else 1.0)
 
 
-def checked(model_fn: Callable[[], nn.Module], check_steps: int) -> RunRecord:
+def checked(model_fn: Callable[[], nn.Module], check_steps: int, strategy: str = "*: data") -> RunRecord:
     subject = Subject.of(model_fn, features(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
     with Comparison(SimulatedSession(), subject, check_steps=check_steps) as comparison:  # type: ignore[arg-type]
-        return comparison.start("*: data").result()
+        comparison.baseline()
+        return comparison.start(strategy).result()
 
 
 def test_a_loss_that_is_nan_after_the_check_stands_beside_the_tick():
@@ -58,3 +59,16 @@ def test_losses_that_are_nan_on_both_are_said_to_be():
         assert checked(lambda at=at: Explodes(at), STEPS).equal
     first = checked(lambda: Explodes(0), STEPS)
     assert first.equal is None and equal_text(first) == "both nan"
+
+
+def test_one_device_with_micro_batches_is_said_to_have_them_where_its_losses_show_it():
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    run = checked(normed, STEPS, "*: data | mb=2")
+    assert run.equal and equal_text(run).startswith("\u2713") and equal_text(run).endswith(", both mb=2")
+    assert "one device had 2 micro-batches, too: its first loss is" in run.verdict.text
+    assert checked(plain, STEPS, "*: data | mb=2").verdict.note == checked(normed, STEPS).verdict.note == ""

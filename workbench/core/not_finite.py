@@ -69,11 +69,11 @@ class LossPair:
         if step is not None:
             equal = verdict.equal if step else None
             text = f"the loss is {self.own[step]} from step {step + 1} on, on one device too"
-            return _with(replace(verdict, equal=equal), f"both {self.own[step]}", text)
+            return replace(verdict, equal=equal).with_note(f"both {self.own[step]}", text)
         if verdict.equal is not None and self.num_common < self.wanted:
             steps = f"{self.num_common} step{'s' if self.num_common > 1 else ''}"
-            verdict = _with(
-                verdict, steps, f"the run was stopped: {self.num_common} of {self.wanted} steps were compared"
+            verdict = verdict.with_note(
+                steps, f"the run was stopped: {self.num_common} of {self.wanted} steps were compared"
             )
         return self._with_later_steps(verdict)
 
@@ -83,10 +83,5 @@ class LossPair:
             return verdict
         text = f"the loss is {self.own[step]} from step {step + 1} on"
         if not self.num_common:
-            return _with(verdict, str(self.own[step]), text)
-        return _with(verdict, f"then {self.own[step]}", f"{text}, where one device was not trained")
-
-
-def _with(verdict: Verdict, note: str, text: str) -> Verdict:
-    notes, texts = ", ".join(filter(None, (verdict.note, note))), "; ".join(filter(None, (verdict.text, text)))
-    return replace(verdict, note=notes, text=texts)
+            return verdict.with_note(str(self.own[step]), text)
+        return verdict.with_note(f"then {self.own[step]}", f"{text}, where one device was not trained")

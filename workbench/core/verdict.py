@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from workbench.core.json_record import JsonRecord
@@ -166,6 +166,11 @@ class Verdict(JsonRecord):
     text: str = ""
     grown: bool = False
     note: str = ""
+
+    def with_note(self, note: str, text: str) -> Verdict:
+        """The verdict with one more note, and a sentence of it."""
+        notes, texts = ", ".join(filter(None, (self.note, note))), "; ".join(filter(None, (self.text, text)))
+        return replace(self, note=notes, text=texts)
 
 
 UNKNOWN = Verdict(None)

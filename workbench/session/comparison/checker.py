@@ -113,10 +113,25 @@ class Checker:
                     case = self._check_in_float64(case, strategy, reports, steps, observer, compiles, seed)
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
-        verdict = losses.described(case.verdict())
+        verdict = self._with_micro_batches(losses.described(case.verdict()), which, reference)
         if verdict.equal and reference.precision == "fp32" and not reports[0].changes:
             self._equal.add((str(strategy), compiles))
         return verdict
+
+    def _with_micro_batches(self, verdict: Verdict, which: OneDevice, reference: RankResult) -> Verdict:
+        """The verdict, noting that one device has other losses with these micro-batches than with whole batches."""
+        whole = self.known(replace(which, num_micro_batches=1))
+        if whole is None or verdict.equal is None:
+            return verdict
+        ours, theirs = reference.losses[0], whole.losses[0]
+        if difference(ours, theirs) <= TOLERANCES[reference.precision].loss:
+            return verdict
+        number = which.num_micro_batches
+        return verdict.with_note(
+            f"both mb={number}",
+            f"one device had {number} micro-batches, too: its first loss is {ours:.4g}, that of whole batches "
+            f"{theirs:.4g} (batch norm and dropout see one micro-batch at a time)",
+        )
 
     def _noise(self, which: OneDevice, reference: RankResult, num_steps: int, observer: RunObserver | None) -> Distance:
         """The distance of one device from itself when its first weights change by a rounding unit.

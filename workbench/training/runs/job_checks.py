@@ -98,7 +98,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         described = f"a {kind} of {len(optimizer)}" if isinstance(optimizer, (list, tuple, dict)) else f"a {kind}"
         raise RunError(
             f"optimizer_fn(parameters) returned {described}; a run has 1 torch.optim.Optimizer. Return one; different "
-            "settings for different parameters are its groups: torch.optim.SGD([{'params': ..., 'lr': ...}, ...])."
+            "settings for different parameters are its groups: torch.optim.SGD([{'params': ..., 'lr': ...}, ...]). A "
+            "scheduler follows by optimizer.register_step_post_hook(lambda *_: scheduler.step())."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
