@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed import Work
 
 from workbench.session import protocol
-from workbench.session.on_engine import activity
+from workbench.session.on_engine import activity, interruptible_waits
+from workbench.tensors import world as world_module
 from workbench.transport.messaging import waiter
 from workbench.transport.messaging.message_transport import MessageTransport
 from workbench.transport.network.helper_thread import HelperThread
@@ -81,3 +84,23 @@ def test_torch_waits_for_other_ranks_only_in_some_of_its_files(file, waits):
     exec(compile("look()", f"/somewhere/{file}", "exec"), space)
     assert found[0].startswith(protocol.PLAIN) is waits
     assert waits or found == [""]
+
+
+def test_ranks_on_the_cpu_wait_as_on_the_cpu_though_torch_has_looked_at_gpus(monkeypatch):
+    """A rank that looks for a GPU of its own initializes CUDA, also where it then works on the CPU."""
+    waited_in = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(Work, "wait", lambda work: waited_in.append(threading.current_thread().name) or True)
+    interruptible_waits.install()
+
+    def is_taken_for_a_wait(device):
+        world, found = SimpleNamespace(device=torch.device(device), traffic=SimpleNamespace(num_exchanges=5)), []
+        monkeypatch.setattr(world_module, "joined", lambda: world)
+        Work.wait(SimpleNamespace(is_completed=lambda: False))
+        space = {"look": lambda: found.append(activity.wait_of(sys._getframe(1), world))}
+        exec(compile("look()", "/somewhere/torch/autograd/graph.py", "exec"), space)
+        return bool(found[0])
+
+    assert is_taken_for_a_wait("cpu")
+    assert not is_taken_for_a_wait("cuda")
+    assert [name.startswith("workbench-wait") for name in waited_in] == [True, False]

@@ -69,7 +69,7 @@ def wait_of(frame: FrameType | None, world: Any) -> str:
         return f"{protocol.PLAIN} {number}"
     if REMOTE_WAITS in files:
         return f"{protocol.REMOTE} {number}"
-    return f"{protocol.PLAIN} {number}.{id(frame)}.{frame.f_lasti}" if _may_block_in_torch(frame) else ""
+    return f"{protocol.PLAIN} {number}.{id(frame)}.{frame.f_lasti}" if _may_block_in_torch(frame, world) else ""
 
 
 def _call(world: Any) -> str:
@@ -82,7 +82,7 @@ def _call(world: Any) -> str:
     return "" if found is None else f"rank {found[0]} in {found[1]}"
 
 
-def _may_block_in_torch(frame: FrameType) -> bool:
+def _may_block_in_torch(frame: FrameType, world: Any) -> bool:
     """Whether the innermost Python code is torch's own, at a call that waits for other ranks in C++.
 
     A backward waits there if it is DistributedDataParallel's. On a GPU it waits for the device, too.
@@ -92,8 +92,7 @@ def _may_block_in_torch(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if file.endswith(_TORCH_WAITS):
         return True
-    torch = sys.modules.get("torch")
-    return file.endswith(_BACKWARD) and torch is not None and not torch.cuda.is_initialized()
+    return file.endswith(_BACKWARD) and not interruptible_waits.uses_gpu(world)
 
 
 def _wanted_s() -> float:

@@ -8,6 +8,7 @@ not covered: only a kill ends a rank that waits there.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +23,16 @@ _num_waits = 0
 
 def install() -> None:
     """Replace ``Work.wait`` for this process, once."""
-    import torch
     from torch.distributed import Work
 
+    from workbench.tensors import world
     from workbench.transport.network.helper_thread import HelperThread
 
     plain_wait: Callable[..., bool] = Work.wait
     helper = HelperThread("workbench-wait")
 
     def wait(work: Any, *timeout: Any, **named: Any) -> bool:
-        if threading.current_thread() is not threading.main_thread() or torch.cuda.is_initialized():
+        if threading.current_thread() is not threading.main_thread() or uses_gpu(world.joined()):
             return plain_wait(work, *timeout, **named)
         for _ in range(_NUM_CHECKS):
             if work.is_completed():
@@ -45,6 +46,14 @@ def install() -> None:
         return answers[0]
 
     Work.wait = wait  # type: ignore[method-assign,assignment]
+
+
+def uses_gpu(world: Any) -> bool:
+    """Whether this process computes on a GPU. A rank of a world on the CPU may have looked at its GPU before it joined,
+    which initializes CUDA.
+    """
+    torch = sys.modules["torch"]
+    return torch.cuda.is_initialized() and (world is None or world.device.type != "cpu")
 
 
 def num_waits() -> int:
