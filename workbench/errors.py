@@ -33,12 +33,37 @@ workbench.errors.SbpError: split(dim='rows'): dim is a str, not an int. Write e.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
+
+_HIDDEN = (os.path.join(os.path.dirname(__file__), ""), f"{os.sep}IPython{os.sep}")
 
 
 class WorkbenchError(Exception):
     """Base of all exceptions raised on purpose by the workbench."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What notebooks show: the user's lines that led here and the message, without the lines of our own code.
+
+        An error that follows from another one is shown with all lines, and so are all under ``%xmode Verbose``.
+        """
+        formatter, tb = sys.modules["IPython"].get_ipython().InteractiveTB, self.__traceback__
+        follows = self.__cause__ is not None or not (self.__suppress_context__ or self.__context__ is None)
+        is_whole = follows or formatter.mode == "Verbose"
+        shown, offset = (tb, formatter.tb_offset) if is_whole else (_without_our_frames(tb), 0)
+        return list(formatter.structured_traceback(type(self), self, shown, tb_offset=offset))
+
+
+def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
+    kept = None
+    while tb is not None and any(part in tb.tb_frame.f_code.co_filename for part in _HIDDEN):
+        tb = tb.tb_next
+    if tb is not None:
+        kept = TracebackType(_without_our_frames(tb.tb_next), tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return kept
 
 
 class LayoutError(WorkbenchError, ValueError):

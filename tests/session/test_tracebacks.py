@@ -3,8 +3,11 @@
 import dataclasses
 import linecache
 import pickle
+import re
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from workbench.errors import CellError, CollectiveAborted
 from workbench.session.on_engine.failures import failure_of
@@ -168,6 +171,18 @@ def test_the_error_can_be_pickled_and_is_coloured_in_notebooks():
     assert (str(copy), copy.failures) == (str(error), error.failures)
     assert "\x1b[31m" in copy._render_traceback_()[0]
     assert "\x1b" not in str(error)
+
+
+@pytest.mark.parametrize("mode", ["Context", "Verbose", "Plain", "Minimal"])
+def test_a_mistake_in_a_cell_of_the_notebook_is_shown_without_our_lines(mode):
+    shell = InteractiveShell.instance()
+    shell.run_cell(f"%xmode {mode}", silent=True)
+    with capture_output() as shown:
+        shell.run_cell("import workbench as wb\nwb.sbp.split('rows')")
+    InteractiveShell.clear_instance()
+    assert "dim is a str, not an int" in shown.stdout
+    assert ("sbp.py" in shown.stdout) is (mode == "Verbose")
+    assert ("wb.sbp.split('rows')" in re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout)) is (mode != "Minimal")
 
 
 def test_an_interrupt_says_where_the_ranks_were():
