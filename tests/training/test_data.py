@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections import UserDict
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import workbench as wb
@@ -188,6 +190,46 @@ def test_workers_read_the_same():
         assert torch.equal(value_on_all_ranks(ours["x"]), value_on_all_ranks(theirs["x"]))
 
 
+class Streamed:
+    """Samples without positions."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def padded_and_mixed(samples):
+    """Needs the whole batch: pads to its longest sample, and adds to each sample another one."""
+    words = pad_sequence([words for words, _ in samples], batch_first=True)
+    return {"words": words + words[torch.randperm(len(words))]}, torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize("kind", [list, Streamed])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("*: data", 4), ("*: model", 2), ("0: data@0; 1: data@1; 2: data@2", 3)],
+)
+def test_a_collate_fn_gets_the_whole_batch(kind, strategy, num_ranks):
+    data = kind([(torch.full((1 + 5 * index % 7,), float(index)), index) for index in range(14)])
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 4))
+
+    def program(strategy, **options):
+        module = wb.parallelize(copy.deepcopy(model), strategy)
+        loader = wb.GlobalDataLoader(data, 6, module=module, seed=3, collate_fn=padded_and_mixed, **options)
+        before = torch.get_rng_state()
+        batches = [[inputs["words"], labels] for _ in range(2) for inputs, labels in loader]
+        assert torch.equal(torch.get_rng_state(), before), "ranks that hold no samples draw nothing"
+        return [[part.tolist() for part in whole(batch)] for batch in batches]
+
+    (expected,) = run_ranks(lambda: program("*: data"), 1)
+    assert [len(words[0]) for words, _ in expected] == [7, 7, 5] * 2
+    assert expected[0] != expected[3], "each epoch has random numbers of its own"
+    assert run_ranks(lambda: program("*: data", num_workers=1), 1) == [expected]
+    assert run_ranks(lambda: program(strategy), num_ranks) == [expected] * num_ranks
+
+
 def test_sizes_and_a_placement_of_ones_own():
     data = TensorDataset(torch.arange(7))
     assert len(wb.GlobalDataLoader(data, 3)) == 3 and len(wb.GlobalDataLoader(data, 3, drop_last=True)) == 2
@@ -325,7 +367,7 @@ class TestMistakes:
         ragged = [torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(3)]
 
         def program():
-            with pytest.raises(LayoutError, match=r"pad in the dataset"):
+            with pytest.raises(LayoutError, match=r"float32 \(rows, 2\) and float32 \(rows, 3\).*a collate_fn"):
                 next(iter(wb.GlobalDataLoader(ragged, 4)))
 
         run_ranks(program, 2)

@@ -89,6 +89,17 @@ def restored(device: torch.device | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def drawing_from(*key: int) -> Iterator[None]:
+    """A context as ``restored``, in which what the CPU's generator draws depends on these numbers only.
+
+    Python's hash of whole numbers is the same in every process.
+    """
+    with restored():
+        torch.default_generator.manual_seed(hash(key) & 0x7FFFFFFFFFFFFFFF)
+        yield
+
+
+@contextmanager
 def watched(device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
     """A context whose value says whether the generator of the CPU, or of this device, was drawn from.
 

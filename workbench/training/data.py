@@ -1,4 +1,4 @@
-"""``wb.GlobalDataLoader``: batches as global tensors. Each rank reads only the rows that it holds."""
+"""``wb.GlobalDataLoader``: batches as global tensors. Each rank reads only the rows that it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current, joined
 from workbench.training.batches import TARGET_KEYS, as_tensors
 from workbench.training.datasets import Collate, check_dataset, collate, epoch_by_epoch, num_samples_of, take
-from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read
+from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read, unchanged
 from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.state import state_of
 
@@ -33,7 +33,7 @@ Rows = tuple[int, int]
 
 
 class GlobalDataLoader:
-    """Batches of a dataset as global tensors, split along dim 0. Each rank reads only its rows.
+    """Batches of a dataset as global tensors, split along dim 0. Without ``collate_fn`` each rank reads only its rows.
 
     The order of samples depends on ``seed`` and the epoch, not on the strategy or the number of ranks or workers. So do
     the random numbers that the dataset draws from torch for a sample (augmentation). The last batch of an epoch may be
@@ -53,10 +53,13 @@ class GlobalDataLoader:
             ``set_epoch`` is called.
         seed: of the order and of the samples' random numbers.
         drop_last: leave out a last batch with fewer samples.
-        num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``. ``collate_fn`` gets the samples of
-            one rank, so its result may not depend on other samples. Mappings (``BatchEncoding``) become dicts. Numbers,
-            and tensors that all samples share (no dims, one row, positions ``(T,)`` beside words ``(N, T)``), must be
-            equal on all ranks and stay plain; one row may come once per sample.
+        num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``. ``collate_fn`` gets all samples of
+            the batch, as on one device: it may pad to the longest or mix samples. So each rank that holds a part reads
+            and collates the whole batch, and keeps its rows; where that takes too long, pad in the dataset and leave
+            ``collate_fn`` out. What it draws from torch is equal on all ranks; seed numpy and ``random``. Mappings
+            (``BatchEncoding``) become dicts. Numbers, and tensors that all samples share (no dims, one row, positions
+            ``(T,)`` beside words ``(N, T)``), must be equal on all ranks and stay plain; one row may come once per
+            sample.
 
     Raises:
         RunError: a loader or an iterator instead of a dataset; an iterable one with ``shuffle``, or with other samples
@@ -93,6 +96,7 @@ class GlobalDataLoader:
         self._num_samples = None if self._is_iterable else num_samples_of(dataset)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.num_workers, self.collate_fn = num_workers, collate_fn or collate
+        self._takes_whole_batches = collate_fn is not None
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self._given = None if placement is None else _checked_layout(placement, sbp)
         self.epoch = 0
@@ -164,7 +168,7 @@ class GlobalDataLoader:
         smallest = self.batch_size if self.drop_last else 1
         batches = [part for part in order.split(self.batch_size) if len(part) >= smallest]
         layouts = self._layouts(world)
-        needed = [_needed_rows(layouts, len(batch), world.rank) for batch in batches]
+        needed = [_needed_rows(layouts, len(batch), self._takes_whole_batches, world.rank) for batch in batches]
         own = iter(self._reader(epoch, [batch[rows] for batch, rows in zip(batches, needed, strict=True)]))
         for batch, rows in zip(batches, needed, strict=True):
             part = next(own) if len(rows) else None
@@ -176,7 +180,7 @@ class GlobalDataLoader:
     def _iterated(self, world: World, epoch: int, start: int) -> Iterator[Any]:
         """The batches of an iterable data set. One is read ahead, so that the position after the last is the end's."""
         layouts = self._layouts(world)
-        rows_of = partial(_needed_rows, layouts, rank=world.rank)
+        rows_of = partial(_needed_rows, layouts, is_whole=self._takes_whole_batches, rank=world.rank)
         stream = Stream(self.dataset, self.batch_size, self.seed, epoch, start, self.collate_fn, rows_of)
         smallest, nothing = (self.batch_size if self.drop_last else 1), Chunk(0, torch.empty(0), None)
         chunks = iter(read(stream, self.num_workers))
@@ -199,12 +203,12 @@ class GlobalDataLoader:
         """Read this rank's samples, without torch's default generator: all ranks must advance it equally."""
         if isinstance(self.dataset, (tuple, Mapping)):
             return (take(self.dataset, batch) for batch in batches if len(batch))
-        keys = [[(epoch, int(index)) for index in batch] for batch in batches if len(batch)]
         return DataLoader(
-            _Reproducible(self.dataset, self.seed),
-            batch_sampler=keys,
+            _Reproducible(self.dataset, self.seed, epoch, self.collate_fn),
+            batch_size=None,
+            sampler=[batch.tolist() for batch in batches if len(batch)],
             num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
+            collate_fn=unchanged,
             pin_memory=self.pin_memory,
             generator=torch.Generator().manual_seed(self.seed),
         )
@@ -248,9 +252,11 @@ def _rows(layout: Layout, num_rows: int, rank: int) -> Rows:
     return layout.region((num_rows,), rank)[0] if rank in layout.placement else (0, 0)
 
 
-def _needed_rows(layouts: _Layouts, num_rows: int, rank: int) -> torch.Tensor:
+def _needed_rows(layouts: _Layouts, num_rows: int, is_whole: bool, rank: int) -> torch.Tensor:
+    """The rows that a rank reads: those that it holds; if it holds any and ``is_whole``, all of them."""
     both = {_rows(layout, num_rows, rank) for layout in (layouts.inputs, layouts.targets)}
-    return torch.tensor(sorted({row for start, stop in both for row in range(start, stop)}), dtype=torch.long)
+    held = sorted({row for start, stop in both for row in range(start, stop)})
+    return torch.tensor([*range(num_rows)] if held and is_whole else held, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,9 @@ class _Leaf:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} ({', '.join(['rows', *map(str, self.shape)])})"
 
     def may_be(self, value: Any) -> bool:
         """Whether the tensor may be ``value``: a shared tensor may have as many rows as samples by chance."""
@@ -270,6 +279,9 @@ class _Shared:
     """A number, or a tensor that belongs to all samples; equal on all ranks."""
 
     value: Any
+
+    def __str__(self) -> str:
+        return str(self.value)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _Leaf):
@@ -327,8 +339,9 @@ def _agreed(several: Sequence[_Leaf | _Shared], what: str) -> _Leaf | _Shared:
         if first != other:
             raise LayoutError(
                 f"GlobalDataLoader, {what}: ranks have read {first} and {other}. The parts of one batch must have "
-                "one dtype and shape, up to dim 0, and what all samples share one value: pad in the dataset to a size "
-                "that does not depend on the batch."
+                "one dtype and shape, up to dim 0, and what all samples share one value: pad in the dataset to one "
+                "size, or give a collate_fn that pads. A collate_fn gets the same samples on all ranks: seed what it "
+                "draws from numpy or random."
             )
     return first
 
@@ -359,16 +372,21 @@ def _made(
     return wrap(copy_to_device(value[first : first + stop - start], world.device), spec)
 
 
+@dataclass(frozen=True)
 class _Reproducible(Dataset[Any]):
-    """Samples whose random numbers depend on the seed, the epoch and the index only. torch's default generator does not
-    change.
+    """Batches, by the indices of their samples. The random numbers of a sample depend on the seed, the epoch and its
+    index only, and those of ``collate`` on the first index. torch's default generator does not change.
     """
 
-    def __init__(self, dataset: Sequence[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    dataset: Sequence[Any]
+    seed: int
+    epoch: int
+    collate: Collate
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        with default_generator.restored():
-            torch.default_generator.manual_seed(hash((self.seed, epoch, index)) & 0x7FFFFFFFFFFFFFFF)
-            return self.dataset[index]
+    def __getitem__(self, indices: list[int]) -> Any:
+        samples = []
+        for index in indices:
+            with default_generator.drawing_from(self.seed, self.epoch, index):
+                samples.append(self.dataset[index])
+        with default_generator.drawing_from(self.seed, self.epoch, -1, indices[0]):
+            return self.collate(samples)

@@ -1,8 +1,8 @@
 """Iterable data sets: samples in an order of their own, without positions, such as ``IterableDataset`` or a streamed
 ``datasets.IterableDataset``.
 
-Every rank reads the whole stream in its order, and makes a batch of its own rows of each chunk. So batches depend on no
-number of ranks or workers, and all ranks know where the stream ends.
+Every rank reads the whole stream in its order, and makes a batch of the rows of each chunk that it needs. So batches
+depend on no number of ranks or workers, and all ranks know where the stream ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chunk:
 
     Attributes:
         num_samples: in the whole batch.
-        rows: of the batch that this rank holds.
+        rows: of the batch that this rank needs.
         part: these rows as a batch; None where there are none.
         fingerprint: of all samples; empty where it was not asked for.
     """
@@ -73,7 +73,7 @@ class Stream(IterableDataset[Chunk]):
 
     Attributes:
         dataset: gives the samples. Its ``set_epoch``, if it has one, is called.
-        rows_of: from the number of samples in a batch to the rows that this rank holds.
+        rows_of: from the number of samples in a batch to the rows that this rank needs.
     """
 
     dataset: Iterable[Any]
@@ -86,33 +86,32 @@ class Stream(IterableDataset[Chunk]):
 
     def __iter__(self) -> Iterator[Chunk]:
         samples = itertools.islice(self._samples(), self.start, None)
-        is_first = True
+        is_first, position = True, self.start
         while chunk := list(itertools.islice(samples, self.batch_size)):
             rows = self.rows_of(len(chunk))
-            known = fingerprint(tree_leaves(as_tensors(self.collate(chunk)))) if is_first else ""
-            part = self.collate([chunk[int(row)] for row in rows]) if len(rows) else None
+            known = fingerprint(tree_leaves(as_tensors(self._collated(chunk, position)))) if is_first else ""
+            part = self._collated([chunk[int(row)] for row in rows], position) if len(rows) else None
             yield Chunk(len(chunk), rows, part, known)
-            is_first = False
+            is_first, position = False, position + len(chunk)
+
+    def _collated(self, samples: list[Any], position: int) -> Any:
+        with default_generator.drawing_from(self.seed, self.epoch, -1, position):
+            return self.collate(samples)
 
     def _samples(self) -> Iterator[Any]:
         """Samples whose random numbers depend on the seed, the epoch and the position."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        with default_generator.restored():
-            torch.default_generator.manual_seed(hash((self.seed, self.epoch)) & _POSITIVE)
+        with default_generator.drawing_from(self.seed, self.epoch):
             samples = iter(self.dataset)
         for position in itertools.count():
-            with default_generator.restored():
-                torch.default_generator.manual_seed(hash((self.seed, self.epoch, position)) & _POSITIVE)
+            with default_generator.drawing_from(self.seed, self.epoch, position):
                 try:
                     sample = next(samples)
                 except StopIteration:
                     return
             yield sample
-
-
-_POSITIVE = 0x7FFFFFFFFFFFFFFF
 
 
 def read(stream: Stream, num_workers: int) -> Iterable[Chunk]:
@@ -123,13 +122,14 @@ def read(stream: Stream, num_workers: int) -> Iterable[Chunk]:
         stream,
         batch_size=None,
         num_workers=1,
-        collate_fn=_unchanged,
+        collate_fn=unchanged,
         generator=torch.Generator().manual_seed(stream.seed),
     )
 
 
-def _unchanged(chunk: Any) -> Any:
-    return chunk
+def unchanged(part: Any) -> Any:
+    """For a ``DataLoader`` whose data set makes batches: the batch as it is."""
+    return part
 
 
 def check_alike(found: list[tuple[int, str]], what: str) -> None:
