@@ -55,6 +55,8 @@ LIMITS = {
 """Instructions per element of 16 bits (of attention: per score), in the machine code. An H100 runs about 34 in the time
 in which its memory reads and writes one: up to there, a kernel that does both waits for the memory.
 """
+ELSEWHERE = {"100": {"attention_dropout:_backward_queries": 183, "attention_dropout:_backward_keys": 196}}
+"""Where Triton makes more of a kernel; no such device has run them."""
 SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """What a program may have. sm_80 has more, but its successors sm_86 and sm_89 run the same code."""
 
@@ -88,7 +90,8 @@ def test_kernels_of_training_are_short(capability, cache):
     for line in lines:
         name, _, rest = line.partition(" fused=")
         costs[name] = float(rest.partition("sass=")[2])
-    assert {name: cost for name, cost in costs.items() if cost > LIMITS[name]} == {}
+    limits = LIMITS | ELSEWHERE.get(capability, {})
+    assert {name: cost for name, cost in costs.items() if cost > limits[name]} == {}
     assert costs.keys() == LIMITS.keys()
 
 
