@@ -184,6 +184,88 @@ def test_a_part_writes_to_what_comes_from_outside(played):
     assert all(map(torch.equal, plain, graphed))
 
 
+class FakeGraph:
+    """A graph whose launch does nothing."""
+
+    begun = None
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.used = pool
+        self.begun.append((pool, torch.cuda.current_stream()))
+
+    def capture_end(self):
+        """Nothing is recorded."""
+
+    def pool(self):
+        return self.used
+
+    def replay(self):
+        """The results stay those of the recording."""
+
+
+class FakeStream:
+    present = None
+
+    def __enter__(self):
+        FakeStream.present = self
+
+    def __exit__(self, *_):
+        FakeStream.present = None
+
+    def wait_stream(self, _):
+        """All is done."""
+
+
+def test_recordings_for_other_numbers_share_the_memory_of_their_graphs(monkeypatch):
+    begun = []
+    monkeypatch.setattr(graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(FakeGraph, "begun", begun)
+    fakes = {
+        "CUDAGraph": FakeGraph,
+        "Stream": FakeStream,
+        "stream": lambda stream: stream,
+        "current_stream": lambda: FakeStream.present or FakeStream(),
+        "graph_pool_handle": object,
+        "synchronize": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.tau = nn.Linear(3, 3), 1.0
+
+        def forward(self, x):
+            return (self.layer(x) / self.tau).tanh()
+
+    def work():
+        model = Model()
+
+        def step(x):
+            model.zero_grad()
+            model(x).sum().backward()
+
+        captured = wb.capture(step, backend="cudagraphs")
+        for value in range(1, 6):
+            model.tau = float(value)
+            for _ in range(4):
+                captured(torch.ones(2, 3))
+        programs = [each.function for trace in captured.traces for each in trace.calls if each.name.startswith("graph")]
+        operands = {place.untyped_storage().data_ptr() for each in programs for _, place in each._copied}
+        del programs
+        model.layer = nn.Linear(3, 3)  # all recordings are forgotten
+        for _ in range(4):
+            captured(torch.ones(2, 3))
+        return len(operands)
+
+    assert run_ranks(work, 1) == [1]
+    assert len(begun) == 6
+    pools, streams = ([each[at] for each in begun] for at in (0, 1))
+    assert len(set(pools[:5])) == len(set(streams[:5])) == 1
+    assert pools[5] not in pools[:5]
+
+
 def test_expanded_operands_are_copied_once(played):
     def work():
         captured = wb.capture(lambda x: (x * 2 + 1).relu() - x, backend="cudagraphs")

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,15 +35,17 @@ _one_at_a_time = threading.Lock()
 Run = Callable[..., Sequence[torch.Tensor]]
 
 
-def graph_parts(trace: Trace, num_results: int, compiler: Compiler | None = None) -> Trace:
+def graph_parts(trace: Trace, num_results: int, memories: GraphMemories, compiler: Compiler | None = None) -> Trace:
     """The same trace with its parts as single calls of CUDA graphs, which replays record.
 
     Args:
         num_results: how many of the first outputs the caller gets; the others are gradients.
+        memories: of the step's recordings; those with graphs share one.
         compiler: a graph launches what Inductor makes of its operators; None for the operators themselves.
     """
     calls = keys_first(trace.calls)
-    keys, memory, shared = drawn_keys(calls), memory_of(trace), _Shared()
+    keys, memory = drawn_keys(calls), memory_of(trace)
+    shared = _Shared(memories.setdefault("graphs", GraphMemory()))
     constants = {memory[slot] for slot in trace.constants}
     makers: dict[Any, GraphProgram] = {}
 
@@ -109,19 +112,20 @@ def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 @dataclass
-class _Shared:
-    """What the graphs of one trace share: they run one after the other.
+class GraphMemory:
+    """What the graphs of all recordings of a step share: they run one after the other.
 
     Attributes:
         operands: memory for the operands of one graph at a time.
-        needed_bytes: the most that a graph of the trace needs of it, as far as their first replays have shown.
-        problem: why a part is replayed operator by operator; else empty.
+        needed_bytes: the most that a graph needs of it, as far as their first replays have shown.
+        latest: the graph that was recorded last. It keeps the pool, from which later graphs take their memory.
+        stream: of all recordings. A pool gives memory that was used on one stream to no other stream.
     """
 
     operands: torch.Tensor | None = None
     needed_bytes: int = 0
-    problem: str = ""
-    pool: Any = None
+    latest: torch.cuda.CUDAGraph | None = None
+    stream: torch.cuda.Stream | None = None
 
     def expect(self, operands: Sequence[torch.Tensor]) -> None:
         """Note that a graph will have such operands."""
@@ -140,6 +144,22 @@ class _Shared:
             views.append(memory.as_strided(value.shape, value.stride()))
             start += _size_of(value)
         return views
+
+
+GraphMemories = WeakValueDictionary[str, GraphMemory]
+"""Of the recordings of one step. It is empty when the step has forgotten all recordings with graphs."""
+
+
+@dataclass
+class _Shared:
+    """What the graphs of one trace share.
+
+    Attributes:
+        problem: why a part is replayed operator by operator; else empty.
+    """
+
+    memory: GraphMemory
+    problem: str = ""
 
     def failed(self, cause: str) -> None:
         """Warn that a part runs operator by operator."""
@@ -198,12 +218,12 @@ class GraphProgram:
         copied = [at for at, operand in enumerate(self._operands) if operand.is_copied()]
         if not self._has_run:
             self._has_run = True
-            self._shared.expect([values[at] for at in copied])
+            self._shared.memory.expect([values[at] for at in copied])
             return None
-        places = dict(zip(copied, self._shared.views_like([values[at] for at in copied]), strict=True))
+        places = dict(zip(copied, self._shared.memory.views_like([values[at] for at in copied]), strict=True))
         given = [places.get(at, value) for at, value in enumerate(values)]
         try:
-            self._launch, self._results = record(self._shared, self._run, given)
+            self._launch, self._results = record(self._shared.memory, self._run, given)
         except RuntimeError as error:
             cause = (str(error).strip() or "no message").splitlines()[0]
             self._shared.failed(f"{type(error).__name__}: {cause}")
@@ -223,7 +243,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record(
-    shared: _Shared, run: Run, operands: Sequence[torch.Tensor]
+    memory: GraphMemory, run: Run, operands: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Sequence[torch.Tensor]]:
     """Record what ``run`` launches for these operands, which stay where they are.
 
@@ -233,16 +253,15 @@ def record(
     Raises:
         RuntimeError: an operator cannot be recorded: it waits for the GPU, for example.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), memory.stream or torch.cuda.Stream()
+    pool = torch.cuda.graph_pool_handle() if memory.latest is None else memory.latest.pool()
     with _one_at_a_time:
-        if shared.pool is None:
-            shared.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         is_collecting = gc.isenabled()
         gc.disable()  # to free an old graph or tensor would end the recording
         try:
             with torch.cuda.stream(stream):
-                graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     results = run(*operands)
                 finally:
@@ -251,4 +270,5 @@ def record(
             if is_collecting:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
+    memory.latest, memory.stream = graph, stream
     return graph.replay, results

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from workbench.errors import CaptureWarning
 from workbench.training.capture.compiled import Compiler, Tell, compile_parts
-from workbench.training.capture.graphs import graph_parts
+from workbench.training.capture.graphs import GraphMemories, graph_parts
 from workbench.training.capture.trace import Trace
 from workbench.training.capture.value_memory import limit_memory, peak_bytes
 from workbench.units import format_bytes
@@ -16,12 +16,14 @@ BACKENDS = ("inductor", "cudagraphs", "inductor+cudagraphs")
 """Ways to run the operators between two exchanges at once."""
 
 
-class ReplayOptions(NamedTuple):
-    """See ``wb.capture``. ``tell``: is called before a program is compiled."""
+@dataclass(frozen=True)
+class ReplayOptions:
+    """See ``wb.capture``. ``tell``: is called before a program is compiled. ``memories``: of this step's graphs."""
 
     backend: str | None = None
     memory_bytes: int | None = None
     tell: Tell | None = None
+    memories: GraphMemories = field(default_factory=GraphMemories)
 
     def check(self) -> None:
         """Refuse a backend that there is not, and no memory.
@@ -53,5 +55,6 @@ class ReplayOptions(NamedTuple):
         if self.backend == "inductor":
             return compile_parts(trace, self.tell)
         if self.backend is not None:
-            return graph_parts(trace, num_results, Compiler(self.tell) if "inductor" in self.backend else None)
+            compiler = Compiler(self.tell) if "inductor" in self.backend else None
+            return graph_parts(trace, num_results, self.memories, compiler)
         return trace
