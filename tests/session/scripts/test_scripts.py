@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
 import workbench as wb
 from tests.session.scripts.jobs import (
     BATCH_SIZE,
     NUM_STEPS,
+    Pairs,
     count,
     fixed_heads,
     fused,
@@ -29,6 +31,7 @@ from tests.session.scripts.jobs import (
 )
 from workbench.cli import main
 from workbench.errors import RunError, StrategyError
+from workbench.training.batches import Batch, arguments
 from workbench.training.runs.job import Job
 from workbench.training.strategies.paired_splits import takes_columns
 
@@ -86,6 +89,14 @@ def test_functions_of_a_notebook_have_a_place_to_fill_in() -> None:
     text = wb.planner.script("data", 2, make, None, F.cross_entropy)
     assert 'raise NotImplementedError("FILL IN: model_fn")' in text and "FILL IN: dataset" in text
     assert "from torch.nn.functional import cross_entropy as loss_fn" in text
+    assert ".<locals>.make\n    raise NotImpl" in text and text.count("# you passed: ") == 1
+    make.__module__, make.__qualname__ = "__main__", "make"
+    text = wb.planner.script("data", 2, make, Pairs(), nn.CrossEntropyLoss(), batch_size=8)
+    assert re.findall("# you passed: (.*)", text) == [
+        "make",
+        "tests.session.scripts.jobs.Pairs(...)",
+        "torch.nn.modules.loss.CrossEntropyLoss(...)",
+    ]
     compile(text, "script.py", "exec")
 
 
@@ -190,8 +201,34 @@ def test_a_model_with_its_own_loss_takes_the_batch() -> None:
     assert "wb.forward_backward(model, inputs=batch)" in wb.planner.script(
         "*: data", 2, transformer, data, batch_size=8
     )
-    with pytest.raises(RunError, match="Give a data set of tuples"):
-        wb.planner.script("*: data", 2, transformer, data, F.cross_entropy, batch_size=8, library="torch")
+
+
+PAIR, LABELS = [torch.ones(2), torch.ones(2)], torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    ("sample", "lines"),
+    [
+        ((PAIR[0], LABELS), ["*inputs, targets = batch", "output = model(*inputs)"]),
+        ((*PAIR, LABELS), ["*inputs, targets = batch", "output = model(*inputs)"]),
+        (({"x": PAIR[0]}, LABELS), ["inputs, targets = batch", "output = model(**inputs)"]),
+        ((tuple(PAIR), {"class": LABELS}), ["inputs, targets = batch", "output = model(*inputs)"]),
+        ({"x": {"deep": PAIR[0]}, "labels": LABELS}, ['targets = batch.pop("labels")', "output = model(**batch)"]),
+        (
+            {"x": PAIR[0], "label": LABELS, "target": LABELS},
+            ['targets = {name: batch.pop(name) for name in ("label", "target")}', "output = model(**batch)"],
+        ),
+        (PAIR[0], ["targets = None", "output = model(batch)"]),
+    ],
+)
+def test_the_torch_script_takes_batches_apart_as_a_comparison_does(sample: Any, lines: list[str]) -> None:
+    text = wb.planner.script("*: data", 2, mlp, [sample] * 8, F.cross_entropy, batch_size=8, library="torch")
+    found = [line.strip() for line in text.partition("batch = on_device(batch, device)\n")[2].splitlines()]
+    assert found[:3] == [*lines, "loss = loss_fn(output, targets)"]
+    names: dict[str, Any] = {"batch": default_collate([sample] * 2), "model": lambda *args, **options: (args, options)}
+    exec("\n".join(lines), names)
+    right = Batch.of(default_collate([sample] * 2), F.cross_entropy)
+    assert str((*names["output"], names["targets"])) == str((*arguments(right.inputs), right.targets))
 
 
 def test_a_class_is_called_for_its_data_set() -> None:
@@ -211,7 +248,7 @@ def test_what_torch_has_no_loop_for() -> None:
     alone = wb.planner.script("*: data", 1, mlp, vectors, F.cross_entropy, count=count, batch_size=8, library="torch")
     assert "def count" not in alone and "count(" not in alone.replace("device_count(", "")
     nested = (vectors[0], {"classes": vectors[1]})
-    with pytest.raises(RunError, match=r"a batch has a dict in it.*tuples or dicts of tensors"):
+    with pytest.raises(RunError, match=r"has a dict beside its arrays.*list of samples"):
         wb.planner.script("*: data", 2, mlp, nested, F.cross_entropy, batch_size=8, library="torch")
 
 

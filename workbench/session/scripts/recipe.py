@@ -57,10 +57,11 @@ class Recipe:
             return None
         import torch
 
+        from workbench.training.batches import as_tensors
         from workbench.training.datasets import take
 
         collate = self.sources.get("collate_fn")
-        return take(self.samples, torch.arange(2), None if collate is None else collate.value)
+        return as_tensors(take(self.samples, torch.arange(2), None if collate is None else collate.value))
 
     @property
     def is_dict(self) -> bool:

@@ -71,7 +71,15 @@ class Source:
     def fill_in(self) -> str:
         """A function that the user is to write."""
         signature, what = _FILL_IN[self.role]
-        return f'def {signature}:\n    """{what}"""\n    raise NotImplementedError("FILL IN: {self.role}")\n'
+        passed = "" if self.value is None else f"    # you passed: {self._named()}\n"
+        return f'def {signature}:\n    """{what}"""\n{passed}    raise NotImplementedError("FILL IN: {self.role}")\n'
+
+    def _named(self) -> str:
+        """The name of the function, or of the class of an object."""
+        is_named = hasattr(self.value, "__qualname__")
+        named = self.value if is_named else type(self.value)
+        home = "" if named.__module__ in ("__main__", "builtins") else f"{named.__module__}."
+        return f"{home}{named.__qualname__}{'' if is_named else '(...)'}"
 
     @property
     def is_called(self) -> bool:

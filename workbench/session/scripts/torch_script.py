@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from workbench.errors import RunError
 from workbench.session.scripts.recipe import Recipe
@@ -18,7 +19,7 @@ _STYLE_WORDS = {
 }
 _STANDARD = """\
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -38,6 +39,15 @@ def batches(part: int, num_parts: int) -> Iterator[Any]:
         yield from DataLoader(samples, batch_sampler=own{collate})
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    \"\"\"The batch, with its tensors on the device.\"\"\"
+    if isinstance(batch, Mapping):
+        return {name: on_device(entry, device) for name, entry in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [on_device(entry, device) for entry in batch]
+    return batch.to(device) if isinstance(batch, torch.Tensor) else batch
+
+
 def main() -> None:
     dist.init_process_group()
     device = torch.device("cpu")
@@ -52,6 +62,7 @@ def main() -> None:
     torch.manual_seed(SEED + 1 + part)  # other parts of a batch have other dropout
     own_batches = batches(part, num_parts={replicas})
     for step, batch in enumerate(islice(own_batches, STEPS), 1):
+        batch = on_device(batch, device)
 {forward}
         optimizer.zero_grad()
         loss.backward()
@@ -86,16 +97,11 @@ def torch_script(recipe: Recipe) -> str:
 
     Raises:
         StrategyError: the strategy has parts without an equivalent in torch.
-        RunError: batches are dicts, and the loss is a function of their entries; or an entry is no tensor.
+        RunError: the data set has nested arrays.
     """
     plan = torch_plan(recipe)
-    _check_batch(recipe)
+    _check_samples(recipe.samples)
     recipe = replace(recipe, sources={role: source for role, source in recipe.sources.items() if role != "count"})
-    if recipe.is_dict and "loss_fn" in recipe.sources:
-        raise RunError(
-            'script(library="torch"): batches are dicts, and loss_fn takes one of their entries. Give a data set of '
-            "tuples (inputs, targets), or leave loss_fn out if the model returns its own loss."
-        )
     note = "" if plan.axes.get("model", 1) == 1 else _MODEL_NOTE
     blocks = [
         recipe.head("Trains with torch alone: each layer lies on the ranks as the strategy says.", note),
@@ -109,17 +115,13 @@ def torch_script(recipe: Recipe) -> str:
     )
 
 
-def _check_batch(recipe: Recipe) -> None:
-    batch = recipe.first_samples
-    if batch is None:
-        return
-    entries = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, dict) else [batch]
-    others = sorted({type(entry).__name__ for entry in entries if not hasattr(entry, "to")})
-    if others or not isinstance(batch, (tuple, list, dict)):
-        found = f"has a {', a '.join(others)} in it" if others else f"is a {type(batch).__name__}"
+def _check_samples(samples: Any) -> None:
+    arrays = samples.values() if isinstance(samples, dict) else samples if isinstance(samples, tuple) else ()
+    nested = sorted({type(entry).__name__ for entry in arrays if isinstance(entry, (dict, tuple))})
+    if nested:
         raise RunError(
-            f'script(library="torch"): a batch {found}; the script moves the entries of a tuple or a dict to a device, '
-            "so they are tensors. Give a data set whose samples are tuples or dicts of tensors or numbers."
+            f'script(library="torch"): the data set of {len(samples)} arrays has a {", a ".join(nested)} beside its '
+            "arrays. Torch's loader takes no nested ones: give a list of samples or a Dataset."
         )
 
 
@@ -246,16 +248,35 @@ def _samples(recipe: Recipe) -> str:
 
 
 def _forward(recipe: Recipe) -> str:
-    """The lines that move a batch to the device and compute its loss."""
-    if recipe.is_dict:
-        move, call = "batch = {name: values.to(device) for name, values in batch.items()}", "model(**batch)"
-    elif "loss_fn" in recipe.sources:
-        move, call = "*inputs, targets = (values.to(device) for values in batch)", "model(*inputs)"
-    else:
-        move, call = "inputs = [values.to(device) for values in batch]", "model(*inputs)"
-    is_bf16 = recipe.strategy.options.precision == "bf16"
+    """The lines that compute the loss of a batch."""
+    split, call = _split(recipe)
     forward = [f"output = {call}"]
-    if is_bf16:
+    if recipe.strategy.options.precision == "bf16":
         forward = ["with torch.autocast(device.type, torch.bfloat16):", f"    output = {call}"]
     result = "loss = loss_fn(output, targets)" if "loss_fn" in recipe.sources else _OWN_LOSS
-    return "\n".join(f"        {line}" for line in (move, *forward, result))
+    return "\n".join(f"        {line}" for line in (*split, *forward, result))
+
+
+def _split(recipe: Recipe) -> tuple[list[str], str]:
+    """The line that takes the targets out of a batch, as ``Batch.of`` does, and the call of the model."""
+    from workbench.training.batches import TARGET_KEYS
+
+    batch = recipe.first_samples
+    if "loss_fn" not in recipe.sources:
+        return [], _call("batch", {} if batch is None else batch)
+    if isinstance(batch, dict):
+        names = [name for name in batch if name in TARGET_KEYS]
+        several = ", ".join(f'"{name}"' for name in names)
+        found = f"{{name: batch.pop(name) for name in ({several})}}" if len(names) > 1 else f"batch.pop({several})"
+        return [f"targets = {found if names else None}"], _call("batch", batch)
+    if batch is None or (isinstance(batch, (list, tuple)) and len(batch) > 1):
+        if batch is not None and len(batch) == 2 and isinstance(batch[0], (dict, list, tuple)):
+            return ["inputs, targets = batch"], _call("inputs", batch[0])
+        return ["*inputs, targets = batch"], "model(*inputs)"
+    return ["targets = None"], _call("batch", batch)
+
+
+def _call(name: str, inputs: Any) -> str:
+    """The model's call with a variable that has these inputs."""
+    stars = "**" if isinstance(inputs, dict) else "*" if isinstance(inputs, (list, tuple)) else ""
+    return f"model({stars}{name})"
