@@ -181,6 +181,27 @@ def test_what_works_again_is_no_failure_any_more(panel: Panel, monkeypatch: pyte
     assert panel._failures.error is None and str(panel.strategy) == "*: model"
 
 
+def test_after_a_refused_strategy_the_panel_gets_well(panel: Panel):
+    """Apply follows the strategy as Run does, Keep shows the run's strategy again, and what works removes the error."""
+    panel.run()
+    runs(panel).change()
+    assert not runs(panel).apply_button.disabled
+    controls = panel._editor.controls
+    controls.text.value = "*: data; fc9: model"
+    assert runs(panel).apply_button.disabled and runs(panel).apply_button.tooltip == "fix 1 problem first"
+    runs(panel).apply_button.click()  # a click from before the button was disabled
+    assert "no layer matches" in str(panel._failures.error)
+    runs(panel).keep_button.click()
+    assert panel._failures.error is None and not runs(panel).apply_button.disabled
+    assert controls.text.value == "*: data" and panel.state.label == "data" and panel.tabs.chosen == "live"
+    for act in (runs(panel).apply_button.click, controls.run.click):
+        panel._failures.show(Broken())
+        act()
+        assert panel._failures.error is None and panel.running
+        runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
+        assert panel.wait(WAIT_TIMEOUT_S) and not controls.run.disabled
+
+
 def test_a_click_that_cannot_be_shown_is_not_done(panel: Panel, monkeypatch: pytest.MonkeyPatch):
     before = panel._editor.grid.view
     with monkeypatch.context() as broken:

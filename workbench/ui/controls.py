@@ -104,6 +104,7 @@ class Controls:
         plan: loads the planner's choice into the panel.
         facts: model, parameters, batch.
         beside: more buttons behind the text.
+        apply: the button that changes a run to the strategy.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class Controls:
         plan: Callable[[], None],
         facts: str,
         *beside: widgets.Button,
+        apply: widgets.Button | None = None,
     ) -> None:
-        self._edit = edit
+        self._edit, self._apply = edit, apply
         self._refreshing = False
         self.presets = {name: self._preset_button(name) for name in PRESETS}
         self.planned = button(PLANNED, plan)
@@ -219,7 +221,7 @@ class Controls:
             self._show_degrees(state)
             self._show_options(state)
             self._show_text(state)
-            self._show_problems(state, "a run holds the engines" if busy else no_run)
+            self._show_problems(state, busy, no_run)
         finally:
             self._refreshing = False
 
@@ -263,7 +265,7 @@ class Controls:
         self.pieces.value = "".join(f'<span class="{role}">{escape(text)}</span>' for text, role in pieces)
         (self.text.add_class if state.num_problems else self.text.remove_class)("wb-wrong")
 
-    def _show_problems(self, state: PanelState, reason: str) -> None:
+    def _show_problems(self, state: PanelState, busy: bool, no_run: str) -> None:
         count = state.num_problems
         problems = f"{count} problem{'s' if count > 1 else ''}"
         chip = (
@@ -273,8 +275,13 @@ class Controls:
         lines = [element("div", text=state.text_problem)] if state.text_problem else []
         lines += [_mistake_line(mistake) for mistake in state.mistakes if mistake.layer is None]
         self.mistakes.value = element("div", *lines, css="wb-mistakes") if lines else "" if count else _hints(state)
-        self.run.disabled = bool(reason) or not state.can_run
-        self.run.tooltip = f"fix {problems} first" if count else reason or "train with this strategy (Alt+Enter)"
+        reason = f"fix {problems} first" if count else no_run
+        self.run.disabled = busy or bool(reason)
+        waits = "a run holds the engines" if busy else "train with this strategy (Alt+Enter)"
+        self.run.tooltip = reason or waits
+        if self._apply is not None:
+            self._apply.disabled = bool(reason)
+            self._apply.tooltip = reason or "go on with the strategy above and the same weights"
 
 
 def _hints(state: PanelState) -> str:

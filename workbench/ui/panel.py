@@ -169,6 +169,7 @@ class Panel(widgets.VBox):
                 calibrate=None if session is None else lambda: offline_trainer.measured(session),
                 count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
                 script=self.script,
+                apply=self._runs_section.apply_button,
             )
         self._editor.busy = lambda: self.running
         self._endings: list[Callable[[], None]] = []
@@ -331,6 +332,7 @@ class Panel(widgets.VBox):
 
     def wanted(self) -> tuple[Strategy, str]:
         """The panel's strategy and its name; raises ``StrategyError`` with all its mistakes."""
+        self._failures.clear()  # what the user tried before
         return self._editor.wanted()
 
     def estimate(self) -> Estimate | None:
@@ -357,6 +359,7 @@ class Panel(widgets.VBox):
 
     def load(self, text: str) -> None:
         """Load the text of a strategy; undo restores the one before."""
+        self._failures.clear()
         self._editor.open(text)
         self.tabs.chosen = "strategy"
 
@@ -367,8 +370,7 @@ class Panel(widgets.VBox):
         self._editor.is_shown = True
         display_widget(self)
         self._editor.refresh()
-        page = display(self._static_bundle(), raw=True, display_id=True)
-        self._handle = page
+        self._handle = display(self._static_bundle(), raw=True, display_id=True)
 
     def _on_page(self, colours: Palette) -> None:
         """Handle a page that shows the panel, or that has another theme."""

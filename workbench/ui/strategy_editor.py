@@ -8,6 +8,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import ipywidgets as widgets
+
 from workbench.core.layer_extents import of_linear_layers, traced
 from workbench.core.layer_plan import LayerPlan
 from workbench.core.model_costs import ModelCosts
@@ -51,6 +53,7 @@ class StrategyEditor:
         calibrate: measures the machine of the engines, for a panel without ``hardware``; None without engines.
         count: counts the bytes that a strategy sends; None leaves it at estimates.
         script: (library) -> the strategy as a script.
+        apply: the button that changes a run to the strategy.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class StrategyEditor:
         calibrate: Callable[[], Hardware] | None = None,
         count: Counter | None = None,
         script: Callable[[Any], str] = str,
+        apply: widgets.Button | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self.bytes = ByteCounter(count, guarded(self._show_counted), self._is_busy) if count else None
@@ -84,7 +88,7 @@ class StrategyEditor:
         self.has_calls: Callable[[], bool] = lambda: False
         self.state = PanelState(layers, num_ranks, strategy)
         self.script = ScriptSection(script)
-        self.controls = Controls(self.edit, on_run, self.plan, title, self.script.button)
+        self.controls = Controls(self.edit, on_run, self.plan, title, self.script.button, apply=apply)
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")

@@ -66,6 +66,7 @@ class RunsSection:
         self._poller: Poller | None = None
         self._run: Run | None = None
         self._names: dict[str, str] = {}
+        self._text = ""
         self._spans: list[StepSpans] = []
         self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
@@ -133,7 +134,8 @@ class RunsSection:
             (number,) = seeds_of(self._trainer.seed if seed is None else seed, 1)
             label = name or (f"{label}, compiled" if self._trainer.compiles else label)
             name = self._free_name(with_seed(label, number, self._trainer.seed))
-            self._names = {str(strategy): name}
+            self._text = str(strategy)
+            self._names = {self._text: name}
             self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
             self.error = None
             try:
@@ -208,13 +210,15 @@ class RunsSection:
         self._names[str(strategy)] = label
         estimate = self._callbacks.estimate()
         self._poller.run.change(strategy, label, predictions(estimate))
+        self._text = str(strategy)
         self._expect(estimate, strategy)
         self.is_paused = True  # a run that is not paused ignores it
         self.resume()
         self._callbacks.changed()
 
     def keep(self) -> None:
-        """Continue under the run's present strategy."""
+        """Continue under the run's present strategy, which the strategy editor shows again."""
+        self._callbacks.opened(self._text)
         self.resume()
         self._callbacks.changed()
 
@@ -371,7 +375,6 @@ class RunsSection:
         self.stop_button.description = "Stop now" if self._is_stopping else "Stop"
         self.stop_button.tooltip = (now if self._is_stopping else polite) if busy else waits
         self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
-        self.apply_button.tooltip = "go on with the strategy above and the same weights"
         self.change_button.layout.display = "none" if changing else ""
         self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
         self.trace_button.disabled = not self._spans and not busy
