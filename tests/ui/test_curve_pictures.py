@@ -11,7 +11,8 @@ from itertools import pairwise
 import pytest
 
 from tests.ui.conftest import make_record
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import RunRecord, Segment
+from workbench.core.segments import by_strategy
 from workbench.ui.runs.curve_pictures import curve_pictures
 from workbench.ui.runs.table_rows import key_of, run_rows
 from workbench.ui.runs.table_widget import RunTable
@@ -62,6 +63,15 @@ def test_throughput_is_a_median_of_neighbours():
     assert len(points) <= 150 and points[-1][0] == max(x for x, _ in points)
     falls = next(x for (x, y), (_, after) in pairwise(points) if after > y + 1)
     assert (falls - points[0][0]) / (points[-1][0] - points[0][0]) == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_strategy_that_a_run_changed_to_begins_at_its_step():
+    segments = (Segment(0, "data", "*: data", 1.0), Segment(30, "model", "*: model", 1.0))
+    run = make_record("data", losses=(1.0,) * 100, step_times_s=(0.1,) * 100, segments=segments)
+    for picture in pictures(*by_strategy([run])):
+        first, second = curves(picture).values()
+        (_, middle), (start, end) = ((line[0][0], line[-1][0]) for line in (first, second))
+        assert 0 < start - middle < 5 and (end - start) / (middle - first[0][0]) == pytest.approx(69 / 29, rel=0.02)
 
 
 def test_colours_stay_while_the_table_is_sorted_and_filtered(runs: list[RunRecord]):

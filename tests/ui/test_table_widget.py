@@ -19,6 +19,8 @@ from workbench.core.segments import by_strategy
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.pictures.svg import text_width
+from workbench.ui.run_figures import comparison_figure
+from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
 from workbench.ui.runs.table_rows import (
@@ -54,6 +56,12 @@ def test_speed_ups_are_over_the_chosen_baseline(runs: list[RunRecord], baseline:
     assert speedups["data"] == pytest.approx(5000 / 3000) and speedups["model"] == 1.0
     assert speedups["1 device"] == pytest.approx(4000 / 3000) and speedups["pipeline"] is None
     assert [row.name for row in rows if row.is_baseline] == ["model"]
+    rows = run_rows([runs[0], baseline], truth="1 device")
+    assert [row.values["speedup"] for row in rows] == [1.25, 1.0]
+    slow = replace(baseline, samples_per_s=2000.0)
+    assert [row.values["speedup"] for row in run_rows([runs[0], slow], truth="1 device")] == [2.5, 1.0]
+    assert " 2.50x" in comparison_table_text([runs[0]], slow), "not over the one device of the run's own time"
+    assert "2.50\u00d7" in comparison_figure([runs[0]], slow).data[1].text[0]
 
 
 def test_a_run_that_failed_shows_what_was_predicted(runs: list[RunRecord]):

@@ -279,7 +279,8 @@ class RunRecord(JsonRecord):
     rate, gradient norm and others, see ``core.step_values``. ``predicted`` holds the prediction:
     step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and
     machine. ``started`` is local time (ISO 8601); ``run_id`` names the run's file. ``spread`` is that of a record of
-    several seeds: standard deviations by the name of their mean (``core.seeds.over_seeds``).
+    several seeds: standard deviations by the name of their mean (``core.seeds.over_seeds``). ``first_step`` counts from
+    0: a part of a run (``core.segments.by_strategy``) begins later.
     """
 
     name: str
@@ -309,6 +310,7 @@ class RunRecord(JsonRecord):
     segments: tuple[Segment, ...] = ()
     values: dict[str, Pairs] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=dict)
+    first_step: int = 0
 
     @property
     def step_s(self) -> float | None:
@@ -325,6 +327,12 @@ class RunRecord(JsonRecord):
     def rank_seconds(self) -> float | None:
         """What the trained steps cost: ranks x seconds. None without a measurement."""
         return self.num_ranks * sum(self.step_times_s) if self.step_times_s else None
+
+    def speedup_over(self, base: RunRecord | None) -> float | None:
+        """The speed-up over a baseline that is shown beside the run; without one, ``speedup``."""
+        if base is None:
+            return self.speedup
+        return self.samples_per_s / base.samples_per_s if base.samples_per_s else None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunRecord:

@@ -47,6 +47,7 @@ def _part(run: RunRecord, number: int, segment: Segment, stop: int) -> RunRecord
         predicted=segment.predicted,
         changes=(),
         segments=(),
+        first_step=start,
         run_id=f"{run.run_id}#{number + 1}" if run.run_id else "",
     )
     if start < CHECKED_STEPS:

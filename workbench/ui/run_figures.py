@@ -170,7 +170,7 @@ def comparison_figure(
         x=np.array(ends, dtype=float),
         y=[run.name for run in drawn],
         mode="text",
-        text=[_rate_text(run) for run in drawn],
+        text=[_rate_text(run, baseline) for run in drawn],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",
@@ -189,9 +189,10 @@ def _error_bars(runs: Sequence[RunRecord], colours: Palette) -> dict[str, Any]:
     return {"type": "data", "array": spreads, "visible": any(spreads), **look}
 
 
-def _rate_text(run: RunRecord) -> str:
+def _rate_text(run: RunRecord, baseline: RunRecord | None) -> str:
     spread = f" \u00b1 {three_digits(run.spread['samples_per_s'])}" if "samples_per_s" in run.spread else ""
-    speedup = f" ({speedup_text(run.speedup)})" if run.speedup is not None else ""
+    ratio = run.speedup_over(baseline)
+    speedup = f" ({speedup_text(ratio)})" if ratio is not None else ""
     return f" {grouped(run.samples_per_s)}{spread}{speedup}"
 
 

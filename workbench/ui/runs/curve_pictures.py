@@ -80,14 +80,16 @@ def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord
 
 
 def _losses(run: RunRecord) -> Points:
-    return _drawable(np.array(run.losses, dtype=float))
+    values = np.array(run.losses, dtype=float)
+    steps, is_finite = run.first_step + np.arange(1, len(values) + 1), np.isfinite(values)
+    return decimate(steps[is_finite], values[is_finite], _MOST_POINTS)
 
 
 def _rates(run: RunRecord) -> Points:
     """Medians of stretches of steps, few enough to be drawn, and of five neighbours of these."""
     times_s = np.array(run.step_times_s, dtype=float)
     is_known = np.isfinite(times_s) & (times_s > 0)
-    steps, rates = np.flatnonzero(is_known) + 1, run.batch_size / times_s[is_known]
+    steps, rates = run.first_step + np.flatnonzero(is_known) + 1, run.batch_size / times_s[is_known]
     if len(rates) > _MOST_POINTS:
         parts = np.array_split(rates, _MOST_POINTS)
         steps, rates = (
@@ -98,11 +100,6 @@ def _rates(run: RunRecord) -> Points:
         return steps, rates
     around = sliding_window_view(np.pad(rates, _NEIGHBOURS // 2, mode="edge"), _NEIGHBOURS)
     return steps, np.median(around, axis=1)
-
-
-def _drawable(values: np.ndarray) -> Points:
-    steps, is_finite = np.arange(1, len(values) + 1), np.isfinite(values)
-    return decimate(steps[is_finite], values[is_finite], _MOST_POINTS)
 
 
 def _picture(

@@ -110,7 +110,8 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
         if run.error is not None:
             lines.append(f"{_named(run)}{one_line(run.error, 80 - _NAME_CHARS)}")
             continue
-        speedup = f"{run.speedup:.2f}x" if run.speedup is not None else "-"
+        ratio = run.speedup_over(baseline)
+        speedup = f"{ratio:.2f}x" if ratio is not None else "-"
         difference, note = "baseline" if run is baseline else equal_text(run).replace(DASH, "-"), ""
         if len(difference) > _EQUAL_CHARS - 1:
             difference, _, note = difference.partition(", ")
@@ -119,13 +120,13 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
             f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>{_EQUAL_CHARS}}"
         )
         lines += [f"{note:>80}"] if note else []
-        lines += [_spread_line(run)] if run.spread else []
+        lines += [_spread_line(run, baseline)] if run.spread else []
     return "\n".join(lines)
 
 
-def _spread_line(run: RunRecord) -> str:
+def _spread_line(run: RunRecord, baseline: RunRecord | None) -> str:
     """The standard deviations below the means, and how the loss ended."""
-    (row,) = run_rows([run])
+    row, *_ = run_rows([run, baseline], truth=key_of(baseline)) if baseline is not None else run_rows([run])
     rate, speedup = (row.spread_text(key).replace(TIMES, "x") for key in ("samples_per_s", "speedup"))
     loss = f"loss {row.texts['final_loss']} {row.spread_text('final_loss')}, " if "final_loss" in row.spread else ""
     return f"{'':{_NAME_CHARS}}{rate:>10}{speedup:>10}{f'{loss}{len(row.seeds)} seeds':>42}"

@@ -126,7 +126,8 @@ def run_rows(
     """One row per run, in the order of the runs.
 
     Args:
-        baseline: key of the run that speed-ups are over; by default every run's own one-device run.
+        baseline: key of the run that speed-ups are over; by default the one on one device, of the run's seed if there
+            are several. Without one, a run's own ``speedup`` stays.
         names: names by key that the user has given.
         truth: key of the run on one device, which is compared with nothing; or several keys.
     """
@@ -134,9 +135,12 @@ def run_rows(
     measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) not in truths]
     front = pareto_front([max(run.peak_memory_bytes) for run in measured], [run.samples_per_s for run in measured])
     on_front = {key_of(measured[index]) for index in front}
+    one_device = [run for run in runs if key_of(run) in truths and run.samples_per_s]
     rows = []
     for run in runs:
-        key, values = key_of(run), _values(run, base)
+        alike = (truth for truth in one_device if truth.settings.get("seed") == run.settings.get("seed"))
+        over = base or next(alike, next(iter(one_device), None))
+        key, values = key_of(run), _values(run, over)
         rows.append(
             Row(
                 key,
@@ -153,7 +157,7 @@ def run_rows(
                 failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
-                spread=_spread(run, base),
+                spread=_spread(run, over),
                 seeds=tuple(run.settings.get("seeds", ())),
                 steps=_steps_text(run),
             )
@@ -194,14 +198,11 @@ def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None
 def _values(run: RunRecord, base: RunRecord | None) -> dict[str, float | None]:
     predicted_s, step_s = run.predicted.get("step_s"), run.step_s
     known = run.error is None
-    speedup = run.speedup
-    if base is not None:
-        speedup = run.samples_per_s / base.samples_per_s if base.samples_per_s else None
     peak = float(max(run.peak_memory_bytes)) if run.peak_memory_bytes else run.predicted.get("peak_bytes")
     return {
         "samples_per_s": run.samples_per_s if known and run.samples_per_s else None,
         "predicted_samples_per_s": run.predicted.get("samples_per_s"),
-        "speedup": speedup if known else None,
+        "speedup": run.speedup_over(base) if known else None,
         "peak_bytes": peak,
         "boxed_bytes": float(run.boxed_bytes_per_step) if known else run.predicted.get("boxed_bytes"),
         "bubble": run.bubble if known else run.predicted.get("bubble"),

@@ -220,8 +220,8 @@ class PanelState:
         self._become(_UndoEntry(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
-        """Take a strategy from its text, or a preset's name; one that was here before gets its name back. Text that does
-        not parse changes only the draft.
+        """Take a strategy from its text, or a preset's name. One that was here before gets its name back. Text that
+        does not parse changes only the draft.
         """
         if text.strip() == self.text:
             return
