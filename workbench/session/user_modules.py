@@ -12,6 +12,7 @@ import ast
 import dis
 import hashlib
 import importlib
+import inspect
 import io
 import pickle
 import sys
@@ -162,6 +163,24 @@ def import_edited_anew() -> None:
     """Import modules again whose files have changed since they were loaded."""
     now = {name: (version, _version_of(name, _loaded[name][0])) for name, version in loaded().items()}
     _import_anew({name for name, (old, new) in now.items() if new is not None and not new.has_code_of(old)})
+
+
+def outdated(value: object) -> str:
+    """The file of which a function, a class or an object has the code from before it was loaded again; empty if the
+    module has the same code now.
+    """
+    made: Any = value if isinstance(value, type | FunctionType) else type(value)
+    version, now = loaded().get(made.__module__), sys.modules.get(made.__module__)
+    for part in made.__qualname__.split("."):
+        now = getattr(now, part, made)
+    return version.file if version is not None and _code_of(now) != _code_of(made) else ""
+
+
+def _code_of(made: Any) -> dict[str, Any]:
+    """The code of a function, or of the methods of a class: ``%autoreload`` gives old objects the new one."""
+    functions = vars(made).items() if isinstance(made, type) else [("", made)]
+    found = {name: inspect.unwrap(each) for name, each in functions if isinstance(each, FunctionType)}
+    return {name: getattr(each, "__code__", None) for name, each in found.items()}
 
 
 class _RecordingPickler(pickling.Pickler):

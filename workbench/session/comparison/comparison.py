@@ -18,7 +18,7 @@ from workbench.core.presets import preset_name
 from workbench.core.seeds import with_seed
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.errors import NotStartedError, RunError
+from workbench.errors import NotStartedError, RunError, SessionError
 from workbench.session import user_modules
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
@@ -84,12 +84,14 @@ class Comparison:
 
         Raises:
             NotStartedError: the session is closed.
+            SessionError: the job has functions, classes or objects of a module as it was before it was loaded again.
         """
         has_job = self._on_engines(training_on_engine.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
         versions = user_modules.loaded()
         has_changed = any(not versions.get(name, old).has_code_of(old) for name, old in self._versions.items())
         if has_changed:
+            self._refuse_old_code()
             missing = list(range(len(has_job)))
         if missing:
             prepared = self._on_engines(training_on_engine.keep_job, self.key, self.job, ranks=missing)
@@ -101,6 +103,14 @@ class Comparison:
         elif 0 in missing:
             self._checker.forget()
         self._versions = versions
+
+    def _refuse_old_code(self) -> None:
+        for name in ("model_fn", "dataset", "loss_fn", "optimizer_fn", "collate_fn", "count"):
+            if file := user_modules.outdated(getattr(self.job, name)):
+                raise SessionError(
+                    f"{file} has changed since this panel or comparison was made: its {name} is still of the old file. "
+                    "Run the cell that makes it again."
+                )
 
     def _forget_one_device(self) -> None:
         self._baseline = None
