@@ -116,7 +116,7 @@ class Controls:
         *beside: widgets.Button,
         apply: widgets.Button | None = None,
     ) -> None:
-        self._edit, self._apply = edit, apply
+        self._edit, self.apply = edit, apply
         self._refreshing = False
         self.presets = {name: self._preset_button(name) for name in PRESETS}
         self.planned = button(PLANNED, plan)
@@ -279,9 +279,9 @@ class Controls:
         self.run.disabled = busy or bool(reason)
         waits = "a run holds the engines" if busy else "train with this strategy (Alt+Enter)"
         self.run.tooltip = reason or waits
-        if self._apply is not None:
-            self._apply.disabled = bool(reason)
-            self._apply.tooltip = reason or "go on with the strategy above and the same weights"
+        if self.apply is not None:
+            self.apply.disabled = bool(reason)
+            self.apply.tooltip = reason or "go on with the strategy above and the same weights"
 
 
 def _hints(state: PanelState) -> str:
