@@ -142,6 +142,44 @@ def test_sixty_four_ranks_and_finding_a_layer(both: Any) -> None:
     deep.locator(".wb-row[data-row='tok_emb']").wait_for()
 
 
+CUT = """() => {
+    const panel = document.querySelector('.wb-panel');
+    const right = panel.getBoundingClientRect().right + 1;
+    const parts = [...panel.querySelectorAll('.wb-bar button, .wb-field, .wb-field > *, .wb-row .boxing-cell > *')];
+    const cut = parts.filter(one => one.getBoundingClientRect().right > right).map(one => one.textContent);
+    const tabs = panel.querySelector('.wb-tabs').getBoundingClientRect();
+    const crossed = [...panel.querySelectorAll('.wb-stays .wb-bar button')].filter(one => {
+        const box = one.getBoundingClientRect();
+        return one.role !== 'tab' && box.left < tabs.right && box.top < tabs.bottom && box.bottom > tabs.top;
+    });
+    return [panel.clientWidth < 400, cut, crossed.map(one => one.textContent)];
+}"""
+"""In a very narrow panel: controls and lines that end outside of it, and buttons that the tabs lie over."""
+
+
+def test_in_a_very_narrow_notebook_rows_of_controls_wrap(lab_page: Any) -> None:
+    lab_page.page.set_viewport_size({"width": 480, "height": 1400})
+    lab_page.settle()
+    lab_page.screenshot("panel-480.png", panel(lab_page))
+    assert lab_page.page.evaluate(CUT) == [True, [], []]
+
+
+DEAD = """() => {
+    const [panel] = document.querySelectorAll('.wb-panel');
+    const widgets = [panel, ...panel.querySelectorAll('.jupyter-widgets')];
+    for (const one of widgets) one.classList.add('jupyter-widgets-disconnected');
+    const shown = widgets.map(one => getComputedStyle(one, '::before')).filter(style => style.display !== 'none');
+    const run = panel.querySelector('.wb-run');
+    return [shown.map(style => style.content), getComputedStyle(run).pointerEvents];
+}"""
+"""What Jupyter does in the page when a kernel ends: signs that are shown, and whether Run can be pressed."""
+
+
+def test_without_its_kernel_the_panel_says_so_in_one_line(lab_page: Any) -> None:
+    assert lab_page.page.evaluate(DEAD) == [['"The kernel of this panel has ended: run the cell again."'], "none"]
+    lab_page.screenshot("panel-dead.png", panel(lab_page))
+
+
 WIDTHS = (1920, 1680, 1280, 1000, 800)
 NUMBERS = {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"}
 """Of the last layer: weight, parameters and sbp in columns or in a line; the boxing with its bytes."""

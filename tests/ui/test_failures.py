@@ -11,7 +11,7 @@ import pytest
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, FakeTrainer, block, make_mlp
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.model_costs import Extent, LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
@@ -200,6 +200,13 @@ def test_after_a_refused_strategy_the_panel_gets_well(panel: Panel):
         assert panel._failures.error is None and panel.running
         runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
         assert panel.wait(WAIT_TIMEOUT_S) and not controls.run.disabled
+
+
+def test_a_panel_whose_session_has_ended_says_so_on_every_tab(panel: Panel):
+    ended = panel._editor.controls.ended
+    assert ended.value == "" and ended in panel.children[0].children
+    panel._on_message(-1, RunEvent("closed", 0))
+    assert "run the cell that makes the panel once more" in ended.value and panel._editor.controls.run.disabled
 
 
 def test_a_click_that_cannot_be_shown_is_not_done(panel: Panel, monkeypatch: pytest.MonkeyPatch):

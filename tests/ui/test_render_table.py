@@ -7,12 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
 from workbench.ui.assets import element
 from workbench.ui.number_text import grouped, short_difference, speedup_text
-from workbench.ui.runs.render_table import by_throughput, comparison_table_html, comparison_table_text
-from workbench.ui.runs.table_rows import equal_text
+from workbench.ui.pictures.svg import text_width
+from workbench.ui.runs.render_table import WIDTHS, by_throughput, comparison_table_html, comparison_table_text
+from workbench.ui.runs.table_rows import COLUMNS, equal_text, run_rows
 
 
 class Rows(HTMLParser):
@@ -138,3 +140,15 @@ def test_text_has_the_spread_below_the_means(runs: list[RunRecord]):
         below[:38].split() == ["\u00b1", "12.5", "\u00b1", "0.02x"]
         and below.index("12.5") + 4 == figures.index("5000") + 4
     )
+
+
+def test_small_losses_and_the_steps_of_a_stopped_run_fit_into_their_columns():
+    """Each cell has 12 pixels without text, see ``td.number`` of table.css."""
+    small = make_record("small", losses=(2.0, 0.000162))
+    stopped = make_record("stopped", step_times_s=(0.1,) * 957, settings={"steps": 1000})
+    widths = dict(zip([column.key for column in COLUMNS[1:]], WIDTHS, strict=True))
+    for row in run_rows([small, stopped]):
+        for key in (column.key for column in COLUMNS[2:-1]):
+            for text in (row.texts[key], row.steps if key == "rank_seconds" else ""):
+                assert text_width(text, 12) + 12 <= widths[key], (key, text)
+    assert run_rows([stopped])[0].steps == "957 steps"

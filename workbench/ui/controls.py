@@ -96,7 +96,8 @@ def field(text: str, control: widgets.Widget) -> widgets.HBox:
 
 
 class Controls:
-    """All bars above the grid. ``run`` and ``problems`` are in none of them, so that they can stay in sight.
+    """All bars above the grid. ``run``, ``problems`` and ``ended`` are in none of them, so that they can stay in sight:
+    ``ended`` says why no run can begin any more.
 
     Args:
         edit: called with a function of the state for each edit of the user.
@@ -123,6 +124,7 @@ class Controls:
         self.undo = self._icon("undo", "Undo (Ctrl+Z in the grid)", PanelState.undo)
         self.redo = self._icon("repeat", "Redo (Ctrl+Shift+Z in the grid)", PanelState.redo)
         self.problems = html()
+        self.ended = html()
         self.run = button("Run", run, "wb-primary", "wb-run", icon="play")
         self.degrees = {name: self._number(1, 4096) for name in ("pipeline", "data", "model")}
         self.sum = html()

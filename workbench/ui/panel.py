@@ -213,13 +213,9 @@ class Panel(widgets.VBox):
         legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="explain the words of the panel")
         checks = () if self._is_offline else (runs.check, runs.compile)
         buttons = (controls.problems, controls.run, *runs.steering, legend)
-        stays = widgets.VBox(
-            [
-                bar(self.tabs, html("", "wb-space"), *buttons),
-                bar(*runs.live.status.parts, *checks, css=("wb-bar", "wb-status")),
-                self._failures.box,
-            ]
-        )
+        top = bar(self.tabs, html("", "wb-space"), *buttons)
+        status = bar(*runs.live.status.parts, *checks, css=("wb-bar", "wb-status"))
+        stays = widgets.VBox([top, status, controls.ended, self._failures.box])
         stays.add_class("wb-stays")
         return stays
 

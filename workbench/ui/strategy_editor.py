@@ -135,6 +135,7 @@ class StrategyEditor:
         """Refuse runs from now on, and show the reason."""
         with self._lock:
             self._no_run = why
+            self.controls.ended.value = element("div", text=why, css="wb-section wb-quiet")
             self.refresh()
 
     def plan(self) -> None:
