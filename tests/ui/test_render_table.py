@@ -145,10 +145,10 @@ def test_text_has_the_spread_below_the_means(runs: list[RunRecord]):
 def test_small_losses_and_the_steps_of_a_stopped_run_fit_into_their_columns():
     """Each cell has 12 pixels without text, see ``td.number`` of table.css."""
     small = make_record("small", losses=(2.0, 0.000162))
-    stopped = make_record("stopped", step_times_s=(0.1,) * 957, settings={"steps": 1000})
+    stopped = make_record("stopped", step_times_s=(0.1,) * 9570, settings={"steps": 10_000})
     widths = dict(zip([column.key for column in COLUMNS[1:]], WIDTHS, strict=True))
     for row in run_rows([small, stopped]):
         for key in (column.key for column in COLUMNS[2:-1]):
             for text in (row.texts[key], row.steps if key == "rank_seconds" else ""):
                 assert text_width(text, 12) + 12 <= widths[key], (key, text)
-    assert run_rows([stopped])[0].steps == "957 steps"
+    assert run_rows([stopped])[0].steps == "9570 steps"

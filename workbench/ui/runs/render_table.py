@@ -27,7 +27,7 @@ from workbench.ui.runs.table_rows import (
 )
 from workbench.units import format_bytes
 
-WIDTHS = (152, 66, 72, 68, 54, 60, 70, 54, 72, 70, 98)
+WIDTHS = (152, 66, 72, 68, 54, 60, 70, 54, 80, 70, 98)
 """Pixels of the columns behind the first, which has the names and all the width that is left."""
 _BAR_WIDTH = 92
 _NAME_CHARS, _EQUAL_CHARS = 18, 19
