@@ -119,7 +119,6 @@ DEVICES = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_p
 def test_the_timeline_and_a_loop_of_ones_own_have_the_devices_times(monkeypatch):
     monkeypatch.setattr(step_metrics, "INTERVAL_S", 1e9)
     built, messages = mlp(), []
-    user_loops.report_remaining_steps()  # of loops that other tests have left
     user_loops.listen(messages.append)
 
     def program():
