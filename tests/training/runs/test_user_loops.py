@@ -316,3 +316,22 @@ def test_another_place_begins_another_loop(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["loss"] for row in rows if "loss" in row] == [1.0, 2.0]
+        assert [row["accuracy"] for row in rows if "accuracy" in row] == [0.5, 0.5], "calls without a place"
+
+
+def test_loops_end_with_their_listener(received):
+    """The steps of one test's loop came to the listener of another test, now and then."""
+
+    def program():
+        wb.log(loss=1.0)
+        wb.log(loss=2.0)
+        return user_loops.current()
+
+    worlds = run_ranks(program, 2)
+    assert all(world in user_loops._loops for world in worlds)
+    user_loops.listen(None)
+    assert not any(world in user_loops._loops or world.context.action_timer for world in worlds)
+    later: list[object] = []
+    user_loops.listen(later.append)
+    user_loops.report_remaining_steps()
+    assert later == []

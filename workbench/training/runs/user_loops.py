@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, SupportsFloat
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -41,9 +40,14 @@ _number: Callable[[], int] = _same
 
 
 def listen(listener: Listener | None, number: Callable[[], int] = _same) -> None:
-    """Send the reports of loops to ``listener`` (None: to no one). ``number()`` distinguishes loops."""
+    """Send the reports of loops to ``listener``. ``number()`` distinguishes loops. None: to no one, and loops without a
+    log end, since nobody hears of their last steps.
+    """
     global _listener, _number
     _listener, _number = listener, number
+    if listener is None:
+        for world in [world for world, loop in _loops.items() if not loop.has_log]:
+            _loops.pop(world).stop()
 
 
 def log(
@@ -88,9 +92,11 @@ def log(
     ``wb.log(loss=loss, samples=64)`` after ``optimizer.step()`` is all that a loop needs, and
     ``wb.log(evaluation={"accuracy": 0.93}, epoch=2)`` adds to it.
     """
-    if _listener is None and to is None:
+    if _listener is None and to is None and not _loops:
         return
     world = current()
+    if _listener is None and to is None and world not in _loops:
+        return
     found = dict(_checked(values))
     if loss is not None:
         loss = _kept("loss", loss)
@@ -138,9 +144,10 @@ def _kept(name: str, value: Any) -> torch.Tensor | float:
 
 def report_remaining_steps() -> None:
     """Report the remaining steps of all loops when a cell has ended, perhaps by an error. Each rank reports alone."""
-    for loop in list(_loops.values()):
-        loop.end(_listener)
-    _loops.clear()
+    for world in list(_loops):
+        loop = _loops.pop(world, None)  # None: of simulated ranks, another one has taken it
+        if loop is not None:
+            loop.end(_listener)
 
 
 def _report_at_exit() -> None:
@@ -312,7 +319,7 @@ def _own_term(loss: Any) -> LossTerm | None:
     return LossTerm(float(plain(loss)), copies, is_term, len(layout.placement.ranks))
 
 
-_loops: WeakKeyDictionary[World, _Loop] = WeakKeyDictionary()
+_loops: dict[World, _Loop] = {}
 
 
 at_shutdown(_report_at_exit)
