@@ -115,11 +115,22 @@ def test_mistakes_name_both_numbers(text, message):
         ("pipelin", "did you mean 'pipeline'"),
         ("hybrid", "'hybrid' is a preset, which is made for a model"),
         ("hybrid | mb=2", r"'hybrid' is a preset, .* wb.parallelize\(model, 'hybrid \| mb=2'\)"),
+        ("fsdp", r"here 'fsdp' is '\*: data \| zero=3'"),
+        ("*: tp@1", r"here 'tp' is '\*: model', and the third of the degrees PxDxM"),
+        ("*: pipeline", "here 'pipeline' is a preset, which is a whole strategy, or '@1' behind a choice"),
     ],
 )
 def test_a_row_that_is_none_says_what_was_meant(text, meant):
     with pytest.raises(StrategyError, match=f"is not 'pattern: .*; {meant}"):
         Strategy(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "end"), [("tp=2", "here 'tp' is .*: model', .*"), ("zer=2", "did you mean 'zero=2'"), ("xy=7", "fp8")]
+)
+def test_an_option_with_a_value_is_like_none_without(option, end):
+    with pytest.raises(StrategyError, match=f"option '{option}' is none of .*{end}[?M]?$"):
+        Strategy(f"*: data | {option}")
 
 
 def test_nothing_is_guessed_of_a_row_that_is_like_none():
@@ -150,7 +161,22 @@ def test_no_fix_is_offered_that_does_not_fit_the_ranks(text, num_ranks, fix):
 )
 def test_proposed_degrees_multiply_to_the_ranks(text, num_ranks, fix):
     (mistake,) = Strategy(text).check(LAYERS, num_ranks)
-    assert mistake.fixes == (f"use {fix}",)
+    assert mistake.fixes[-1] == f"use {fix}"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "message", "fix"),
+    [
+        ("*: model | 2x1x2", 4, "degree 2, but the rows use 1 stage", "on stage 1 with '@1', or write 'pipeline | 2x2x1', "),
+        ("*: data | 3x1x1", 3, "degree 3, but the rows use 1 stage", "on stage 1 with '@1', and so on to '@2', or"),
+        ("*: data | 1x1+1x1", 2, "degree 2, but the rows use 1 stage", "on stage 1 with '@1'"),
+        ("*: data | 4x4x1", 2, "4 x 4 x 1 = 16, but there are 2 ranks", "use 1x2x1"),
+        ("*: data | 4x1x1 zero_bubble_v", 2, "4 x 1 x 1 = 4, but there are 2 ranks", "use 1x2x1"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_degree_without_stages_is_told_how_to_get_them(text, num_ranks, message, fix):
+    mistake = Strategy(text).check(LAYERS, num_ranks)[0]
+    assert message in mistake.message and fix in mistake.fixes[0]
 
 
 def test_a_row_split_follows_a_column_split_that_feeds_it():

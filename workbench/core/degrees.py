@@ -22,6 +22,7 @@ def mistakes_of_degrees(
     product, widths = pipeline * data * model, options.widths
     is_v = options.schedule in V_SCHEDULES and (num_stages, pipeline) != (1, 1)
     num_slices = (num_stages + 1) // 2 if is_v else num_stages
+    is_short = min(pipeline, num_slices) > num_ranks
     mistakes = list[Found]()
     if widths:
         total = sum(rows * columns for rows, columns in widths)
@@ -30,7 +31,7 @@ def mistakes_of_degrees(
                 f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
             )
             mistakes.append((message, ("write one DxM per stage, whose products add up to the ranks",)))
-    elif product != num_ranks and pipeline <= num_ranks:
+    elif product != num_ranks and not is_short:
         message = (
             f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
             f"model must be the ranks"
@@ -41,13 +42,14 @@ def mistakes_of_degrees(
     goes_round = options.schedule == "interleaved" and num_stages % pipeline == 0
     if is_v:
         return mistakes + _mistakes_of_a_v(options, degrees, num_stages, num_ranks)
-    if pipeline > num_ranks:
-        message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
+    if is_short:
+        message = f"{num_stages} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
         return [*mistakes, (message, (f"number the stages 0 to {num_ranks - 1}",))]
-    if (options.degrees or widths) and pipeline != num_stages and not goes_round:
+    if (options.degrees or widths) and pipeline != num_stages and not goes_round and pipeline <= num_ranks:
         message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
         message += "; interleaved takes a multiple" * (options.schedule == "interleaved")
-        mistakes.append((message, (_fitting_degrees(num_stages, model, num_ranks),)))
+        fixes = (_numbers_or_preset(options, pipeline, num_ranks),) if num_stages == 1 else ()
+        mistakes.append((message, (*fixes, _fitting_degrees(num_stages, model, num_ranks))))
     return mistakes
 
 
@@ -56,7 +58,7 @@ def _mistakes_of_a_v(options: Options, degrees: tuple[int, int, int], num_stages
     pipeline, _, model = degrees
     rule, stages = f"{options.schedule} puts 2 stages on each rank of the pipeline", f"stage{'s' * (num_stages > 1)}"
     if pipeline > num_ranks:
-        message = f"{num_stages} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: {rule}"
+        message = f"{num_stages} {stages} on {num_ranks} rank{'s' * (num_ranks > 1)}: {rule}"
         return [(message, (f"number the stages 0 to {2 * num_ranks - 1}",))]
     if num_stages == 2 * pipeline:
         return []
@@ -123,6 +125,14 @@ def mistakes_of_overlap(options: Options, num_layers: int, num_overlapping: int)
         "it cuts the products of such layers, to exchange their sums meanwhile"
     )
     return [(message, ("leave overlap out", "write 'model' rows over a model degree of 2"))]
+
+
+def _numbers_or_preset(options: Options, pipeline: int, num_ranks: int) -> str:
+    """A fix for a pipeline whose rows name no stage."""
+    fix = "put layers on stage 1 with '@1'" + f", and so on to '@{pipeline - 1}'" * (pipeline > 2)
+    if options.widths or num_ranks % pipeline:
+        return fix
+    return f"{fix}, or write 'pipeline | {pipeline}x{num_ranks // pipeline}x1', which cuts the model"
 
 
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.core.offload_kinds import CHOICES, offload_kind
 from workbench.core.recompute_kinds import KINDS, recompute_kind
-from workbench.core.suggest import suggest
+from workbench.core.suggest import elsewhere, suggest
 from workbench.errors import StrategyError
 
 PRESETS = ("data", "model", "pipeline", "hybrid")
@@ -120,8 +120,9 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
             known += "recompute=attention, recompute=cheap, recompute=N, "
             known += ", ".join(f"offload={choice}" for choice in CHOICES) + ", "
             known += "sequence, bf16, fp16, fp8"
-            meant = suggest(word, (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS))
-            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            words_of_kind = [one for one in (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS) if "=" in one or "=" not in word]
+            meant = suggest(word, words_of_kind)
+            hint = elsewhere(word) or (f"; did you mean {meant[0]!r}?" if meant else "")
             mistakes.append(f"option {word!r} is none of {known}{hint}")
             continue
         name, value = option

@@ -10,7 +10,7 @@ from math import prod
 from urllib.parse import quote, unquote
 
 from workbench.core.options import PRESETS
-from workbench.core.suggest import suggest
+from workbench.core.suggest import elsewhere, suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +189,8 @@ def _hint(clause: str, options: str | None) -> str:
             return f"; {clause!r} is a preset, which is a whole strategy: no other row stands beside it"
         return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause + behind!r})"
     kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
+    if hint := elsewhere(kind):
+        return hint
     meant = suggest(kind, PRESETS if not colon and options is not None else ("data", "model", "expert"))
     if not meant and not colon and options is not None:
         return f"; presets are {', '.join(PRESETS)}"
