@@ -7,12 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from workbench import cli
-from workbench.cli import lab, results
+from workbench.cli import lab, outputs
 from workbench.core.extras import packages_of
 from workbench.errors import CommandError, StrategyError
 
@@ -140,19 +141,93 @@ def test_what_is_not_installed_is_told_with_the_command_that_installs_it(
     assert "workbench" not in said.partition("needs: ")[2], "another project on PyPI has this name"
 
 
-def test_a_report_needs_plotly_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_needs_plotly_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find_spec(name))
-    args = cli.make_parser().parse_args(["compare", "mine.py", "--out", str(tmp_path / "report.html")])
-    with pytest.raises(CommandError, match=r"^plotly not installed"):
-        results.compare_and_present(results.Job(None, None, None), ["data"], args)
+    assert cli.main(["compare", "mine.py", "--out", str(tmp_path / "report.html")]) == cli.USER_ERROR
+    assert capsys.readouterr().err.startswith("workbench compare: plotly not installed")
 
 
-def test_a_file_that_is_not_python_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.py"
+@pytest.mark.parametrize("name", ["", "file/report.html"])
+@pytest.mark.parametrize(
+    "command",
+    ["demo --out", "demo --json", "compare no.py --out", "compare no.py --json", "plan no.py --out",
+     "script no.py data --out", "simulate --table no.csv --out"],
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_done(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "no.py").touch()  # the error is not about its contents
+    path, option = tmp_path / name, command.split()[-1]
+    assert cli.main([*command.replace("no.py", str(tmp_path / "no.py")).split(), str(path)]) == cli.USER_ERROR
+    why = f"{path}: Is a directory" if not name else f"{path.parent}: File exists"
+    assert f": {option} {path}: cannot write {why}. Give the path of another file." in capsys.readouterr().err
+
+
+def test_an_output_is_checked_without_a_write(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "plan.strategy"
+    outputs.check_output("--out", path)
+    assert path.parent.is_dir() and not path.exists()
+    path.write_text("as it was")
+    outputs.check_output("--out", path)
+    assert path.read_text() == "as it was"
+    outputs.check_output("--out", None)
+
+
+RUNS_A_FILE = pytest.mark.parametrize("command", ["compare {}", "plan {}", "script {} data"])
+"""Commands with a user's file."""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The path of a user's file, and of no module."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "mine_of_commands.py"
+    sys.modules.pop("mine_of_commands", None)
+
+
+@RUNS_A_FILE
+def test_a_file_that_is_not_python_is_told_with_its_line(
+    command: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file.write_text("import torch\n\ndef model_fn(:\n", encoding="utf-8")
-    assert cli.main(["compare", str(file)]) == cli.USER_ERROR
-    assert capsys.readouterr().err == f"workbench compare: {file}, line 3: invalid syntax: def model_fn(:\n"
+    assert cli.main(command.format(file).split()) == cli.USER_ERROR
+    name = command.split()[0]
+    assert capsys.readouterr().err == f"workbench {name}: {file}, line 3: invalid syntax: def model_fn(:\n"
+
+
+@RUNS_A_FILE
+def test_an_error_of_a_file_is_told_with_its_own_lines(
+    command: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("import torch\nimport nosuchmodule\n", encoding="utf-8")
+    assert cli.main(command.format(file).split()) == cli.USER_ERROR
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"workbench {command.split()[0]}: {file} raised an error."
+    assert said[2] == f'  File "{file}", line 2, in <module>' and "nosuchmodule" in said[-1]
+    assert sum(line.startswith("  File") for line in said) == 1
+
+
+@pytest.mark.parametrize("command", ["compare {}", "plan {}"])
+def test_an_error_of_its_data_set_too(command: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("model_fn = loss_fn = len\ndef dataset(): return open('no.csv')\n", encoding="utf-8")
+    assert cli.main(command.format(file).split()) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert said.count("  File") == 1 and "line 2, in dataset" in said
+
+
+@pytest.mark.parametrize("name", ["random", "time", "__main__"])
+def test_a_file_whose_name_imports_another_module_makes_no_script(
+    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("model_fn = dataset = None\n", encoding="utf-8")
+    assert cli.main(["script", str(file), "data"]) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert f"{file}: a script that imports '{name}' gets " in said and "Give the file another name." in said
 
 
 def raising(error: BaseException):

@@ -94,6 +94,14 @@ def test_equal_runs_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert CompareResult.from_json(data.read_text(encoding="utf-8")).runs[1].name == "model"
 
 
+def test_the_verdict_is_printed_though_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CommandError, match=r"--json .*: cannot write .*: Is a directory"):
+        results.present(result_of(record("data"), record("model")), None, tmp_path)
+    assert "All 2 strategies train as one device does." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

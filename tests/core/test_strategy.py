@@ -167,7 +167,7 @@ def test_proposed_degrees_multiply_to_the_ranks(text, num_ranks, fix):
 @pytest.mark.parametrize(
     ("text", "num_ranks", "message", "fix"),
     [
-        ("*: model | 2x1x2", 4, "degree 2, but the rows use 1 stage", "on stage 1 with '@1', or write 'pipeline | 2x2x1', "),
+        ("*: model | 2x1x2", 4, "degree 2, but the rows use 1 stage", "with '@1', or write 'pipeline | 2x2x1', which"),
         ("*: data | 3x1x1", 3, "degree 3, but the rows use 1 stage", "on stage 1 with '@1', and so on to '@2', or"),
         ("*: data | 1x1+1x1", 2, "degree 2, but the rows use 1 stage", "on stage 1 with '@1'"),
         ("*: data | 4x4x1", 2, "4 x 4 x 1 = 16, but there are 2 ranks", "use 1x2x1"),

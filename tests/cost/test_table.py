@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 
-from workbench.cli import main
-from workbench.cost.table import ADDED, COLUMNS, predict_row, predict_table
+from workbench.cli import main, simulate
+from workbench.cost.table import ADDED, COLUMNS, OPTIONAL, predict_row, predict_table
 from workbench.errors import TableError
 
 ROW = {
@@ -83,8 +84,13 @@ def test_all_wrong_rows_are_named_at_once() -> None:
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(TableError, match="the table lacks the column vocab"):
+    with pytest.raises(TableError, match=r"the table lacks the column vocab: only kv_heads, .* may be missing"):
         predict_table([{key: value for key, value in ROW.items() if key != "vocab"}])
+
+
+def test_the_help_lists_the_columns_that_may_be_missing() -> None:
+    listed = str(simulate.__doc__).partition("may be empty or missing: ")[2].partition(".\n")[0]
+    assert set(re.findall(r"(\w+) \(", listed)) == set(OPTIONAL)
 
 
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -283,6 +283,8 @@ def test_a_v_needs_two_layers_on_each_rank() -> None:
         ({"batch_size": 8.5}, r"batch_size=8.5: a whole number"),
         ({"memory_bytes": "80GB"}, r"memory_bytes='80GB': a number, such as 80e9"),
         ({"precision": "fp64"}, r"precision='fp64'.*fp32, bf16, fp16"),
+        ({"optimizer": "AdamW"}, "optimizer='AdamW': it is one of adamw, adam, adamw8bit, momentum, sgd"),
+        ({"constraints": Constraints(offload=("", "disk"))}, "offload='disk': it is one of none, optimizer, "),
         ({"constraints": Constraints(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
         ({"constraints": Constraints(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
     ],

@@ -18,6 +18,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,17 +51,22 @@ def load_job(path: Path) -> Job:
 
 
 def dataset_of(module: ModuleType) -> Any:
-    """The file's data set; calls it if it is a function or a class."""
+    """The file's data set; calls it if it is a function or a class.
+
+    Raises:
+        CommandError: the function raises an error.
+    """
     from workbench.session.scripts.sources import makes_dataset
 
-    return module.dataset() if makes_dataset(module.dataset) else module.dataset
+    with telling_mistakes_of(Path(str(module.__file__))):
+        return module.dataset() if makes_dataset(module.dataset) else module.dataset
 
 
 def run_file(path: Path) -> ModuleType:
     """The definitions of a Python file. Its functions are sent to engines by value.
 
     Raises:
-        CommandError: there is no such file, or it is not Python.
+        CommandError: there is no such file, it is not Python, or it raises an error.
     """
     spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -67,16 +75,32 @@ def run_file(path: Path) -> ModuleType:
     # As in a script: its classes are found by name, and modules in its folder can be imported.
     sys.modules[_MODULE_NAME] = module
     sys.path.insert(0, str(path.resolve().parent))
-    try:
+    with telling_mistakes_of(path):
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise CommandError(
-            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        ) from None
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)  # engines cannot import the file by name
     return module
+
+
+@contextmanager
+def telling_mistakes_of(path: Path) -> Iterator[None]:
+    """Around code that runs a user's file.
+
+    Raises:
+        CommandError: for each error of the file, with the lines from the file on.
+    """
+    try:
+        yield
+    except SyntaxError as error:
+        line = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        raise CommandError(line) from None
+    except Exception as error:  # noqa: BLE001 - a user's file may raise any
+        lines = error.__traceback__
+        while lines is not None and Path(lines.tb_frame.f_code.co_filename).resolve() != path.resolve():
+            lines = lines.tb_next
+        told = "".join(traceback.format_exception(type(error), error, lines)).rstrip()
+        raise CommandError(f"{path} raised an error.\n{told}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,4 +120,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare the strategies on the file's model; the exit code is 0 if all equal one device."""
+    results.check_outputs(args)
     return results.compare_and_present(load_job(args.file), args.strategies, args)

@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from workbench.session.cluster import Session
 
     results.require("demo", "sklearn")
+    results.check_outputs(args)
     codes = []
     with Session(args.engines) as session:
         for title, make in NETWORKS.items():

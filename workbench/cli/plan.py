@@ -16,27 +16,39 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from workbench.cli.outputs import check_output, write_text
+from workbench.core.offload_kinds import CHOICES
+from workbench.core.options import PRECISIONS
 from workbench.core.recompute_kinds import KINDS
-from workbench.core.strategy import Strategy
+from workbench.cost.software import OPTIMIZERS
 from workbench.errors import CommandError
+
+_SWITCH: dict[str, bool | str] = {"no": False, "yes": True, "0": False, "1": True, "false": False, "true": True}
+_WORDS = {"sequence": _SWITCH, "recompute": _SWITCH | {word: word for word in ("none", *KINDS)}}
+"""What constraints of words take; others take numbers, and those of ``_CHECKED_LATER`` what the search knows."""
+_CHECKED_LATER = ("schedule", "offload")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench plan``."""
     parser.add_argument("model", nargs="?", help="the name of a transformer, or a Python file")
-    parser.add_argument("--hardware", default="a100-80g-selene", metavar="NAME", help="a known machine, or a file")
-    parser.add_argument("--ranks", type=int, default=8, help="number of ranks; default 8")
-    parser.add_argument("--batch", type=int, default=64, help="samples per step, all ranks together; default 64")
-    parser.add_argument("--objective", default="throughput", help="throughput, memory or cost")
+    parser.add_argument("--hardware", default="a100-80g-selene", metavar="NAME",
+                        help="a file, or one of workbench simulate --machines (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks (default: %(default)s)")
     parser.add_argument(
-        "--memory", type=float, metavar="GB", help="the most that a rank may hold; default: the machine's memory"
+        "--batch", type=int, default=64, help="samples per step, all ranks together (default: %(default)s)"
     )
-    parser.add_argument("--precision", help="fp32, bf16, fp16 or fp8; default: the model's")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, adamw8bit, momentum or sgd")
+    parser.add_argument("--objective", default="throughput", help="throughput, memory or cost (default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="the most that a rank may hold (default: the machine's memory)"
+    )
+    parser.add_argument("--precision", help=f"one of {', '.join(PRECISIONS)} (default: the model's)")
+    parser.add_argument("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default: %(default)s)")
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
-                        help="limits the search: pipeline=, data=, model=, micro_batches=, schedule=, "
-                             "zero=, shards=, context=, recompute=, offload=, sequence=, overlap=, layers=, heads=; "
-                             "several: 1,2")  # fmt: skip
+                        help="limits the search: numbers of pipeline=, data=, model=, micro_batches=, zero=, shards=, "
+                             "context=, overlap=, heads=; words of schedule=, recompute= "
+                             f"(none, {', '.join(KINDS)}), offload= (none, {', '.join(CHOICES)}), "
+                             "sequence= (no, yes); rows of layers=. Several: zero=1,2")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="the other choices of a layer, and their costs")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why the plan is not this strategy")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategy there, e.g. plan.strategy")
@@ -55,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from workbench.cost.hardware_files import load_hardware
 
     hardware, constraints = load_hardware(args.hardware), dict(parse_constraint(text) for text in args.constraint)
+    check_output("--out", args.out)
     # report mistakes in the options first: torch and the model's trace take seconds
     from workbench.session.planning import plan
 
@@ -71,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     )
     print(found)
     if args.out:
-        write_strategy(args.out, found.strategy)
+        write_text("--out", args.out, f"{found.strategy}\n")
+        print(f"strategy written to {args.out}")
     if args.table:
         print(f"\n{found.table.to_string(index=False)}")
     if args.explain:
@@ -81,21 +95,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_strategy(path: Path, strategy: Strategy) -> None:
-    """Write a strategy to a text file.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
-    try:
-        path.write_text(f"{strategy}\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--out {path}: {error.strerror}.") from error
-    print(f"strategy written to {path}")
-
-
 def parse_constraint(text: str) -> tuple[str, Any]:
-    """``zero=1,2`` -> ("zero", (1, 2)); ``offload=none,optimizer`` lets the search choose.
+    """``zero=1,2`` -> ("zero", (1, 2)), of which the search chooses.
 
     Raises:
         CommandError: the text has another form.
@@ -105,17 +106,11 @@ def parse_constraint(text: str) -> tuple[str, Any]:
         raise CommandError(f"--constraint {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
     if name == "layers":
         return name, value
-    if name == "recompute" and value in KINDS:
-        return name, value
-    if name == "offload":
-        return name, tuple(word.replace("none", "") for word in value.split(","))
-    if name in ("recompute", "sequence"):
-        if value not in ("0", "1", "no", "yes", "true", "false"):
-            raise CommandError(f"--constraint {text!r}: {name} is yes or no.")
-        return name, value in ("1", "yes", "true")
-    words = [word.strip() for word in value.split(",")]
-    values = tuple(int(word) if word.isdecimal() else word for word in words)
-    if name != "schedule" and not all(isinstance(one, int) for one in values):
+    words, known = [word.strip() for word in value.split(",")], _WORDS.get(name)
+    if known is not None and not known.keys() >= set(words):
+        raise CommandError(f"--constraint {text!r}: {name} is one of {', '.join(known)}.")
+    values = tuple(known[word] if known else int(word) if word.isdecimal() else word for word in words)
+    if known is None and name not in _CHECKED_LATER and not all(isinstance(one, int) for one in values):
         raise CommandError(f"--constraint {text!r}: {name} is a number, or several: {name}=1,2.")
     return name, values if len(values) > 1 else values[0]
 

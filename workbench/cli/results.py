@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.cli.outputs import check_output, write_text
 from workbench.core.extras import install_command
 from workbench.errors import CommandError
 from workbench.units import counted
@@ -81,14 +82,24 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
     parser.add_argument("--json", metavar="FILE", type=Path, help="the result as data, for CompareResult.from_json")
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Check that the output files can be made, before anything is trained.
+
+    Raises:
+        CommandError: a module is missing, or a file cannot be written.
+    """
+    if args.out is not None:
+        require("lab", "plotly")
+    for option, path in (("--out", args.out), ("--json", args.json)):
+        check_output(option, path)
+
+
 def compare_and_present(
     job: Job, strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
 ) -> int:
     """Compare the strategies, in a new session if none is given; show the result and return the exit code."""
     from workbench.session.comparison.compare import compare
 
-    if args.out is not None:
-        require("lab", "plotly")
     result = compare(
         job.model_fn,
         job.dataset,
@@ -117,12 +128,12 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
     print(_legend(means))
     for line in _threads(result.settings):
         print(line)
-    for path, write in ((report, _write_report), (json_file, _write_json)):
-        if path is not None:
-            write(result, Path(path))
-            print(f"written: {path}")
     mistakes = differences(result.runs)
-    print(*(mistakes or [_all_equal(means)]), *_notes(result.runs), sep="\n")
+    print(*(mistakes or [_all_equal(means)]), *_notes(result.runs), sep="\n", flush=True)
+    for option, path, make in (("--out", report, _report), ("--json", json_file, type(result).to_json)):
+        if path is not None:
+            write_text(option, path, make(result))
+            print(f"written: {path}")
     return UNEQUAL if mistakes else EQUAL
 
 
@@ -165,12 +176,7 @@ def _threads(settings: Mapping[str, Any]) -> list[str]:
     return [f"{engines} with {threads} each; one device is one of them with {threads}, while no other works"]
 
 
-def _write_report(result: CompareResult, path: Path) -> None:
-    from workbench.ui.runs.report import write_report
+def _report(result: CompareResult) -> str:
+    from workbench.ui.runs.report import report_html
 
-    write_report(result, path)
-
-
-def _write_json(result: CompareResult, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(result.to_json(), encoding="utf-8")
+    return report_html(result)

@@ -13,7 +13,10 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
+from workbench.cli.compare import telling_mistakes_of
+from workbench.cli.outputs import check_output, write_text
 from workbench.cli.results import positive
 from workbench.errors import CommandError
 
@@ -32,13 +35,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the script there; default: print it")
 
 
+def _imported(path: Path) -> ModuleType:
+    """The module that a script gets by the file's name, from the file's folder.
+
+    Raises:
+        CommandError: the file raises an error, or the name is that of another module.
+    """
+    sys.path.insert(0, str(path.resolve().parent))
+    with telling_mistakes_of(path):
+        module = importlib.import_module(path.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or not path.samefile(found):
+        what = found or "a part of Python"
+        raise CommandError(f"{path}: a script that imports {path.stem!r} gets {what}. Give the file another name.")
+    return module
+
+
 def run(args: argparse.Namespace) -> int:
     """Print or write the script. Returns 0; a mistake raises an error."""
     path: Path = args.file
     if not path.is_file() or not path.stem.isidentifier():
         raise CommandError(f"{path}: not a Python file that a script can import. Give the path of one, e.g. mine.py")
-    sys.path.insert(0, str(path.resolve().parent))
-    module = importlib.import_module(path.stem)
+    check_output("--out", args.out)
+    module = _imported(path)
     missing = [role for role in _ROLES[:2] if not hasattr(module, role)]
     if missing:
         raise CommandError(f"{path}: {', '.join(missing)} not defined there; see workbench script --help.")
@@ -56,9 +75,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text, end="")
         return 0
-    try:
-        args.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--out {args.out}: {error.strerror}.") from error
+    write_text("--out", args.out, text)
     print(f"script written to {args.out}: torchrun --nproc-per-node {args.ranks} {args.out}")
     return 0

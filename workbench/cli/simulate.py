@@ -3,8 +3,10 @@
 Columns: name, machine (a known one, or the path of a hardware file), gpus, heads, kv_heads, hidden, ffn, gated_ffn,
 layers, vocab, seq, tp, pp, dp, cp (ranks of a context), layers_per_virtual_stage, micro_batch, batch, recompute
 (none, selective, full), sequence_parallel, dtype (fp32, fp16, bf16, fp8), zero (0 to 3), flash, software (the year of
-Megatron-LM). Empty values mean: kv_heads = heads, ffn = 4 hidden, cp = 1, no interleaving, and 0 for switches. Other
-columns are copied.
+Megatron-LM). Other columns are copied.
+
+These may be empty or missing: kv_heads (then as heads), ffn (4 hidden), gated_ffn (0), layers_per_virtual_stage (no
+interleaving), recompute (none), sequence_parallel (0), zero (0), flash (0), cp (1).
 
 Added columns: seconds, memory_gib, compute_s, tensor_parallel_s, data_parallel_s, pipeline_bubble_s, optimizer_s.
 
@@ -21,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from workbench.cli.outputs import check_output, writing
 from workbench.errors import CommandError, TableError
 
 
@@ -41,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("which rows? Give --table rows.csv; its columns: workbench simulate --help.")
     from workbench.cost.table import ADDED, predict_table
 
+    check_output("--out", args.out)
     columns, rows = read_table(args.table)
     try:
         predicted = predict_table(rows)
@@ -50,11 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         _write(sys.stdout, every, predicted)
         return 0
-    try:
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            _write(file, every, predicted)
-    except OSError as error:
-        raise CommandError(f"cannot write {args.out}: {error.strerror}.") from None
+    with writing("--out", args.out), args.out.open("w", newline="", encoding="utf-8") as file:
+        _write(file, every, predicted)
     print(f"{len(predicted)} rows predicted: {args.out}")
     return 0
 

@@ -11,15 +11,15 @@ BUCKET_BYTES = 2**24
 
 
 def offload_kind(value: object) -> str:
-    """The option as a word: some of ``KINDS``, joined by ``+`` in their order, or empty. True is all of them.
+    """The option as a word: some of ``KINDS``, joined by ``+`` in their order, or empty.
 
-    Texts of other words stay as they are.
+    True is all of them, "none" and False are empty. Texts of other words stay as they are.
 
     >>> offload_kind(False), offload_kind("optimizer"), offload_kind("activations+optimizer")
     ('', 'optimizer', 'optimizer+activations')
     """
-    if isinstance(value, bool):
-        return "+".join(KINDS) if value else ""
+    if isinstance(value, bool) or value == "none":
+        return "+".join(KINDS) if value is True else ""
     words = str(value).split("+")
     known = [kind for kind in KINDS if kind in words]
     return "+".join(known) if sorted(known) == sorted(words) else str(value)

@@ -10,12 +10,16 @@ weights; also those of attention."""
 
 
 def recompute_kind(value: object) -> str:
-    """The option as a word: one of ``KINDS``, a number of blocks, or empty. Texts of other words stay as they are.
+    """The option as a word: one of ``KINDS``, a number of blocks, or empty.
 
-    >>> recompute_kind(True), recompute_kind(False), recompute_kind(4), recompute_kind("cheap")
-    ('full', '', '4', 'cheap')
+    True is "full", "none" and False are empty. Texts of other words stay as they are.
+
+    >>> recompute_kind(True), recompute_kind(False), recompute_kind("none"), recompute_kind(4), recompute_kind("cheap")
+    ('full', '', '', '4', 'cheap')
     """
-    return ("full" if value else "") if isinstance(value, bool) else str(value)
+    if isinstance(value, bool) or value == "none":
+        return "full" if value is True else ""
+    return str(value)
 
 
 def chosen_blocks(num_blocks: int, recompute: str) -> Collection[int]:

@@ -30,6 +30,7 @@ from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import ITEMSIZE_16_BIT
 from workbench.cost.offload import offload_bytes_per_s, offloads
+from workbench.cost.software import optimizer_of
 from workbench.cost.stage_settings import StageSettings
 from workbench.cost.stages import StagePrice, rows_again
 
@@ -178,7 +179,7 @@ def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> f
 
     An offloaded state comes and goes: beside the update on GPUs, besides it on CPUs.
     """
-    per_weight = {"adamw": 28, "adam": 28, "adamw8bit": 16, "momentum": 20, "sgd": 12}[setting.optimizer]
+    per_weight = optimizer_of(setting.optimizer).update
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
     mine = (weights - apart) / (setting.shards if setting.zero else 1) + apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from workbench.errors import StrategyError
 
@@ -21,8 +22,33 @@ def itemsize_of(dtype: str) -> int:
     return ITEMSIZES.get(dtype) or (int(bits[0]) // 8 if bits else 1)
 
 
-_EIGHT_BITS = 2 + 2 * 4 / 256
-"""Bytes of two moments of 8 bits, with a scale of 32 bits for 256 of each: ``torchao.optim.AdamW8bit``."""
+class OptimizerBytes(NamedTuple):
+    """Bytes for one weight: of the optimizer's state, and those that its update reads and writes."""
+
+    state: float
+    update: float
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerBytes(8, 28),
+    "adam": OptimizerBytes(8, 28),
+    # Two moments of 8 bits, with a scale of 32 bits for 256 of each: torchao.optim.AdamW8bit
+    "adamw8bit": OptimizerBytes(2 + 2 * 4 / 256, 16),
+    "momentum": OptimizerBytes(4, 20),
+    "sgd": OptimizerBytes(0, 12),
+}
+"""The optimizers that predictions know."""
+
+
+def optimizer_of(name: str) -> OptimizerBytes:
+    """The bytes of an optimizer.
+
+    Raises:
+        StrategyError: none of ``OPTIMIZERS`` has this name.
+    """
+    if name not in OPTIMIZERS:
+        raise StrategyError(f"optimizer={name!r}: it is one of {', '.join(OPTIMIZERS)}.")
+    return OPTIMIZERS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +129,7 @@ class Software:
 
     def optimizer_bytes(self, precision: str, optimizer: str) -> float:
         """Bytes of the optimizer's state for one weight."""
-        state = {"adamw": 8, "adam": 8, "adamw8bit": _EIGHT_BITS, "momentum": 4, "sgd": 0}.get(optimizer)
-        if state is None:
-            raise StrategyError(
-                f"optimizer {optimizer!r} is not known; known are adamw, adam, adamw8bit, momentum, sgd."
-            )
-        return state + (4 if self.has_master_weights and precision != "fp32" else 0)
+        return optimizer_of(optimizer).state + (4 if self.has_master_weights and precision != "fp32" else 0)
 
 
 WORKBENCH = Software()

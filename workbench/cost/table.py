@@ -175,7 +175,8 @@ def predict_table(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     given = set().union(*(row.keys() for row in rows)) if rows else set()
     missing = [column for column in REQUIRED if rows and column not in given]
     if missing:
-        raise TableError(f"the table lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}.")
+        lacks = f"the table lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise TableError(f"{lacks}: only {', '.join(OPTIONAL)} may be missing.")
     predicted, problems = [], []
     machines: dict[str, Hardware] = {}
     for number, row in enumerate(rows, start=1):

@@ -19,7 +19,7 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.core.weight_splits import is_splittable, overlaps, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
-from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.software import OPTIMIZERS, WORKBENCH, Software
 from workbench.cost.stage_settings import counted_at, numbers_per_weight, weights_of
 from workbench.errors import StrategyError
 
@@ -56,12 +56,12 @@ class Constraints:
         micro_batches: per step.
         schedule: of strategies with more than one stage.
         zero, sequence: as in strategies.
-        recompute: True, False, "attention", "cheap", or a number of blocks; None: what saves the bytes that lack for
-            the fewest seconds.
+        recompute: as in strategies ("full", "attention", "cheap", or a number of blocks), "none"; None: what saves the
+            bytes that lack for the fewest seconds.
         shards: as in strategies, 0 for all data ranks; None: those, and under ZeRO 3 the ranks of a host.
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
-        offload: as in strategies ("optimizer", "activations", "optimizer+activations"), "" for nothing; None: nothing,
-            which is fastest where it fits.
+        offload: as in strategies ("optimizer", "activations", "optimizer+activations"), "none"; None: nothing, which is
+            fastest where it fits.
         overlap: as in strategies; None: 1, because no machine file says whether pieces gain what is predicted.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
@@ -140,13 +140,14 @@ class Problem:
             raise StrategyError(f"{sizes}: each is at least 1.")
         if self.memory_bytes <= 0:
             raise StrategyError(f"memory_bytes={self.memory_bytes:g}: the memory of a rank is above 0.")
+        self._refuse_unknown("optimizer", OPTIMIZERS, [self.optimizer])
         self._refuse_unknown("precision", PRECISIONS, [self.precision])
         self._refuse_unknown("schedule", SCHEDULES, self.constraints.values("schedule"))
         self._refuse_unknown("zero", range(4), self.constraints.values("zero"))
-        kinds = [recompute_kind(value) for value in self.constraints.values("recompute")]
-        offloads = [offload_kind(value) for value in self.constraints.values("offload")]
-        self._refuse_unknown("offload", ["", *CHOICES], offloads)
-        self._refuse_unknown("recompute", ("", *KINDS), [kind for kind in kinds if not kind.isdecimal()])
+        kinds = [recompute_kind(value) or "none" for value in self.constraints.values("recompute")]
+        offloads = [offload_kind(value) or "none" for value in self.constraints.values("offload")]
+        self._refuse_unknown("offload", ("none", *CHOICES), offloads)
+        self._refuse_unknown("recompute", ("none", *KINDS), [kind for kind in kinds if not kind.isdecimal()])
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
         for value in given:
