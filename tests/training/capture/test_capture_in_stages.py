@@ -23,6 +23,7 @@ def filled(module):
     return module
 
 
+STAGES_OF_TWO = "0: data@0; 2: data@1 | 2x1x1"
 STAGES = {False: "[0-1]: data@0; [2-3]: data@1", True: "0: data@0; 1: data@1; 2: data@2; 3: data@3"}
 
 
@@ -102,6 +103,50 @@ def assert_captured_in_stages(options, num_ranks=2, run=run_ranks, train=train_i
 )
 def test_a_scheduled_step_is_captured(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
+
+
+def steps_between_which_gradients_go(habit, capture):
+    """Losses where gradients of one stage come or go between the steps, or only some steps leave them."""
+    freezes = habit == "a layer is frozen"
+    module = wb.parallelize(filled(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))), STAGES_OF_TWO)
+    scale = wb.ones(1, placement=module[2].weight.placement, sbp="B").requires_grad_()
+    optimizer = torch.optim.SGD([*module.parameters(), scale], lr=0.1)
+
+    def forward_backward(x, y):
+        loss = F.mse_loss(module(x) * scale, y)
+        loss.backward()
+        return loss.detach()
+
+    def step(x, y):
+        if freezes:
+            optimizer.zero_grad()
+        loss = forward_backward(x, y)
+        optimizer.step()
+        if not freezes:
+            optimizer.zero_grad()
+        return loss
+
+    run, leave = (wb.capture(step), wb.capture(forward_backward)) if capture else (step, forward_backward)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for number in range(7):
+        if number in (3, 5) and freezes:
+            module[0].requires_grad_(number == 5)
+        if not freezes:
+            losses.append(leave(*torch.randn(2, 5, 4, generator=generator)))
+            if number in (3, 5):
+                module[0].zero_grad()
+            if number == 4:
+                scale.grad = None
+        losses.append(run(*torch.randn(2, 5, 4, generator=generator)))
+    assert not capture or run.num_replays >= 2
+    assert freezes or all(parameter.grad is None for parameter in (*module.parameters(), scale))
+    return everywhere([*losses, *module.parameters(), scale])
+
+
+@pytest.mark.parametrize("habit", ["a layer is frozen", "gradients are left"])
+def test_ranks_replay_or_record_together_whichever_stage_has_gradients(habit):
+    plain, captured = (run_ranks(lambda how=how: steps_between_which_gradients_go(habit, how)) for how in (False, True))
+    assert all(torch.equal(a, b) for ranks in zip(plain, captured, strict=True) for a, b in zip(*ranks, strict=True))
 
 
 @pytest.mark.sampled(2, start=1)

@@ -243,3 +243,62 @@ def test_copies_of_a_module_gather_for_themselves():
     one = wb.parallelize(copy.deepcopy(model), "*: data | 1x1x1")
     torch.testing.assert_close(loss, value(loss_of(one)), atol=1.0, rtol=1.0)  # dropout draws anew
     assert untouched and all(grad.abs().sum() > 0 for grad in grads)
+
+
+class TwoParts(nn.Module):
+    """A body with two heads; its parts are also called directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.aux, self.head = nn.Linear(4, 6), nn.Linear(6, 1), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return {"aux": self.aux(hidden), "head": self.head(hidden)}
+
+
+def losses_of_outputs(model, kept):
+    found = []
+    for x in torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(2, 4, 4):
+        outputs = model(x)
+        kept(outputs["aux"])
+        found.append(outputs.pop("head").square().mean())
+        del outputs
+        found[-1].backward()
+    return found
+
+
+def losses_of_parts(model, kept):
+    """Each part has its own optimizer, which steps while the graph of the part before is still there."""
+    found, optimizers = [], [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.aux, model.head)]
+    for x in torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(2, 4, 6):
+        for part, optimizer in zip((model.aux, model.head), optimizers, strict=True):
+            loss = part(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            kept(loss)
+            found.append(loss.detach())
+    return found
+
+
+@pytest.mark.parametrize("losses_of", [losses_of_outputs, losses_of_parts])
+def test_backward_gathers_alike_where_one_rank_alone_keeps_graphs(losses_of):
+    def program(model):
+        kept = []
+        losses = losses_of(model, kept.append if wb.rank() == 0 else lambda loss: None)
+        return [value(each) for each in (*losses, *model.parameters())]
+
+    model = made(TwoParts)
+    truth = [value(each) for each in (*losses_of(model, lambda loss: None), *model.parameters())]
+    for found in on_two(program, TwoParts):
+        assert_alike(found, truth)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_losses_of_parts_are_kept_over_steps(keeps):
+    def program(model):
+        kept = []
+        return [value(each) for each in losses_of_parts(model, kept.append if keeps else lambda loss: None)]
+
+    assert_alike(on_two(program, TwoParts)[0], losses_of_parts(made(TwoParts), lambda loss: None))

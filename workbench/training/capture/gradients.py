@@ -41,6 +41,14 @@ def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:
     return leaf._gradient.shard if grad is None and isinstance(leaf, GlobalTensor) else grad
 
 
+def has_grad(leaf: torch.Tensor) -> bool:
+    """Whether a leaf has a gradient: a placeholder, whether its owner has one. All ranks say the same."""
+    if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder:
+        return leaf._gradient.placeholder is not False
+    with local_torch():
+        return held_grad(leaf) is not None
+
+
 def shard_spec(leaf: torch.Tensor) -> Spec | None:
     """The spec of the shard that is the gradient of a leaf; None where the gradient is autograd's."""
     shard = leaf._gradient.shard if isinstance(leaf, GlobalTensor) else None

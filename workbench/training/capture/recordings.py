@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
-from workbench.training.capture.gradients import held_grad
+from workbench.training.capture.gradients import has_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep
 from workbench.training.capture.read_numbers import Numbers
 from workbench.training.capture.trace import Trace
@@ -27,7 +27,8 @@ class Recording:
         leaves: of autograd, each with the number of the output that becomes its gradient, and the spec of a shard.
         used_grads: leaves whose gradient the trace reads; these are its last inputs.
         cleared: leaves whose earlier gradient the step drops.
-        placeholders: leaves of other ranks, each with whether its owner has a gradient when the step ends.
+        placeholders: leaves of other ranks, each with whether its owner has a gradient when the step ends; also those
+            whose gradient the step drops.
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: the tensors that the step works on, each with its address.
@@ -79,5 +80,4 @@ class InputKind:
 
     def graded(self) -> tuple[bool, ...]:
         """The leaves that have a gradient now."""
-        with local_torch():
-            return tuple([held_grad(leaf) is not None for leaf in self.leaves])
+        return tuple(map(has_grad, self.leaves))

@@ -16,7 +16,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, pla
 from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
-from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
+from workbench.training.capture.gradients import LeafCollector, has_grad, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.operators import RejectValueReads
@@ -173,7 +173,8 @@ class CapturedStep(Generic[_Arguments, _Result]):
             if self._forget_one():
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
-            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained()), optimizers, {})
+            stepped = chain(*(group["params"] for optimizer in optimizers for group in optimizer.param_groups))
+            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained(), stepped), optimizers, {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
         graded = kind.graded()
@@ -294,11 +295,15 @@ def _record(
         ]
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
         trace = options.prepare(trace, sum(isinstance(part, torch.Tensor) for part in parts))
-    placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
+    elsewhere = [
+        (leaf, has_grad(leaf))
+        for leaf in _joined(kind.leaves, recorder.placeholders)
+        if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
+    ]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = Recording(
-        trace, trace.compile(), strides, made, used, cleared, placeholders, results, result_structure, addresses,
+        trace, trace.compile(), strides, made, used, cleared, elsewhere, results, result_structure, addresses,
         written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
     )  # fmt: skip
     return result, recording
@@ -311,9 +316,9 @@ def _without_history(leaf: Any) -> Any:
     return leaf.detach() if has_history else leaf
 
 
-def _joined(leaves: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _joined(*leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves of autograd, each once."""
-    return list({id(leaf): leaf for leaf in (*leaves, *others)}.values())
+    return list({id(leaf): leaf for leaf in chain(*leaves)}.values())
 
 
 def _spec(tensor: torch.Tensor) -> Spec | None:

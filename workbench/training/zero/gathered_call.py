@@ -1,27 +1,26 @@
 """The parameters that one call of a unit has gathered. Autograd saves references to them instead of values.
 
-A reference names the parameter that a saved tensor is a view of. Backward gathers again before the unit's last node
-runs, at the same point on all ranks. The dtype follows from the kinds of the layers: saved tensors may differ between
-ranks.
+A reference names the parameter that a saved tensor is a view of; ``regathering`` says how backward has it again. The
+dtype follows from the kinds of the layers: saved tensors may differ between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from workbench.tensors.boxing.bucketed import BoxingWork
-from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
-from workbench.training.zero.gather_scatter import start_gather
+from workbench.training.zero.regathering import Regathering, versions_of
 
 
 class ShardedParameter(NamedTuple):
@@ -53,46 +52,33 @@ class GatheredCall:
     """One call of a unit.
 
     Attributes:
-        tag: of the messages for backward.
-        parameters, shards: the gathered parameters that this rank holds a part of.
+        again: what backward gathers.
         kept: the sharded parameters of the modules, for ``put_back``.
         put: the whole parameters in their places, the writes to them and the addresses of their memory at that time.
-        dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
-        versions: of the parameters, when they were gathered.
         places: during the call, by address: the number of a gathered parameter, or of its 16-bit copy.
-        before: the call that ran before this one in the same call of the model.
+        before: of the call that ran before this one in the same call of the model.
         saving: the context in which autograd saves references; None without such a context.
-        under_way: what calls of this model gather for backward and have not used yet; how often the world had been
-            rebuilt when each began.
     """
 
     world: World
-    tag: int
-    parameters: list[GlobalTensor]
-    shards: list[Shard]
+    again: Regathering
     kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     put: tuple[list[GlobalTensor], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
-    dtypes: list[torch.dtype | None] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
-    before: Callable[[], GatheredCall | None] = lambda: None
+    before: Regathering | None = None
     saving: Any = None
-    under_way: dict[BoxingWork, int] = field(default_factory=dict)
     _first_node: int = 0
-    _pending: tuple[list[int], BoxingWork] | None = None
-    _regathered: dict[int, torch.Tensor] | None = None
-    _ended_in: int = -1
 
     def save_references(
         self, members: Sequence[tuple[ShardedParameter, GlobalTensor]], wholes: Sequence[torch.Tensor]
     ) -> None:
         """Let autograd save references to ``wholes``, the gathered parameters, until ``put_back``."""
-        self.versions = versions_of(self.parameters)
-        self.dtypes = _regather_dtypes(members, self.parameters)
+        self.again.versions = versions_of(self.again.parameters)
+        self.again.dtypes = _regather_dtypes(members, self.again.parameters)
         self._first_node = torch._C._autograd._get_sequence_nr()
         with local_torch():
             self.places = {whole.untyped_storage().data_ptr(): i for i, whole in enumerate(wholes) if whole.numel()}
-        self.saving = _saving(self)
+        self.saving = _saving(self.again, self.places)
         self.saving.__enter__()
 
     def insert(self, places: Sequence[tuple[ShardedParameter, GlobalTensor]]) -> None:
@@ -124,62 +110,6 @@ class GatheredCall:
         self.put = [], []
         self.places.clear()
 
-    def regather(self) -> dict[int, torch.Tensor]:
-        """Gather the values for backward, by number."""
-        if self._pending is not None and self._pending[1] not in self.under_way:
-            self._pending = None  # a later forward has ended this exchange
-        if self._regathered is None:
-            self._start_regather()
-        if self._pending is not None:
-            (numbers, work), self._pending = self._pending, None
-            self.under_way.pop(work)
-            with torch.no_grad(), local_torch():
-                self._regathered = dict(zip(numbers, work.finish(), strict=True))
-        assert self._regathered is not None
-        return self._regathered
-
-    def release(self) -> None:
-        """Drop the values; backward has the gradients."""
-        self.cancel()
-        self._regathered = None
-        self._ended_in = torch._C._current_graph_task_id()
-
-    def cancel(self) -> None:
-        """End a gathering that nothing has used."""
-        if self._pending is not None:
-            (_, work), self._pending = self._pending, None
-            if self.under_way.pop(work, None) is not None:  # otherwise a later forward has ended this exchange
-                work.finish()
-
-    def begin_backward(self, grads: Any = None) -> None:
-        """Gather before the first node of the unit's results runs, and send the shards that the unit before it will
-        need.
-        """
-        self.regather()
-        before = self.before()
-        if before is not None and before._ended_in != torch._C._current_graph_task_id():
-            before._start_regather()
-            torch.autograd.Variable._execution_engine.queue_callback(before.cancel)  # backward may not reach that unit
-
-    def _start_regather(self) -> None:
-        if self._regathered is not None or self._pending is not None:
-            return
-        numbers = [i for i, dtype in enumerate(self.dtypes) if dtype is not None]
-        if not numbers:
-            self._regathered = {}
-            return
-        if self.versions != versions_of(self.parameters):
-            raise RuntimeError(
-                f"backward needs {len(numbers)} parameters as they were in forward, and one of them has been "
-                "modified by an inplace operation since (an optimizer's step, copy_). Under zero=3 parameters are "
-                "gathered again for backward. Call backward before they change."
-            )
-        with torch.no_grad(), local_torch():
-            parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
-            work = start_gather([self.shards[i] for i in numbers], parts, self.tag)
-        self._pending = numbers, work
-        self.under_way[work] = self.world.num_rebuilds
-
     def hook_results(self, inputs: Any, output: Any, learns: bool) -> None:
         """Hook the results, so that all ranks gather at the same point of the backward.
 
@@ -191,56 +121,47 @@ class GatheredCall:
             for node in nodes:
                 # An earlier node belongs to an input that the unit returns.
                 if node is not None and node._sequence_nr() >= self._first_node:
-                    node.register_prehook(self.begin_backward)
+                    node.register_prehook(partial(self.again.begin_backward, self.before))
             if learns:
                 return
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.grad_fn.register_prehook(lambda grads: self.release())
+                    leaf.grad_fn.register_prehook(self.again.release)
                     return
 
 
 class _SavedReference(NamedTuple):
     """Stands for a saved view of a gathered parameter."""
 
-    call: GatheredCall
+    again: Regathering
     number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
 
 
-def _saving(call: GatheredCall) -> Any:
+def _saving(again: Regathering, places: dict[int, int]) -> Any:
     """Context in which autograd saves references in place of gathered values. Other tensors go to the outer hooks."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    places, dtypes = call.places, call.dtypes
 
     def pack(tensor: torch.Tensor) -> Any:
         with local_torch():
             number = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-            if number is not None and tensor.dtype == dtypes[number]:
-                return _SavedReference(call, number, tensor.size(), tensor.stride(), tensor.storage_offset())
+            if number is not None and tensor.dtype == again.dtypes[number]:
+                return _SavedReference(again, number, tensor.size(), tensor.stride(), tensor.storage_offset())
         return outer[0](tensor) if outer is not None else tensor
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedReference):
-            return saved.call.regather()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
+            return saved.again.regather()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
         found: torch.Tensor = outer[1](saved) if outer is not None else saved
         return found
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
-    """The number of writes to each that autograd refuses between forward and backward; 0 for tensors of inference mode,
-    which have no count.
-    """
-    with local_torch():
-        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
-
-
 def writes_to(parameters: Iterable[GlobalTensor]) -> list[int]:
-    """The same with those through ``.data``."""
+    """The number of writes to each, those through ``.data`` among them."""
     with local_torch():
         return list(map(version_of, parameters))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from workbench.training.recompute import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of, parameter_stages
 from workbench.training.zero.gather_scatter import gather, start_gather
 from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, writes_to
+from workbench.training.zero.regathering import Regathering
 
 
 class ExecutionOrder:
@@ -50,13 +51,13 @@ class ExecutionOrder:
 
     Attributes:
         active: the calls of units that have not ended, the innermost last.
-        last: in the present call of the model, the last call of a unit that backward will need.
-        under_way: see ``Call``.
+        last: in the present call of the model, or backward, what backward gathers for the last call of a unit.
+        under_way: see ``Regathering``.
     """
 
     def __init__(self) -> None:
         self.active: list[GatheredCall] = []
-        self.last: Callable[[], GatheredCall | None] = lambda: None
+        self.last: Regathering | None = None
         self.under_way: dict[BoxingWork, int] = {}
         self._depth = 0
         self._order: list[ShardedUnit] = []
@@ -82,7 +83,7 @@ class ExecutionOrder:
         """Put shards back after a call of the model that ended without its hooks."""
         while self.active:
             self.active.pop().put_back()
-        self._depth, self._pending, self._now, self.last = 0, None, [], lambda: None
+        self._depth, self._pending, self._now, self.last = 0, None, [], None
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
@@ -121,7 +122,16 @@ class ExecutionOrder:
                 self._cancel_prefetch()
             world = current()
             self._recorded[world] = world.num_rebuilds, self._now
-            self._now, self.last = [], lambda: None
+            self._now, self.last = [], None
+
+    def follow(self, call: GatheredCall) -> None:
+        """Link a call that backward will need to the one before it in the same call of the model.
+
+        A recomputation follows others of the same backward. Units that are called directly follow none: parameters may
+        change between them.
+        """
+        if self._depth or torch._C._current_graph_task_id() != -1:
+            call.before, self.last = self.last, call.again
 
     def take_prefetched(
         self, unit: ShardedUnit, parameters: list[GlobalTensor], shards: list[Shard], tag: int
@@ -213,19 +223,19 @@ class ShardedUnit:
     def _gather(self, present: list[tuple[ShardedParameter, GlobalTensor, Shard]]) -> GatheredCall:
         execution_order, world = self.execution_order, present[0][1]._spec.world
         tag, tag_again = world.context.next_tag(), world.context.next_tag()
-        call = GatheredCall(world, tag_again, *self.parameters_to_gather(), under_way=execution_order.under_way)
-        work = execution_order.take_prefetched(self, call.parameters, call.shards, tag)
+        again = Regathering(tag_again, *self.parameters_to_gather(), execution_order.under_way)
+        call = GatheredCall(world, again)
+        work = execution_order.take_prefetched(self, again.parameters, again.shards, tag)
         once = {id(p): (p, shard) for _, p, shard in present}
-        reference = weakref.ref(call)
         chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
-        found = gather(chosen, shards, work, tag, lambda: _release(reference))
+        found = gather(chosen, shards, work, tag, again.release)
         wholes = dict(zip(once, found, strict=True))
         call.insert([(member, wholes[id(parameter)]) for member, parameter, _ in present])
         execution_order.active.append(call)
         # a checkpoint saves nothing, and gathers when it runs the layer again
         if torch.is_grad_enabled() and not is_in_checkpoint():
-            call.before, execution_order.last = execution_order.last, reference
-            call.save_references([(member, p) for member, p, _ in present], [wholes[id(p)] for p in call.parameters])
+            execution_order.follow(call)
+            call.save_references([(member, p) for member, p, _ in present], [wholes[id(p)] for p in again.parameters])
         execution_order.prefetch(world)
         return call
 
@@ -241,17 +251,18 @@ class ShardedUnit:
         if call is None or call not in self.execution_order.active:
             return
         self.execution_order.active.remove(call)
+        parameters = call.again.parameters
         with local_torch():
-            learns = any(parameter.requires_grad for parameter in call.parameters)
+            learns = any(parameter.requires_grad for parameter in parameters)
         saves_references, written = call.saving is not None, call.written()
         call.put_back()
         if written:
             raise StrategyError(
-                f"{type(module).__name__}: forward has written to {len(written)} of {len(call.parameters)} gathered "
+                f"{type(module).__name__}: forward has written to {len(written)} of {len(parameters)} gathered "
                 f"parameters ({', '.join(written[:4])}). Under zero=3 a whole parameter is gone when the call ends, "
                 "and with it what was written. Change parameters between steps, or use zero=2."
             )
-        if saves_references and call.parameters:
+        if saves_references and parameters:
             call.hook_results(args, output, learns)
 
     def _cast(self) -> list[tuple[nn.Module, str, Any, int]]:
@@ -266,7 +277,7 @@ class ShardedUnit:
                 continue
             with local_torch():
                 number = call.places.get(whole.untyped_storage().data_ptr())
-                if number is None or call.dtypes[number] != dtype or whole.dtype == dtype:
+                if number is None or call.again.dtypes[number] != dtype or whole.dtype == dtype:
                     continue
                 copy = wrap(whole.to(dtype), whole._spec)
                 address = copy.untyped_storage().data_ptr()
@@ -274,12 +285,6 @@ class ShardedUnit:
             owner._parameters[name] = copy  # type: ignore[assignment]
             done.append((owner, name, whole, address))
         return done
-
-
-def _release(reference: Callable[[], GatheredCall | None]) -> None:
-    call = reference()
-    if call is not None:
-        call.release()
 
 
 _SMALL_BYTES = 2**20

@@ -1,0 +1,113 @@
+"""The parameters of a unit that backward gathers again, and ahead of their use.
+
+Backward gathers before the unit's last node runs, at the same point on all ranks, and sends the shards that the unit
+before it will need. Ranks may keep the graph of different calls alive, so a later call knows an earlier one by what is
+here alone, which has no activation and no graph: all ranks gather ahead, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.tensors.boxing.bucketed import BoxingWork
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.training.gradients.shard import Shard
+from workbench.training.zero.gather_scatter import start_gather
+
+
+@dataclass(eq=False)
+class Regathering:
+    """What backward gathers for one call of a unit.
+
+    Attributes:
+        tag: of the messages.
+        parameters, shards: the gathered parameters that this rank holds a part of.
+        under_way: what calls of this model gather for backward and have not used yet; how often the world had been
+            rebuilt when each began.
+        dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
+        versions: of the parameters, when they were gathered.
+    """
+
+    tag: int
+    parameters: list[GlobalTensor]
+    shards: list[Shard]
+    under_way: dict[BoxingWork, int]
+    dtypes: list[torch.dtype | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    _pending: BoxingWork | None = None
+    _values: dict[int, torch.Tensor] | None = None
+    _ended_in: int = -1
+
+    def begin_backward(self, before: Regathering | None, grads: Any) -> None:
+        """Gather before the first node of the unit's results runs, and begin to gather for the unit before it.
+
+        Raises:
+            RuntimeError: parameters have changed since forward. What is gathered ahead raises nothing, since backward
+                may not reach that unit.
+        """
+        self.regather()
+        task = torch._C._current_graph_task_id()
+        if before is not None and before._ended_in != task and before._is_current():
+            before._start()
+            torch.autograd.Variable._execution_engine.queue_callback(before.cancel)
+
+    def regather(self) -> dict[int, torch.Tensor]:
+        """Gather the values for backward, by number."""
+        if self._pending is not None and self._pending not in self.under_way:
+            self._pending = None  # a later forward has ended this exchange
+        if self._values is None:
+            if not self._is_current():
+                raise RuntimeError(
+                    f"backward needs {len(self._numbers())} parameters as they were in forward, and one of them has "
+                    "been modified by an inplace operation since (an optimizer's step, copy_). Under zero=3 parameters "
+                    "are gathered again for backward. Call backward before they change."
+                )
+            self._start()
+            work, self._pending = self._pending, None
+            self._values = {}
+            if work is not None:
+                self.under_way.pop(work)
+                with torch.no_grad(), local_torch():
+                    self._values = dict(zip(self._numbers(), work.finish(), strict=True))
+        return self._values
+
+    def release(self, grads: Any = None) -> None:
+        """Drop the values; backward has the gradients."""
+        self.cancel()
+        self._values = None
+        self._ended_in = torch._C._current_graph_task_id()
+
+    def cancel(self) -> None:
+        """End a gathering that nothing has used."""
+        work, self._pending = self._pending, None
+        if work is not None and self.under_way.pop(work, None) is not None:  # else a later forward has ended it
+            work.finish()
+
+    def _numbers(self) -> list[int]:
+        return [i for i, dtype in enumerate(self.dtypes) if dtype is not None]
+
+    def _is_current(self) -> bool:
+        """Whether the parameters are as they were in forward; true if backward needs none."""
+        return not self._numbers() or self.versions == versions_of(self.parameters)
+
+    def _start(self) -> None:
+        numbers = self._numbers()
+        if self._values is not None or self._pending is not None or not numbers:
+            return
+        with torch.no_grad(), local_torch():
+            parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
+            work = start_gather([self.shards[i] for i in numbers], parts, self.tag)
+        self._pending = work
+        self.under_way[work] = work.world.num_rebuilds
+
+
+def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
+    """The number of writes to each that autograd refuses between forward and backward; 0 for tensors of inference mode,
+    which have no count.
+    """
+    with local_torch():
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
