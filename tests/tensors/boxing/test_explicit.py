@@ -72,10 +72,14 @@ def test_two_placements():
         right = wb.ones(2, placement=wb.placement("cpu", ranks=[1]), sbp="B")
         with pytest.raises(LayoutError) as caught:
             torch.add(left, right)
+        with pytest.raises(
+            LayoutError, match=r'left\.to_global\(placement=wb\.placement\("cpu", ranks=\[1\]\), sbp="B"\)'
+        ):
+            left + (right + 0)
         message = str(caught.value)
         for part in ("add: operands lie on different placements", "argument 1", "B on cpu:[0]", "argument 2",
                      "B on cpu:[1]", "runs on one placement",
-                     'left.to_global(placement=wb.placement("cpu", ranks=[1]), sbp="B")'):  # fmt: skip
+                     'left.to_global(placement=right.placement, sbp="B")'):  # fmt: skip
             assert part in message, message
 
     run_ranks(program, 2)

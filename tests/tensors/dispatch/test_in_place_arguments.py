@@ -1,4 +1,6 @@
-"""``inplace`` of activations and dropouts, by position and by keyword, on every layout: the numbers of one device."""
+"""Writes in place give the numbers of one device: ``inplace`` of activations and dropouts by position and by name, on
+every layout, and what comes from other placements.
+"""
 
 import pytest
 import torch
@@ -64,3 +66,90 @@ def test_on_a_grid_a_tensor_keeps_its_layout_and_boxes_what_it_takes(target):
     for sbp, value in run_ranks(program, 4):
         assert sbp == target
         torch.testing.assert_close(value, 2 * X)
+
+
+ROWS = torch.tensor([0, 2, 4, 1, 3])
+WRITES = {
+    "copy_": lambda q, p: q.copy_(p),
+    "add_": lambda q, p: q.add_(p, alpha=0.3),
+    "mul_": lambda q, p: q.mul_(p),
+    "lerp_": lambda q, p: q.lerp_(p, 0.2),
+    "addcmul_": lambda q, p: q.addcmul_(p, p.sin()),
+    "index_add_": lambda q, p: q.index_add_(0, ROWS, p),
+    "rows": lambda q, p: q.__setitem__(slice(1, 3), p[1:3]),
+    "a view": lambda q, p: q.t()[1].add_(p[:, 2]),
+    "a list": lambda q, p: torch._foreach_lerp_([q], [p], 0.3),
+}
+PLACES = {  # ranks and sbp of the target, and of what it takes
+    "stages": ([0], "B", [1], "B"),
+    "stages of two": ([0, 1], "S(0)", [2, 3], "S(1)"),
+    "ranks in common": ([1], "B", [0, 1, 2], "S(0)"),
+    "terms": ([0, 1], "B", [3], "P"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_write_takes_comes_from_other_placements(write, places):
+    def written(q, p):
+        target = q * 1
+        WRITES[write](target, p)
+        (target.sin().sum() + 0.0).backward()
+        return target.detach(), q.grad, p.grad
+
+    expected = written(X.clone().requires_grad_(), X.cos().requires_grad_())
+
+    def program():
+        there, sbp, elsewhere, other = PLACES[places]
+        q, p = (
+            wb.to_global(value, placement=wb.placement(ranks=ranks), sbp="B").to_global(sbp=entry)
+            for value, ranks, entry in ((X.clone(), there, sbp), (X.cos(), elsewhere, other))
+        )
+        found = written(q.detach().requires_grad_(), p.detach().requires_grad_())
+        assert found[0].placement == q.placement and found[0].sbp == q.sbp
+        return [part.full_tensor() for part in found]
+
+    for found in run_ranks(program, 4):
+        torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [2]])
+def test_all_ranks_know_the_gradients_of_what_is_written_into_terms(ranks):
+    def program():
+        placement = wb.placement(ranks=[0, 1])
+        q = wb.to_global(X.clone(), placement=placement, sbp="B").to_global(sbp="P")
+        p = wb.to_global(X.cos(), placement=wb.placement(ranks=ranks), sbp="B").requires_grad_()
+        (q * 1).mul_(p).sum().backward()
+        return p.grad.full_tensor()
+
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, X)
+
+
+def test_a_target_on_another_stage_follows_a_moving_average():
+    def trained(online, target):
+        optimizer, losses = torch.optim.SGD(online.parameters(), lr=0.1), []
+        for _ in range(3):
+            loss = online(X).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+            losses.append(target(X).square().mean().detach())
+        return losses
+
+    def layers():
+        torch.manual_seed(0)
+        return torch.nn.Linear(6, 4).double(), torch.nn.Linear(6, 4).double()
+
+    copies = [torch.nn.ModuleDict(dict(zip(("online", "target"), layers(), strict=True))) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(copies[rank], "online: data@0; target: data@1 | 2x1x1")
+        return [loss.full_tensor() for loss in trained(model["online"], model["target"])]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, trained(*layers()))

@@ -126,13 +126,13 @@ def steps_between_which_gradients_go(habit, capture):
             optimizer.zero_grad()
         return loss
 
-    run, leave = (wb.capture(step), wb.capture(forward_backward)) if capture else (step, forward_backward)
+    run, accumulate = (wb.capture(step), wb.capture(forward_backward)) if capture else (step, forward_backward)
     generator, losses = torch.Generator().manual_seed(0), []
     for number in range(7):
         if number in (3, 5) and freezes:
             module[0].requires_grad_(number == 5)
         if not freezes:
-            losses.append(leave(*torch.randn(2, 5, 4, generator=generator)))
+            losses.append(accumulate(*torch.randn(2, 5, 4, generator=generator)))
             if number in (3, 5):
                 module[0].zero_grad()
             if number == 4:

@@ -63,12 +63,13 @@ def refuse_two_placements(
         by_placement.setdefault(operand._spec.layout.placement, operand)
     first, second = list(by_placement.values())[:2]
     texts = [f"{argument_text(func, args, kwargs, t)} as {t._spec.layout}" for t in (first, second)]
-    there = second._spec.layout.placement
+    there, known = second._spec.layout.placement, name_in_user_code(second, "")
+    where = f"{known}.placement" if known else f"wb.{there}"
     entries = ", ".join(["B"] * there.num_axes)
     raise LayoutError(
         f"{fold_name(func).folded}: operands lie on different placements, {' and '.join(texts)}. A function runs on "
         f"one placement, so that it is clear who computes and what moves. Write "
-        f'{name_in_user_code(first, "x")}.to_global(placement=wb.{there}, sbp="{entries}") first.'
+        f'{name_in_user_code(first, "x")}.to_global(placement={where}, sbp="{entries}") first.'
     )
 
 

@@ -225,10 +225,11 @@ _MAX_PLANS = 50_000
 def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments with all tensors global and on one placement; None where they are already.
 
-    Plain tensors count as broadcast on the placement of the global ones. The same ranks in another order or grid
-    (shards under ZeRO differ in both) take that of the first operand. Between the stages of a parallelized module,
-    operands go to the latest stage among them. Elsewhere single numbers, such as the parts of a loss or norms, go
-    where the other operands are, and two placements of larger tensors are an error.
+    Plain tensors count as broadcast on the placement of the global ones. The target of a write stays where it is, and
+    the other operands go there. The same ranks in another order or grid (shards under ZeRO differ in both) take that of
+    the first operand. Between the stages of a parallelized module, operands go to the latest stage among them.
+    Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands are, and two placements
+    of larger tensors are an error.
     """
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -238,7 +239,10 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None
     world = known[0]._spec.world
     placement, why = known[0]._spec.layout.placement, "an operation between stages"
-    if not all(placement.has_ranks_of(other) for other in placements):
+    name = fold_name(func)
+    if name.in_place and isinstance(leaves[0], GlobalTensor):
+        placement, why = leaves[0]._spec.layout.placement, f"{name.folded} in place"
+    elif not all(placement.has_ranks_of(other) for other in placements):
         if placements <= set(world.context.call.stage_order):
             placement = max(placements, key=world.context.call.stage_order.index)
         else:
@@ -246,10 +250,6 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             placement, why = larger[0]._spec.layout.placement, "an operation with a number on other ranks"
             if not all(placement.has_ranks_of(tensor._spec.layout.placement) for tensor in larger):
                 refuse_two_placements(func, args, kwargs, larger)
-    name = fold_name(func)
-    if name.in_place and isinstance(leaves[0], GlobalTensor):
-        placement = leaves[0]._spec.layout.placement  # a target of a write keeps its placement
-        why = f"{name.folded} in place"
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf

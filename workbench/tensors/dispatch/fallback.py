@@ -26,7 +26,6 @@ from workbench.tensors.dispatch.placeholder_calls import (
 )
 from workbench.tensors.dispatch.planning import Plan, itemsize_of, key_of
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.dispatch.registry import Name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.transport.user_code import user_stacklevel
@@ -42,8 +41,11 @@ _warned: set[str] = set()
 
 def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Box all operands to broadcast, run ``func`` on every rank, and wrap the results as broadcast."""
-    if plan.name.in_place:
-        return _in_place(plan, func, args, kwargs)
+    return _in_place(plan, func, args, kwargs) if plan.name.in_place else _run_whole(plan, func, args, kwargs)
+
+
+def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The same; a function in place writes to its first operand, which is broadcast."""
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_size)
     operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
     _warn_of_gather(plan, operands)
@@ -55,6 +57,8 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     args, kwargs = tree_unflatten(leaves, structure)
     layout = whole[0]._spec.layout
     infos = None
+    if plan.name.in_place and whole[0]._spec.is_placeholder:
+        return write_placeholder(whole[0], whole, func, args, kwargs)
     if layout.placement.num_ranks < plan.world.world_size:  # ranks outside need the shapes of the results
         infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
     if whole[0]._spec.is_placeholder:
@@ -139,9 +143,7 @@ def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     whole = box(target, spec.layout.broadcast(), plan.name.folded)
     with local_torch():
         copy = wrap(whole.clone(), whole._spec)
-    run_fallback(
-        Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
-    )
+    _run_whole(plan, func, (copy, *args[1:]), kwargs)
     result = box(copy, spec.layout, plan.name.folded)
     if spec.is_placeholder:
         return write_placeholder(target, [target, result], torch.Tensor.copy_, (target, result))
