@@ -304,6 +304,64 @@ def test_what_a_stage_has_received_is_not_sent_again_through_hooks():
     assert plain[0]["2"].wire_bytes > 0 and hooked == plain
 
 
+class Scaled(nn.Module):
+    """A block that is a layer too: it has a parameter of its own, so its hook boxes all that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x, table):
+        return x + self.fc(x) * self.scale * table
+
+
+class SharedTable(nn.Module):
+    """Its blocks take a tensor of the root, which outlives a micro-batch. ``own``: in checkpoints of its own."""
+
+    def __init__(self, learns, own):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(8, 8), nn.ModuleList(Scaled() for _ in range(4)), nn.Linear(8, 3)
+        table = torch.linspace(0.5, 1.5, 8)
+        self.register_parameter("table", nn.Parameter(table)) if learns else self.register_buffer("table", table)
+        self.own = own
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, self.table, use_reentrant=False) if self.own else block(x, self.table)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ("1f1b recompute", False),
+        ("1f1b recompute", True),
+        ("zero_bubble", True),
+        ("zero_bubble_v recompute offload=activations", True),
+        ("dualpipe_v recompute", False),
+    ],
+)
+def test_blocks_that_run_again_take_the_roots_tensors_as_their_micro_batch_had_them(options, own, learns):
+    """Other micro-batches run between the two runs, others on each rank. At the end no boxing is kept."""
+    torch.manual_seed(0)
+    one = SharedTable(learns, own)
+    x, classes = torch.randn(6, 8), torch.arange(6) % 3
+    F.cross_entropy(one(x), classes).backward()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"pipeline | 2x1x1 mb=3 {options}")
+        for _ in range(2):
+            model.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, x, classes)
+        assert model.table._boxings is None
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    torch.testing.assert_close(run_ranks(program, 2)[0], [parameter.grad for parameter in one.parameters()])
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_function_that_gets_a_plain_tensor_draws_alike_on_one_rank(use_reentrant):
     layer = nn.Linear(4, 4, dtype=torch.float64)

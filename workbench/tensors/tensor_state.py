@@ -242,6 +242,8 @@ class TensorState(Annotated):
     """
     _boxings: dict[tuple[Layout, Any], Any] | None = None
     """Results of implicit boxings, by target layout and by the state of the tensor that they are valid for."""
+    _last_use: int = 0
+    """Of such a result in a scheduled step: the number of its last use among those of its micro-batch."""
 
     _optimizer_shard: Any = None
     """Of a parameter under ZeRO: the ``Shard`` that this rank's optimizer changes."""

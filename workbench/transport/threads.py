@@ -132,7 +132,7 @@ class ThreadHub:
             stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
             if not any(self.queues.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
                 gone = f"; ranks {sorted(self.ended)} have ended" if self.ended else ""
-                self._abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
+                self._abort("deadlock, the ranks called exchanges in other orders: " + "; ".join(stuck) + gone)
         if self.abort_reason is not None:
             raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
 

@@ -6,6 +6,7 @@ all-reduce <-> all-reduce, all-to-all <-> all-to-all. It is a boxing too, so dou
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -91,66 +92,114 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     """A boxing that an operation needs and the code does not write. The source caches it, so q, k and v share one.
 
     The source holds the result strongly: with weak references, communication would depend on one rank's garbage
-    collector.
+    collector. In a scheduled step it keeps one for each placement until the micro-batch ends (``MicroBatchBoxings``).
     """
     source = tensor._spec
     if source.layout == layout:
         return tensor
     if not source.world.context.implicit_boxing_allowed:
         check_explicit(function, [Need("an operand", tensor, layout)])
-    state = _state_of(tensor)
+    state = _state_of(tensor, layout.placement)
     if state is None:
         return box(tensor, layout, function)
     boxed = None if tensor._boxings is None else tensor._boxings.get((layout, state))
     if boxed is None:
         boxed = box(tensor, layout, function)
-        tensor._boxings = {(layout, state): boxed}
+        _keep(tensor, boxed, state)
     elif (running := source.world.context.running) is not None:
         running.add_reuse(tensor, boxed, function)
+    if (micro_batch := state[-1]) is not None:
+        micro_batch.count_use(boxed)
     return boxed
 
 
-def boxing_elsewhere(tensor: GlobalTensor) -> GlobalTensor | None:
-    """The result of an implicit boxing to another placement that a tensor keeps; None if there is none."""
-    for (layout, state), boxed in (tensor._boxings or {}).items():
-        if layout.placement != tensor._spec.layout.placement and state == _state_of(tensor):
-            return boxed
-    return None
+class MicroBatchBoxings:
+    """The key of boxings that tensors keep for one micro-batch of a stage: only its forward and backward find them.
+
+    Between these two, each rank runs other actions. What they leave on tensors that outlive a micro-batch, such as
+    buffers, must not decide which boxings a function that runs again calls.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[weakref.ref[GlobalTensor]] = []
+        self.num_uses = 0
+
+    def count_use(self, boxed: GlobalTensor) -> None:
+        """Count that an operation takes a boxing, be it new or kept."""
+        self.num_uses += 1
+        boxed._last_use = self.num_uses
+
+    def add(self, tensor: GlobalTensor) -> None:
+        """Note that a tensor keeps boxings for this micro-batch."""
+        self._sources.append(weakref.ref(tensor))
+
+    def end(self) -> None:
+        """Let tensors forget them."""
+        for source in self._sources:
+            if (tensor := source()) is not None and tensor._boxings:
+                kept = {key: boxed for key, boxed in tensor._boxings.items() if key[1][-1] is not self}
+                tensor._boxings = kept or None
+
+
+def _keep(tensor: GlobalTensor, boxed: GlobalTensor, state: tuple[Any, ...]) -> None:
+    layout, micro_batch, others = boxed._spec.layout, state[-1], dict[Any, Any]()
+    if micro_batch is not None:
+        micro_batch.add(tensor)
+        others = {
+            key: other
+            for key, other in (tensor._boxings or {}).items()
+            if key[0].placement != layout.placement or key[1][-1] is not micro_batch
+        }
+    tensor._boxings = {**others, (layout, state): boxed}
+
+
+def kept_boxings(tensor: GlobalTensor, after: int = -1) -> list[GlobalTensor]:
+    """The results of implicit boxings that a tensor keeps and that are valid now. In a scheduled step ``after`` leaves
+    out those without a use after this number of uses.
+    """
+    if not tensor._boxings:
+        return []
+    now = _state_of(tensor)
+    return [boxed for (_, state), boxed in tensor._boxings.items() if state == now and boxed._last_use > after]
 
 
 def keep_boxing(tensor: GlobalTensor, boxed: GlobalTensor) -> None:
     """Let a tensor keep the result of an implicit boxing, made of another tensor with its layout and values."""
-    tensor._boxings = {(boxed._spec.layout, _state_of(tensor)): boxed}
+    if (state := _state_of(tensor)) is not None:
+        _keep(tensor, boxed, state)
 
 
 def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
     """The result of an earlier implicit boxing to a placement, in any layout; None if there is none."""
     if not tensor._spec.world.context.implicit_boxing_allowed:
         return None
-    cache: dict[Any, GlobalTensor] = tensor._boxings or {}
-    here = [key for key in cache if key[0].placement == placement]
-    if not here or here[0][1] != _state_of(tensor):
-        return None
-    boxed = cache[here[0]]
-    if (running := tensor._spec.world.context.running) is not None:
+    boxed = next((kept for kept in kept_boxings(tensor) if kept._spec.layout.placement == placement), None)
+    if boxed is not None and (running := tensor._spec.world.context.running) is not None:
         running.add_reuse(tensor, boxed, "")
+        if running.boxings is not None:
+            running.boxings.count_use(boxed)
     return boxed
 
 
-def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
-    """The state of a tensor that a cached boxing is valid for; None for tensors whose boxings are not cached."""
+def _state_of(tensor: GlobalTensor, target: Placement | None = None) -> tuple[Any, ...] | None:
+    """The state of a tensor that a cached boxing is valid for; None for tensors whose boxings (to the placement
+    ``target``) are not cached.
+    """
     if tensor._is_grad:  # autograd writes to it on its own rank only, and other ranks do not know
         return None
     with local_torch():
-        # A leaf and its cached boxing would keep each other alive through autograd.
+        world = tensor._spec.world
+        running = world.context.running
+        micro_batch = None if running is None else running.boxings
+        # A leaf and its cached boxing keep each other alive through autograd, until the micro-batch ends.
         # A tensor of inference mode has no version, so later writes to it are not seen.
-        is_leaf = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
-        if tensor._is_param or is_leaf or tensor.is_inference():
+        is_leaf = tensor._is_param or (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf)
+        stays = micro_batch is None or target == tensor._spec.layout.placement
+        if (is_leaf and stays) or tensor.is_inference():
             return None
         # A step that is being recorded must not use an earlier step's boxings. Nor may a rank use one from before the
         # world was rebuilt: others may have been interrupted before they had it.
-        world = tensor._spec.world
-        here = world.num_rebuilds, world.context.recorder
+        here = world.num_rebuilds, world.context.recorder, micro_batch
         return version_of(tensor), torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, *here
 
 

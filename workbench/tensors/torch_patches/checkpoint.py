@@ -19,7 +19,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from workbench.tensors.boxing.box import boxing_elsewhere, keep_boxing
+from workbench.tensors.boxing.box import keep_boxing, kept_boxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.patch_table import patch
@@ -114,6 +114,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _set_generator_state(world, before)
 
+    boxings = None if world.context.running is None else world.context.running.boxings
+    num_uses = -1 if boxings is None else boxings.num_uses
     result = _original(with_trigger, *args, **options)
     # The trigger's saved tensors keep this function alive, so the function must not hold the trigger.
     trigger, triggers[0] = triggers[0], None
@@ -122,7 +124,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if trigger is not None and trigger.requires_grad:
         _start_at_the_end(result, trigger, world)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            arrivals.append(_Arrivals(args, world))
+            arrivals.append(_Arrivals(args, world, num_uses))
     return result
 
 
@@ -134,16 +136,21 @@ class _Arrivals:
     in a V this may be a stage of the same rank, which has its turn later.
     """
 
-    def __init__(self, args: Any, world: World) -> None:
-        found = [boxing_elsewhere(leaf) if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves(args)]
-        self._specs = {position: one._spec for position, one in enumerate(found) if one is not None}
-        held = [plain(one) for one in found if one is not None]
-        self._saver = _saver_of(world, *held) if held else None
+    def __init__(self, args: Any, world: World, after: int) -> None:
+        found = [
+            (position, boxed)
+            for position, leaf in enumerate(tree_leaves(args))
+            if isinstance(leaf, GlobalTensor)
+            for boxed in kept_boxings(leaf, after)
+            if boxed._spec.layout.placement != leaf._spec.layout.placement
+        ]
+        self._places = [(position, boxed._spec) for position, boxed in found]
+        self._saver = _saver_of(world, *(plain(boxed) for _, boxed in found)) if found else None
 
     def give_back(self, leaves: list[Any], new: list[int]) -> None:
         """Let the arguments that are new, by position, keep these boxings."""
         if self._saver is not None:
-            for (position, spec), shard in zip(self._specs.items(), _node(self._saver).saved_tensors, strict=True):
+            for (position, spec), shard in zip(self._places, _node(self._saver).saved_tensors, strict=True):
                 if position in new:
                     leaf = leaves[position]
                     keep_boxing(leaf, _made_global(shard, spec, False, leaf.requires_grad))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from workbench.errors import RunError, StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
+from workbench.tensors.boxing.box import MicroBatchBoxings
 from workbench.tensors.dispatch.hooks import run_hooks
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
@@ -93,6 +94,7 @@ class Executor:
         self._graphs: dict[tuple[int, int], torch.Tensor] = {}
         self._deferred: dict[tuple[int, int], WeightGradients] = {}
         self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
+        self._boxings: dict[tuple[int, int], MicroBatchBoxings] = {}
 
     def train(
         self, actions: Sequence[Action], program: MicroBatchFunction, after_backward: Sequence[Callable[[], None]]
@@ -114,6 +116,7 @@ class Executor:
                         for call in after_backward:
                             call()
                         run_hooks(self._hooks.pop(_key(action), {}))
+                        self._boxings.pop(_key(action)).end()
         return [losses[index] for index in sorted(losses)]
 
     def evaluate(
@@ -124,6 +127,7 @@ class Executor:
             for action in actions:
                 with self._running(action) as stage:
                     take(stage, action.micro_batch, program(action.micro_batch))
+                    self._boxings.pop(_key(action)).end()
 
     def prepare_batch(self, batch: Any) -> Any:
         """A batch in the form that the stages of this rank take: with several stages, global tensors become plain."""
@@ -172,6 +176,9 @@ class Executor:
         except BaseException as error:
             self._close_world(error)
             raise
+        finally:
+            for boxings in self._boxings.values():  # of a step that failed
+                boxings.end()
         self.world.transport.flush()
 
     def _close_world(self, error: BaseException) -> None:
@@ -190,12 +197,13 @@ class Executor:
             self.states.go_on_as(action.stage)
         context = stage.world.context
         state = context.temporarily(micro_batch=action.micro_batch, running=self.running, generator=self.generator)
+        self.running.boxings = self._boxings.setdefault(_key(action), MicroBatchBoxings())
         with stage.activated(), state:
             if action.kind == "F":
                 context.position = 0
                 self._seed(action.micro_batch)
             yield stage
-        self.running.edges = None
+        self.running.edges = self.running.boxings = None
         self.spans.append(RecordedAction(action, started, traffic.moment()))
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from workbench.core.layout import Layout
 from workbench.core.strategy import Options
-from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.boxing.box import box_implicitly, kept_boxings
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import has_hooks
@@ -106,14 +106,12 @@ class CallObserver:
 
 
 def _kept_result(source: GlobalTensor, boxing: InputBoxing) -> GlobalTensor | None:
-    kept = source._boxings or {}
-    return next((boxed for (layout, _), boxed in kept.items() if layout == boxing.layout), None)
+    return next((boxed for boxed in kept_boxings(source) if boxed._spec.layout == boxing.layout), None)
 
 
 def _kept_layouts(tensor: GlobalTensor) -> tuple[Any, ...]:
     """The layouts in which a tensor is there already, each with those in which the result is."""
-    kept = tensor._boxings
-    return tuple([(layout, _kept_layouts(boxed)) for (layout, _), boxed in kept.items()]) if kept else ()
+    return tuple([(boxed._spec.layout, _kept_layouts(boxed)) for boxed in kept_boxings(tensor)])
 
 
 @dataclass

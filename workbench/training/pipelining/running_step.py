@@ -13,6 +13,7 @@ from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.pipeline.check import along_stages, check_table
 from workbench.pipeline.schedules import Table
+from workbench.tensors.boxing.box import MicroBatchBoxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.transport.user_code import user_location
 
@@ -36,6 +37,7 @@ class RunningStep:
             backward runs at once.
         runs_backward: whether the schedule's own backward runs, which gives all leaves their gradients.
         hooks: hooks after accumulation that wait for the end of this micro-batch's backward, by number.
+        boxings: the key of the boxings that tensors keep for this micro-batch of this stage; None between actions.
     """
 
     placements: tuple[Placement, ...]
@@ -50,6 +52,7 @@ class RunningStep:
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    boxings: MicroBatchBoxings | None = None
     _stages: dict[Placement, int] = field(init=False, repr=False)
     _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
 
