@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.kernels import attention_blocks
-from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward
+from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward, peaks_of
 from workbench.kernels.attention_dropout import (
     attention_dropout,
     attention_dropout_backward_reference,
@@ -105,22 +105,23 @@ def test_slices_drop_what_the_whole_drops(device):
         torch.testing.assert_close(found[:, 0], whole[:, head, begin:end])
 
 
-def assert_blocks_add_up(device, causal_from):
+def assert_blocks_add_up(device, causal_from, mask=None):
     """Keys in two blocks. Backward of a block has the result, and the sums, of both."""
     (query, key, value), _, settings = operands_of("whole blocks", torch.float32, device)
     scale, _, *random, first, strides = settings
     grad = torch.cos(torch.arange(query.numel(), device=device)).view(query.shape)
     whole = [x.double().requires_grad_() for x in (query, key, value)]
-    wanted, _ = attention_dropout_reference(*whole, None, scale, causal_from, *random, first, strides)
-    blocks = []
+    exact = None if mask is None else mask.double()
+    wanted, _ = attention_dropout_reference(*whole, exact, scale, causal_from, *random, first, strides)
+    blocks, peaks = [], None if mask is None else peaks_of(mask)
     for keys in (slice(0, 40), slice(40, 64)):
         seen = None if causal_from is None else causal_from - keys.start
-        blocks.append((keys, BlockSettings(scale, seen, *random, first + keys.start, strides)))
+        blocks.append((keys, BlockSettings(scale, seen, *random, first + keys.start, strides, peaks)))
     out, lse = torch.zeros_like(query), torch.full(query.shape[:3], -torch.inf, device=device)
     for keys, of_block in blocks:
-        add_block(out, lse, *attend(query, key[:, :, keys], value[:, :, keys], None, of_block))
+        add_block(out, lse, *attend(query, key[:, :, keys], value[:, :, keys], part_of(mask, keys), of_block))
     found = [
-        attend_backward(grad, query, key[:, :, keys], value[:, :, keys], None, out, lse, of_block)
+        attend_backward(grad, query, key[:, :, keys], value[:, :, keys], part_of(mask, keys), out, lse, of_block)
         for keys, of_block in blocks
     ]
     of_query, of_key, of_value = zip(*found, strict=True)
@@ -129,15 +130,28 @@ def assert_blocks_add_up(device, causal_from):
         torch.testing.assert_close(ours, theirs.detach().float(), rtol=0, atol=1e-4)
 
 
+def part_of(mask, keys):
+    return None if mask is None else mask[..., keys]
+
+
 @pytest.mark.parametrize("causal_from", [None, 0])
 def test_blocks_of_keys_add_up(device, causal_from):
     assert_blocks_add_up(device, causal_from)
+
+
+def test_blocks_of_keys_that_a_large_number_hides_add_up(device):
+    """The kernel gets it subtracted, so it does not round the scores beside it; 64 bits hardly do."""
+    mask = torch.zeros(1, 1, 64, 64, device=device)
+    mask[..., :9, :] = -1e8
+    assert_blocks_add_up(device, None, mask)
 
 
 @pytest.mark.parametrize("causal_from", [None, 0])
 def test_blocks_of_keys_add_up_in_the_reference(causal_from, monkeypatch):
     monkeypatch.setattr(attention_blocks, "runs_on", lambda device: True)
     assert_blocks_add_up("cpu", causal_from)
+    mask = torch.zeros(1, 1, 64, 64).masked_fill(torch.arange(64)[:, None] < 9, -1e8)
+    assert_blocks_add_up("cpu", causal_from, mask)
 
 
 def test_gradients_of_gradients():

@@ -25,6 +25,8 @@ from workbench.kernels.random_slice import fill_random
 
 _ROWS_BYTES = 16 << 20
 """Scores that exist at a time where no flash kernel runs."""
+_FAR = 64.0
+"""A row of addends whose largest one is farther from zero has a peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class BlockSettings:
         probability: of dropping a weight.
         seed: of the dropped weights.
         first, strides: position of the block's first score in the logical scores, and the strides of these.
+        peaks: those of the mask's rows, for all blocks (``peaks_of``). None: there are none.
     """
 
     scale: float
@@ -45,12 +48,30 @@ class BlockSettings:
     seed: int = 0
     first: int = 0
     strides: Sequence[int] = (0, 0, 0, 0)
+    peaks: torch.Tensor | None = None
+
+
+def peaks_of(mask: torch.Tensor) -> torch.Tensor:
+    """What the scores of a row lose behind its addends: their largest one if it is far from zero; 0 in other rows.
+
+    Softmax does not change by it. It is for rows that see nothing but a large negative number, as in a padded text:
+    beside that number, ``lse`` would lose how many keys a block has.
+
+    Args:
+        mask: addends of rows for all of their keys, (..., rows, keys).
+
+    Returns:
+        (..., rows, 1).
+    """
+    largest = mask.amax(-1, keepdim=True)
+    return largest.masked_fill((largest.abs() <= _FAR) | ~largest.isfinite(), 0.0)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and ``lse``: minus infinity, with a result of zero, for a row that sees no key of the block.
+    """The result, and ``lse`` (behind peaks, without them): minus infinity, with a result of zero, for a row that sees
+    no key of the block.
 
     Args:
         query: (batch, heads, rows, width).
@@ -146,6 +167,8 @@ def _of_kernel(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings
 ) -> tuple[Any, ...]:
     if mask is not None:
+        if settings.peaks is not None:  # before the sum: a kernel rounds such scores less than one device does
+            mask = mask.float() - settings.peaks
         mask = mask.expand(*query.shape[:3], key.shape[2])
     return (
         mask, settings.scale, settings.causal_from, settings.probability, settings.seed, settings.first,
@@ -154,7 +177,7 @@ def _of_kernel(
 
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor, settings: BlockSettings) -> bool:
-    is_plain = settings.probability == 0.0 and query.shape[-1] == value.shape[-1]
+    is_plain = settings.probability == 0.0 and query.shape[-1] == value.shape[-1] and settings.peaks is None
     return is_plain and query.device.type in ("cpu", "meta")
 
 
@@ -215,8 +238,12 @@ def _by_rows(
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
             scores.masked_fill_(~seen.tril_(settings.causal_from + start), -math.inf)
         if mask is not None:
-            own = mask[..., rows, :] if mask.shape[-2] > 1 else mask
-            scores = scores.masked_fill(~own, -math.inf) if own.dtype == torch.bool else scores + own
+            own = _rows_of(mask, rows)
+            if settings.peaks is not None:
+                scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + own
+                scores -= _rows_of(settings.peaks, rows)  # after the sum, which rounds as one device does
+            else:
+                scores = scores.masked_fill(~own, -math.inf) if own.dtype == torch.bool else scores + own
         keep = None
         if settings.probability:
             keep = torch.empty(scores.shape, dtype=torch.bool, device=query.device)
@@ -224,8 +251,12 @@ def _by_rows(
             given = "bernoulli", settings.seed, first, list(settings.strides), 1.0 - settings.probability, 0.0
             fill_random(keep, *given)
             gain = 0.0 if settings.probability == 1.0 else 1.0 / (1.0 - settings.probability)
-            keep = keep.to(scores.dtype).mul_(gain)
+            keep = keep.to(query.dtype).mul_(gain)
         yield scores, keep, part, *(x[:, :, rows] for x in others)
+
+
+def _rows_of(mask: torch.Tensor, rows: slice) -> torch.Tensor:
+    return mask[..., rows, :] if mask.shape[-2] > 1 else mask
 
 
 def _attend_rows(
@@ -234,7 +265,7 @@ def _attend_rows(
     wide = torch.promote_types(scores.dtype, torch.float32)
     lse = scores.to(wide).logsumexp(-1)
     finite = lse.masked_fill(lse == -math.inf, 0.0)
-    weights = (scores.to(wide) - finite.unsqueeze(-1)).exp_().to(scores.dtype)
+    weights = (scores.to(wide) - finite.unsqueeze(-1)).exp_().to(value.dtype)
     return (weights if keep is None else weights * keep) @ value, lse
 
 
@@ -243,11 +274,11 @@ def _backward_of_rows(
     query: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``weights * (gradient of the weights - sum(grad * out))`` is the gradient of the scores."""
-    weights = (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp_().to(scores.dtype)
+    weights = (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp_().to(key.dtype)
     of_weights = grad @ value.transpose(-2, -1)
     kept = weights
     if keep is not None:
         of_weights, kept = of_weights * keep, weights * keep
-    product = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True).to(scores.dtype)
+    product = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True).to(key.dtype)
     of_scores = weights * (of_weights - product) * scale
     return of_scores @ key, of_scores.transpose(-2, -1) @ query, kept.transpose(-2, -1) @ grad

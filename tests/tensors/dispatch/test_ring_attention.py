@@ -26,7 +26,13 @@ CALLS = {
     "chosen": {"attn_mask": MASK},
     "window": {"attn_mask": WINDOW, "scale": 0.3},
     "padding": {"attn_mask": random(1, 1, 1, 13)},
+    "three dims": {"attn_mask": random(1, 13, 13)},
 }
+
+
+def hidden(value, dtype=torch.float64):
+    """A causal mask of a text that is padded on the left: its first rows see nothing but a large number."""
+    return torch.zeros(1, 1, 13, 13, dtype=dtype).masked_fill(~(WINDOW & (torch.arange(13) > 3)), value)
 
 
 def attend(given, *operands):
@@ -45,7 +51,8 @@ def test_a_ring_gives_the_numbers_of_one_device(num_ranks):
     for heads, groups in ((5, 5), (5, 1), (10, 5)):
         given = {"enable_gqa": True} if groups < heads else {}
         q, k, v = random(1, heads, 13, 8), random(1, groups, 13, 8), random(1, groups, 13, 8)
-        cases += [(f"{name}, {heads} heads", (q, k, v), {**given, **call}) for name, call in CALLS.items()]
+        calls = {**CALLS, "a bias for each head": {"attn_mask": random(heads, 13, 13)}}
+        cases += [(f"{name}, {heads} heads", (q, k, v), {**given, **call}) for name, call in calls.items()]
         cases.append((f"other keys, {heads} heads", (q, k[:, :, :7], v[:, :, :7]), given))
         cases.append(
             (f"causal, other keys, {heads} heads", (q, k[:, :, :7], v[:, :, :7]), {**given, "is_causal": True})
@@ -66,9 +73,35 @@ def test_a_ring_gives_the_numbers_of_one_device(num_ranks):
     run_ranks(program, num_ranks)
 
 
+def by_softmax(query, key, value, mask):
+    scores = query @ key.mT * (query.shape[-1] ** -0.5) + mask
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_see_nothing_but_a_large_number_give_the_mean_of_all_keys(dtype):
+    """Beside such a number, the log of a block's sum has no digits left. torch's flash backward loses them too."""
+    operands = [random(1, 5, 13, 8, dtype=dtype) for _ in range(3)]
+    masks = [hidden(value, dtype) for value in (torch.finfo(dtype).min, -1e9, -1e4)]
+    masks += [masks[0][0, 0], masks[0][:, :, :1], torch.full((13, 1), -1e9, dtype=dtype), hidden(-1e9, dtype) + 1e4]
+    expected = [with_gradients(lambda *x, mask=mask: by_softmax(*x, mask), *operands) for mask in masks]
+
+    def program():
+        given = distributed(operands, ["S(2)"] * 3)
+        for mask, truth in zip(masks, expected, strict=True):
+            found = with_gradients(lambda *x, mask=mask: attend({"attn_mask": mask}, *x), *given)
+            assert_all_close(found, truth, str(mask))
+        mask = hidden(torch.finfo(torch.bfloat16).min, torch.bfloat16)
+        out = F.scaled_dot_product_attention(*(x.bfloat16() for x in given), attn_mask=mask).full_tensor()
+        torch.testing.assert_close(out.to(dtype), expected[0][0], atol=0.03, rtol=0.03)
+
+    run_ranks(program, 4)
+
+
 def test_dropout_in_a_ring_drops_what_one_device_drops(monkeypatch):
     q, k, v = (random(1, 5, 13, 8) for _ in range(3))
-    calls = {name: {**given, "dropout_p": 0.3} for name, given in CALLS.items()}
+    masked = {**CALLS, "hidden": {"attn_mask": hidden(-1e9)}}
+    calls = {name: {**given, "dropout_p": 0.3} for name, given in masked.items()}
     found = {}
 
     def program():
@@ -81,7 +114,7 @@ def test_dropout_in_a_ring_drops_what_one_device_drops(monkeypatch):
     for num_ranks in (1, 2, 4):
         run_ranks(program, num_ranks)
     for name in calls:
-        assert not torch.equal(found[1][name][0], attend(CALLS[name], q, k, v)), "nothing was dropped"
+        assert not torch.equal(found[1][name][0], attend(masked[name], q, k, v)), "nothing was dropped"
         for num_ranks in (2, 4):
             assert_all_close(found[num_ranks][name], found[1][name], f"{name} on {num_ranks} ranks")
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from workbench.core.ring_steps import Block, Interval, ring_steps
 from workbench.core.sbp import broadcast
 from workbench.errors import ExplicitBoxingError
-from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward
+from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward, peaks_of
 from workbench.tensors import random
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.uneven import Account
@@ -75,6 +75,8 @@ class Ring:
                 f"x.to_global(sbp={self.key.layout.broadcast().sbp})."
             )
         query, key, value = cast_for_product((query, key, value), self.key.world.autocast_type)
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         settings = BlockSettings(scale, None, dropout_p, 0 if seed is None else seed.key)
         site = None if context.tracer is None else context.tracer.site()
@@ -107,6 +109,14 @@ class _Call:
     def wide(self) -> torch.dtype:
         """The dtype in which blocks add up."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    def with_peaks(self, mask: torch.Tensor | None) -> _Call:
+        """The call with the peaks of a mask, which has this rank's rows for all keys."""
+        if mask is None or mask.dtype == torch.bool:
+            return self
+        peaks = peaks_of(mask)
+        has_none = can_read(peaks) and not bool(peaks.any())
+        return self if has_none else replace(self, settings=replace(self.settings, peaks=peaks))
 
     def run(
         self, given: Sides, results: Sides, compute: Callable[..., Sides], add: Callable[..., None], tag: int
@@ -222,6 +232,7 @@ class _Ring(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         with hidden_from_modes():
+            call = call.with_peaks(mask)
             out, lse = _attend(call, query, key, value, mask)
         ctx.call = call
         ctx.save_for_backward(query, key, value, mask, out, lse)
