@@ -89,7 +89,7 @@ def search(module):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("strategy", ["*: data", pytest.param("*: model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", pytest.param("*: model", marks=pytest.mark.slow)])
 def test_an_optimizer_that_computes_with_its_own_rates(strategy):
     """LBFGS adds vectors times numbers that are 0-dim tensors."""
     expected, models = search(model()), [model() for _ in range(2)]
@@ -97,7 +97,17 @@ def test_an_optimizer_that_computes_with_its_own_rates(strategy):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_it_is_refused_where_sums_are_made_once_per_step():
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("*: data | zero=1", r"evaluates the model several times.*Leave zero= out.*write zero=3"),
+        (
+            "pipeline",
+            r"LBFGS.step\(\): 4 parameters on 2 .*ranks=\[0\].* and .*ranks=\[1\].*one vector.*Leave the stages",
+        ),
+    ],
+)
+def test_it_is_refused_where_sums_are_made_once_per_step_and_on_stages(strategy, message):
     models = [model() for _ in range(2)]
-    with pytest.raises(LayoutError, match=r"evaluates the model several times.*Leave zero= out"):
-        run_ranks(lambda rank: search(wb.parallelize(models[rank], "*: data | zero=1")), 2)
+    with pytest.raises(LayoutError, match=message):
+        run_ranks(lambda rank: search(wb.parallelize(models[rank], strategy)), 2)

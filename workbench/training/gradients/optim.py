@@ -31,7 +31,7 @@ from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.block_state import block_size_of, check_blocks, make_block_state
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested, is_within_step
-from workbench.training.gradients.optimizer_kinds import calls_closure_first, closure_of, run_closure_first
+from workbench.training.gradients.optimizer_kinds import calls_closure_later, closure_of, run_closure_first
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
 from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful, part_of
@@ -204,25 +204,8 @@ def _works_on_parameters(optimizer: Optimizer, swap: Swap, has_closure: bool) ->
     """Whether a step works on the global parameters and their gradients themselves.
 
     It may call its closure at any time, or the step of another optimizer for the same parameters.
-
-    Raises:
-        LayoutError: it does, and ZeRO keeps shards.
     """
-    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-    if not is_lbfgs and (not has_closure or calls_closure_first(optimizer)):
-        return swap.steps_others
-    if swap.is_sharded:
-        step, does, fix = f"{type(optimizer).__name__}.step()", "evaluates the model several times in one step", ""
-        if not is_lbfgs:
-            step = step.replace("()", "(closure)")
-            does = "may call its closure again, or after it has moved weights"
-            fix = " If it calls its closure first and once, call it yourself: loss = closure(); optimizer.step()."
-        raise LayoutError(
-            f"{step}: {len(swap.parameters)} parameters, sharded over the ranks by zero=, and an optimizer that "
-            f"{does}. The sums of ZeRO are made once per step. Leave zero= out of the strategy, or use an optimizer "
-            f"that takes one gradient per step.{fix}"
-        )
-    return True
+    return calls_closure_later(optimizer, has_closure, swap.parameters, swap.is_sharded) or swap.steps_others
 
 
 def _part(parameter: GlobalTensor) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.gradients.block_state import block_size_of
 
 _ELEMENTWISE = {
@@ -45,6 +47,39 @@ def calls_closure_first(optimizer: Optimizer) -> bool:
     if getattr(step, "__module__", "").startswith("torch.optim."):
         return not isinstance(optimizer, torch.optim.LBFGS)
     return is_elementwise(optimizer)
+
+
+def calls_closure_later(
+    optimizer: Optimizer, has_closure: bool, parameters: Sequence[GlobalTensor], is_sharded: bool
+) -> bool:
+    """Whether a step may call its closure at any time, so that it works on the global ``parameters`` themselves.
+
+    Raises:
+        LayoutError: it may, and ZeRO keeps shards; or it is LBFGS, and the parameters lie on several placements.
+    """
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    if not is_lbfgs and (not has_closure or calls_closure_first(optimizer)):
+        return False
+    if is_sharded:
+        step, does, fix = f"{type(optimizer).__name__}.step()", "evaluates the model several times in one step", ""
+        if not is_lbfgs:
+            step = step.replace("()", "(closure)")
+            does = "may call its closure again, or after it has moved weights"
+            fix = " If it calls its closure first and once, call it yourself: loss = closure(); optimizer.step()."
+        raise LayoutError(
+            f"{step}: {len(parameters)} parameters, sharded over the ranks by zero=, and an optimizer that {does}. "
+            "Under zero=1 and zero=2 ranks update shards and gather them once per step. Leave zero= out of the "
+            f"strategy, write zero=3, or use an optimizer that takes one gradient per step.{fix}"
+        )
+    placements = list(dict.fromkeys(p._spec.layout.placement for p in parameters))
+    if is_lbfgs and not all(map(placements[0].has_ranks_of, placements)):
+        raise LayoutError(
+            f"{type(optimizer).__name__}.step(): {len(parameters)} parameters on {len(placements)} placements, "
+            f"{' and '.join(map(str, placements))}. It joins all gradients to one vector, which lies on one placement. "
+            "Leave the stages out of the strategy (data, model, zero=3), or use an optimizer that steps each parameter "
+            "for itself."
+        )
+    return True
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
