@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ui.models import gpt
-from workbench.core.ineffective_choices import find_ineffective_choices
+from workbench.core.ineffective_choices import find_ineffective_choices, rows_that_split_nothing
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 
@@ -47,3 +47,26 @@ def test_every_hint_is_about_a_layer_that_no_rank_holds_a_part_of():
     resolved = Strategy("*: model").resolve(layers, 2)
     whole = {layer.name for layer in resolved.layers if layer.split is None}
     assert {hint.layer for hint in find_ineffective_choices(resolved)} == whole and whole
+
+
+RECURRENT = [*LAYERS, Layer("rnn", "LSTM", {"weight_ih_l0": (32, 8), "bias_ih_l0": (32,)}, 288)]
+
+
+def split_nothing(text: str, num_ranks: int = 2) -> list[str]:
+    strategy = Strategy(text)
+    return rows_that_split_nothing(strategy, RECURRENT, strategy.resolve(RECURRENT, num_ranks))
+
+
+def test_a_row_that_names_a_layer_and_splits_nothing_of_it_is_said():
+    (text,) = split_nothing("*: data; rnn: model")
+    assert "'rnn: model' splits no weight" in text and "each of 2 ranks holds all 288 of rnn (LSTM)" in text
+    assert "write data" in text
+
+
+@pytest.mark.parametrize("text", ["*: model", "*: data", "*: data; norm: model", "fc*: model; rnn: model"])
+def test_rows_for_all_layers_for_vectors_and_beside_split_layers_are_as_meant(text: str):
+    assert split_nothing(text) == []
+
+
+def test_on_a_model_axis_of_one_rank_nothing_is_said():
+    assert split_nothing("*: data; rnn: model | 1x2x1") == []

@@ -47,11 +47,28 @@ class Skips(torch.nn.Module):
         return self.head(torch.tanh(self.d(third) + second) + torch.tanh(first))
 
 
+class Translator(torch.nn.Module):
+    """An encoder and a decoder of torch: attention to itself, and to the encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, options = torch.nn.Embedding(48, 32), {"dropout": 0.0, "batch_first": True}
+        layer = torch.nn.TransformerEncoderLayer(32, 8, 64, **options)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.decoder, self.head = torch.nn.TransformerDecoderLayer(32, 8, 64, **options), torch.nn.Linear(32, 48)
+
+    def forward(self, words):
+        words = self.words(words)
+        return self.head(self.decoder(words, self.encoder(words)))
+
+
 FLOAT8 = replace(RING, matmul_flops_per_s={**RING.matmul_flops_per_s, "fp8": 1e12})
 WORDS = torch.arange(160).view(16, 10) % 48
 MODELS = {
     "perceptron": (perceptron, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "gpt": (lambda: GPT(128, 2, 48, 10), WORDS, WORDS, next_word_loss),
+    "translator": (Translator, WORDS, WORDS, next_word_loss),
+    "a word": (Translator, WORDS[:, :2], WORDS[:, :2], next_word_loss),
     "skips": (Skips, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "cnn": (CNN, torch.ones(16, 1, 8, 8), torch.arange(16) % 10, F.cross_entropy),
 }
@@ -122,6 +139,12 @@ STRATEGIES = [
     ("gpt", 2, "*: model | overlap=3"),
     ("gpt", 4, "*: model | 1x1x4 mb=2 overlap=2 sequence recompute"),
     ("gpt", 4, f"*: model; {IN_TWO.format(kind='model')} | 2x1x2 mb=4 overlap=4"),
+    ("translator", 2, "*: model"),
+    ("translator", 4, "*: model | 1x2x2 mb=2 zero=3"),
+    ("translator", 4, "*: model | 1x1x4 sequence"),
+    ("translator", 4, "*: model; decoder: model@1; head: model@1 | 2x1x2 mb=2"),
+    ("translator", 4, "*: model | 1x2x2 context=2"),
+    ("a word", 4, "*: model | 1x1x4"),
     ("cnn", 2, "*: data"),
     ("cnn", 4, "*: data | 1x4x1 mb=2"),
     ("cnn", 2, "*: model"),

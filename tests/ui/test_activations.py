@@ -113,7 +113,7 @@ def test_sizes_are_those_of_the_trace():
     assert extents(Positions)["pos"] == (Extent((LENGTH,), None), alike)
     assert extents(Recurrent)["rnn"] == (second, None)
     assert extents(Attention)["attention"] == (second, second)
-    assert extents(Attention)["attention.out_proj"] == (None, sample)  # called by a function, on tokens in one dim
+    assert extents(Attention)["attention.out_proj"] == (None, second)  # called by a function; gives what attention does
     assert extents(Flat)["block.ln"] == (sample, sample)
     assert extents(OwnPositions)["(root)"] == (None, sample)  # what it adds on the way
 

@@ -1,10 +1,14 @@
-"""Choices of a strategy that have no effect. They are no errors, but may surprise the author."""
+"""Choices of a strategy that have no effect. They are no errors, but may surprise the author: the panel says them, and
+``wb.parallelize`` warns of rows that name layers and split nothing of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.core.strategy import ResolvedStrategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,35 @@ def find_ineffective_choices(resolved: ResolvedStrategy) -> list[IneffectiveChoi
     ['use mb=4']
     """
     return [*_of_the_pipeline(resolved), *_of_layers(resolved)]
+
+
+def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolved: ResolvedStrategy) -> list[str]:
+    """Texts about rows ``model`` for layers with matrices, of which none is split, nor any layer beside them. Between
+    split layers such a row saves boxings; ``*: model`` is for whatever can be split.
+
+    >>> layers = [Layer("fc", "Linear", {"weight": (4, 4)}), Layer("rnn", "LSTM", {"weight_ih_l0": (16, 4)}, 64)]
+    >>> strategy = Strategy("fc: data; rnn: model")
+    >>> rows_that_split_nothing(strategy, layers, strategy.resolve(layers, 2))[0].partition(". ")[0]
+    "row 'rnn: model' splits no weight: each of 2 ranks holds all 64 of rnn (LSTM)"
+    """
+    found, rows = dict[str, Layer](), strategy.rows_of(layers)
+    splits = [choice.split for choice in resolved.layers]
+    useful = {str(row) for index, row in enumerate(rows) if any(splits[max(0, index - 1) : index + 2])}
+    for row, layer, choice in zip(rows, layers, resolved.layers, strict=True):
+        is_split = resolved.stage_width(choice.stage)[1] == 1 or row.parallel != "model" or str(row) in useful
+        if row.pattern != "*" and not is_split and _has_matrix(layer):
+            found.setdefault(str(row), layer)
+    stages = {choice.name: choice.stage for choice in resolved.layers}
+    return [
+        f"row {row!r} splits no weight: each of {resolved.stage_width(stages[layer.name])[1]} ranks holds all "
+        f"{layer.num_parameters} of {layer.name} ({layer.kind}). model splits linear layers, embeddings, convolutions, "
+        "torch's attention and experts. Fix: write data in place of model, so that each rank computes its own samples."
+        for row, layer in found.items()
+    ]
+
+
+def _has_matrix(layer: Layer) -> bool:
+    return any(sum(size > 1 for size in shape) > 1 for shape in layer.shapes.values())
 
 
 def _of_the_pipeline(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:

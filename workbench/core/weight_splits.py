@@ -3,7 +3,8 @@
 A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
 and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a
 layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split. A
-convolution in groups is split by columns: its rows are inputs of all groups. Experts are split by their number.
+convolution in groups is split by columns: its rows are inputs of all groups. So are queries, keys and values of torch's
+attention, for whole heads, whatever its row says of a split. Experts are split by their number.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ TRANSPOSED_KINDS = ("Conv1D",)
 LINEAR_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
 TABLE = "Embedding"
 """A layer that looks up rows; its columns are the width, its rows the words."""
+ATTENTION = "MultiheadAttention"
+"""torch's attention, whose module has the weights of queries, keys and values: in one, or in three."""
+PACKED = "in_proj_weight"
+_QUERIES = (PACKED, "q_proj_weight")
 IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 """Layers whose features are channels: the dim behind the samples."""
 COLUMN_NAMES = (
@@ -35,7 +40,7 @@ def known_kind(names: Sequence[str]) -> str:
     >>> known_kind(["ScaledTable", "Embedding", "Module"]), known_kind(["Gate", "Module"])
     ('Embedding', 'Gate')
     """
-    return next((name for name in names if name in (TABLE, *SPLITTABLE_KINDS, *IMAGE_KINDS)), names[0])
+    return next((name for name in names if name in (TABLE, ATTENTION, *SPLITTABLE_KINDS, *IMAGE_KINDS)), names[0])
 
 
 def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
@@ -44,13 +49,16 @@ def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int
     tables = {layer.name for layer in layers if layer.kind == TABLE}
     open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
     for layer, row, stage in zip(layers, rows, stages, strict=True):
-        if row.parallel != "model" or not is_splittable(layer):
+        possible = possible_splits(layer)
+        if row.parallel != "model" or not possible:
             is_fused = layer.experts > 0 and layer.expert is None
             splits.append("expert" if is_fused and row.parallel != "data" else None)
             continue
         inputs, outputs = _features(layer)
         short = layer.name.rpartition(".")[2]
-        if row.split or layer.kind == TABLE or layer.tied_to in tables or layer.groups > 1:
+        if len(possible) == 1:
+            split = possible[0]
+        elif row.split or layer.kind == TABLE or layer.tied_to in tables or layer.groups > 1:
             split = row.split or "column"
         elif short in COLUMN_NAMES or short in ROW_NAMES:
             split = "column" if short in COLUMN_NAMES else "row"
@@ -82,8 +90,13 @@ def share_input(one: Layer, two: Layer) -> bool:
 
 
 def overlaps(kind: str, split: str | None, num_ranks: int) -> bool:
-    """Whether the option ``overlap`` is for a layer: for the sums of a row-split linear layer over several ranks."""
-    return split == "row" and kind in LINEAR_KINDS and num_ranks > 1
+    """Whether the option ``overlap`` is for a layer: for the sums of a row-split linear layer over several ranks. The
+    output projection of torch's attention is not called.
+
+    >>> overlaps("Linear", "row", 2), overlaps("NonDynamicallyQuantizableLinear", "row", 2)
+    (True, False)
+    """
+    return split == "row" and kind in ("Linear", *TRANSPOSED_KINDS) and num_ranks > 1
 
 
 def feature_dim(kind: str, num_dims: int) -> int:
@@ -100,6 +113,8 @@ def split_dim(kind: str, split: str | None, num_dims: int = 2) -> int | None:
     (0, 0, None)
     """
     outputs_last = kind in (*TRANSPOSED_KINDS, TABLE)
+    if kind == ATTENTION and num_dims != 2:  # biases in one belong to three parts, and are small
+        return None
     if split == "expert":
         return 0
     if split == "column" and num_dims:
@@ -133,12 +148,29 @@ def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str 
                 splits[member] = next(s for s in ("column", "row") if split_dim(layers[member].kind, s) == dim)
 
 
-def is_splittable(layer: Layer) -> bool:
-    """Whether ``model`` can split its weight: a matrix of a layer of a known kind, or a table."""
-    return layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
+def possible_splits(layer: Layer) -> tuple[str, ...]:
+    """How ``model`` can split the weight of a layer of a known kind; nothing without a matrix.
+
+    >>> possible_splits(Layer("norm", "LayerNorm", {"weight": (8,)}))
+    ()
+    >>> possible_splits(Layer("attention", "MultiheadAttention", {"in_proj_weight": (24, 8)}))
+    ('column',)
+    """
+    if layer.kind == ATTENTION:
+        return ("column",) if layer.shapes.keys() & set(_QUERIES) else ()
+    is_known = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
+    return ("column", "row") if is_known else ()
+
+
+def moves_weights(num_rows: int, inputs: int) -> bool:
+    """Whether ranks with slices of the weight of queries, keys and values exchange rows of the weight, so that each has
+    those of its heads; else features of their result. The smaller of both: of ``inputs`` or of ``num_rows`` numbers.
+    """
+    return num_rows > inputs
 
 
 def _features(layer: Layer) -> tuple[int, ...]:
     """(input features, output features) of a layer; empty without a matrix as its weight."""
-    weight = layer.shapes.get("weight", ())[:2]
+    names = _QUERIES if layer.kind == ATTENTION else ("weight",)
+    weight = next((layer.shapes[name][:2] for name in names if name in layer.shapes), ())
     return weight if layer.kind in (*TRANSPOSED_KINDS, TABLE) else weight[::-1]

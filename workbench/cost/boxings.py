@@ -22,7 +22,7 @@ from workbench.core.layer_layouts import (
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import Extent, LayerCost
 from workbench.core.strategy import ResolvedLayer
-from workbench.core.weight_splits import TABLE, overlaps, share_input
+from workbench.core.weight_splits import ATTENTION, PACKED, TABLE, moves_weights, overlaps, share_input
 from workbench.cost.collectives import exchange_s, kind_of, received_parts, summed_bytes
 from workbench.cost.context import attention_exchange
 from workbench.cost.stage_settings import StageSettings
@@ -151,7 +151,7 @@ def _on_context_axis(
             moved = (1 - 1 / setting.context) * passed_bytes(before[0], setting) / parts
             forward.append(Exchange("all-to-all", moved, "context"))
             backward += forward[-1:] if row.has_gradients[0] else []
-    for work in row.after:
+    for work in (*row.own, *row.after):
         if work.attention is not None:
             there, back = attention_exchange(work.attention, row.itemsize * setting.scale, setting)
             forward += [Exchange(kind, size, "context") for kind, size in there]
@@ -238,11 +238,24 @@ def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims:
 
 def _moved_rows(row: LayerCost, setting: StageSettings) -> list[Exchange]:
     """The exchange after which every rank has its slice of each piece of the output."""
-    if not row.pieces or row.output_shape is None:
+    pieces, size = row.pieces, output_bytes(row, setting)
+    if row.layer.kind == ATTENTION and PACKED in row.layer.shapes:
+        outputs, _ = row.layer.shapes[PACKED]
+        pieces, size = (outputs // 3,) * 3, moved_weight_bytes(row, setting) or 3 * size
+    if not pieces or row.output_shape is None:
         return []
-    features = sum(row.pieces)
-    moved = moved_features(row.pieces, setting.model) / features / setting.model
-    return [Exchange("rows", moved * output_bytes(row, setting))]
+    return [Exchange("rows", moved_features(pieces, setting.model) / sum(pieces) / setting.model * size)]
+
+
+def moved_weight_bytes(row: LayerCost, setting: StageSettings) -> float:
+    """Bytes of a weight of torch's attention, split over the model axis, if its rows move; 0 if features do."""
+    if row.layer.kind != ATTENTION or PACKED not in row.layer.shapes or row.output_shape is None:
+        return 0.0
+    outputs, inputs = row.layer.shapes[PACKED]
+    num_rows = setting.samples * prod(row.output_shape[:-1])
+    is_one = sum(work.name == "linear" for work in row.own) == 1  # queries, keys and values of one tensor
+    is_moved = not is_one or moves_weights(int(num_rows), inputs)
+    return float(outputs * inputs * row.layer.itemsize_of(PACKED)) if is_moved else 0.0
 
 
 @lru_cache(maxsize=1024)

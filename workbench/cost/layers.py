@@ -19,6 +19,7 @@ from workbench.cost.boxings import (
     boxings,
     copies_input,
     extent_bytes,
+    moved_weight_bytes,
     num_dims,
     passed_bytes,
     seconds_and_bytes,
@@ -199,6 +200,8 @@ def layer_price(
     (weights, shared, apart), frozen = _weights(row, choice, setting)
     cast = row.num_cast / (setting.model * choice.over_data if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
+    if choice.split and setting.model > 1 and not cast:  # rows of heads, of which the product is
+        kept[True] += moved_weight_bytes(row, setting) / setting.model
     arriving_bytes, taken_bytes = _input_bytes(row, choice, before, setting)
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,

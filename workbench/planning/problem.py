@@ -16,7 +16,7 @@ from workbench.core.recompute_kinds import KINDS, recompute_kind
 from workbench.core.row_mistakes import mistakes_of_rows
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
-from workbench.core.weight_splits import is_splittable, overlaps, split_dim, tied_pairs
+from workbench.core.weight_splits import overlaps, possible_splits, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import OPTIMIZERS, WORKBENCH, Software
@@ -30,7 +30,6 @@ Choice = tuple[str, str | None]
 """The choice of a layer: ("data", None), ("model", "column", "row" or for experts "expert"), ("model", None) if it
 cannot be split, or ("expert", "expert") for experts over ranks of the data axis too."""
 DATA: Choice = ("data", None)
-SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
 EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"), ("expert", "expert"))
 
@@ -219,8 +218,8 @@ class Problem:
     @cached_property
     def num_positions(self) -> int:
         """Those of the shortest sequence of queries in attention; 0 if unknown."""
-        sizes = (work.attention for row in self.rows for work in row.after if work.attention is not None)
-        return min((size.rows for size in sizes), default=0)
+        works = (work for row in self.rows for work in (*row.own, *row.after))
+        return min((work.attention.rows for work in works if work.attention is not None), default=0)
 
     def fits_heads(self, model: int) -> bool:
         """Whether each rank of a model axis of this size has whole heads."""
@@ -243,14 +242,14 @@ class Problem:
         """The choices of a layer on a model axis of ``model`` ranks, with ``data`` ranks on the data axis."""
         pin = self.pins[index]
         layer = self.rows[index].layer
-        can_split = is_splittable(layer)
-        known = SPLITS if can_split else EXPERTS if self._is_fused(layer) else WHOLE
+        splits = possible_splits(layer)
+        whole = EXPERTS if self._is_fused(layer) else WHOLE
+        known = (DATA, *(("model", split) for split in splits)) if splits else whole
         if pin is None:
             fits = max(fitting_ranks(layer.experts, data, model), default=1) > model
             axes = {"data": True, "model": model > 1, "expert": data > 1 and fits}
             return [choice for choice in known if axes[choice[0]]]
-        options = list(known)
-        return [(p, s) for p, s in options if p == pin.parallel and (pin.split in (None, s) or not can_split)]
+        return [(p, s) for p, s in known if p == pin.parallel and (pin.split in (None, s) or len(splits) < 2)]
 
     def fits_ties(self, choices: Sequence[Choice]) -> bool:
         """Whether layers that share a weight cut it alike."""

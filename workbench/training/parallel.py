@@ -9,6 +9,7 @@ that neighbours need not know each other:
     expert         weights S(0), tokens go to their experts (see ``strategies/expert_forward``), output P on the model
                    axis; ``model`` means the same for experts, on the model axis
 
+torch's attention is split by heads: its weights of queries, keys and values by columns, its output projection by rows.
 An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
 An output hook boxes what a row-split layer or a table gives. With the option ``sequence``, norms of model-parallel
 layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the input of a column an all-gather.
@@ -17,12 +18,14 @@ Nothing in forward changes. Ranks outside a layer's stage run it on placeholders
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.core.ineffective_choices import rows_that_split_nothing
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.tensors.agreement import check_same_on_all_ranks
@@ -33,7 +36,7 @@ from workbench.training import offload_option, precision, recompute
 from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
-from workbench.training.strategies.layout_hooks import Interruptible, RootHooks, hook_layer
+from workbench.training.strategies.layout_hooks import Interruptible, RootHooks, hook_layer, hook_projections
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import hook_listed_experts
 from workbench.training.strategies.materialize import Init, materialize, names_on_meta
@@ -55,6 +58,7 @@ from workbench.training.strategies.state import (
     unhook,
 )
 from workbench.training.zero import sharded_units as zero
+from workbench.transport.user_code import user_stacklevel
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     overlapped_forward.install,
@@ -119,6 +123,9 @@ def place(
     preset = stages_preset(strategy)
     strategy = strategy_of(strategy, described, num_ranks)
     resolved = strategy.resolve(described, num_ranks)
+    if world.device.type != "meta":  # a dry run
+        for text in rows_that_split_nothing(strategy, described, resolved):
+            warnings.warn(f"parallelize: {text}", stacklevel=user_stacklevel())
     refuse_overlaps(module)
     check_same_on_all_ranks(module, world)
     states = states_of(optimizers, module, world)
@@ -141,6 +148,7 @@ def place(
         experts = 0 if described[position].expert is not None else described[position].experts
         if experts and (choice.split == "expert" or resolved.stage_width(choice.stage)[1] == 1):
             state.handles.append(ExpertForward(layer, state.in_use, choice, experts))
+    state.handles += hook_projections([layer for _, layer in layers], state.in_use)
     replicate_buffers(module, layouts)
     state.handles += RootHooks(state.in_use).register(module, state.on_interrupt)
     module.__dict__[STATE] = state

@@ -389,3 +389,9 @@ def test_presets_are_made_for_the_module_and_the_ranks():
     found = run_ranks(program, 3)
     expected = F.cross_entropy(make("mlp")(batch_for("mlp")[0]), batch_for("mlp")[1]).item()
     assert all(places == {(0,), (1,), (2,)} and loss == pytest.approx(expected, rel=1e-5) for places, loss in found)
+
+
+def test_a_row_that_names_a_layer_and_splits_nothing_of_it_warns():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    with pytest.warns(UserWarning, match="parallelize: row '1: model' splits no weight: each of 2 ranks holds all 160"):
+        run_ranks(lambda: wb.parallelize(copy.deepcopy(model), "0: data; 1: model"), 2)

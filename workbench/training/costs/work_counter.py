@@ -85,7 +85,7 @@ class WorkCounter(TorchDispatchMode):
                 layer.register_forward_pre_hook(
                     lambda _, *given, name=name: self._begin_layer(name, given), with_kwargs=True
                 ),
-                layer.register_forward_hook(lambda _, __, output, name=name: self._end_layer(name, output)),
+                layer.register_forward_hook(lambda layer, _, output, name=name: self._end_layer(name, layer, output)),
             ]
         try:
             with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -213,12 +213,14 @@ class WorkCounter(TorchDispatchMode):
         self._reads.record_input(name, first)
         self._calls.begin(name, first)
 
-    def _end_layer(self, name: str, output: Any) -> None:
+    def _end_layer(self, name: str, layer: nn.Module, output: Any) -> None:
         self._active.pop()
         if name in self._containers:  # its output is that of its last layer; its own work is what it adds
             return
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
+        if isinstance(layer, nn.MultiheadAttention):  # perhaps its shares are a second result
+            self._outputs[name] = self._outputs[f"{name}.out_proj"] = tensors[0]
         self._results.setdefault(name, []).extend(tensors)
         self._calls.end(name, self._outputs[name], tensors)
 
@@ -263,7 +265,8 @@ class WorkCounter(TorchDispatchMode):
         if entry is None:
             return
         of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
-        passing = [one for at, one in {**inputs, **outputs}.items() if not (at in of_weights or self._is_held(at))]
+        held = (of_weights, self._owners, self._saved)
+        passing = [one for at, one in {**inputs, **outputs}.items() if not any(at in kept for kept in held)]
         entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
         is_product = func._overloadpacket in flop_registry or func._overloadpacket is BY_EXPERT
         if is_product or name_of(func, inputs) == ATTENTION:
@@ -295,10 +298,6 @@ class WorkCounter(TorchDispatchMode):
             for name in readers:
                 self._num_cast[name] = self._num_cast.get(name, 0) + out.numel()
         return True
-
-    def _is_held(self, address: int) -> bool:
-        """Whether a tensor is a parameter, or saved for backward."""
-        return address in self._owners or address in self._saved
 
     def _record_pieces(self, source: Any, pieces: Any) -> None:
         """Record where a layer's output is cut along its features: queries, keys and values of one weight."""

@@ -4,7 +4,7 @@ their neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,14 @@ class PrepareInput:
         self._is_first_operand = True
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
             return (self._prepare(args[0]),), kwargs
-        args, kwargs = tree_map(self._prepare, (args, kwargs))
+        prepared: dict[int, Any] = {}  # one tensor stays one: queries, keys and values
+        args, kwargs = tree_map(lambda value: self._prepare_once(value, prepared), (args, kwargs))
         return args, kwargs
+
+    def _prepare_once(self, value: Any, prepared: dict[int, Any]) -> Any:
+        if id(value) not in prepared:
+            prepared[id(value)] = self._prepare(value)
+        return prepared[id(value)]
 
     def _prepare(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -117,6 +123,29 @@ class PrepareOutput:
     def _batch_dim(self, spec: Spec) -> int:
         num_samples = self._in_use.layouts.world.context.call.num_samples
         return _batch_dim(spec, self._choice.kind, num_samples) if num_samples else 0
+
+
+class PrepareAttention(PrepareOutput):
+    """The output hook of the output projection of torch's attention, whose module uses its weight without a call."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The results of attention, the first in the layout of the next layer."""
+        result, *others = output
+        if isinstance(result, GlobalTensor):
+            extent = WholeExtent(result._spec.shape, self._batch_dim(result._spec))
+            self._in_use.layouts.plan.calls.add_input(self.name, extent, result.dtype.itemsize)
+        return super().__call__(module, args, result), *others
+
+
+def hook_projections(layers: Iterable[nn.Module], in_use: LayoutsInUse) -> list[Any]:
+    """Box the results of torch's attention where calls of its output projection would. ``layers`` are all layers."""
+    handles, choices = list[Any](), dict(zip(layers, in_use.layouts.plan.resolved.layers, strict=True))
+    for layer, own in choices.items():
+        if isinstance(layer, nn.MultiheadAttention) and type(layer).forward is nn.MultiheadAttention.forward:
+            projection = choices.get(layer.out_proj)
+            if projection is not None and projection.stage == own.stage and has_output_hook(projection):
+                handles.append(layer.register_forward_hook(PrepareAttention(in_use, projection)))
+    return handles
 
 
 def hook_layer(

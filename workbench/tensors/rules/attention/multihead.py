@@ -2,6 +2,9 @@
 
 torch's version merges steps and batch into one dim before the output projection, and batch and heads into one before
 the product. A slice of the batch is not a slice of the merged dims, so each layer would box its input.
+
+The weights of queries, keys and values are one tensor. Of a slice of it, a rank makes queries, keys and values of the
+same heads: rows of the weight move between the ranks, or features of the results, whichever are fewer.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from workbench.core.sbp import Split
+from workbench.core.weight_splits import moves_weights
 from workbench.tensors.dispatch.registry import composite
+from workbench.tensors.global_tensor import GlobalTensor
 
 F: Any = torch.nn.functional
 """Its helpers for masks and projections are not declared."""
+_ROWS = (Split(0), Split(1))
 
 
 @composite("multi_head_attention_forward")
@@ -54,11 +61,13 @@ def multi_head_attention_forward(
     num_steps, batch, width = query.shape
     _check_sizes(width, embed_dim_to_check, num_heads, is_causal, attn_mask)
     if use_separate_proj_weight:
-        biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    else:
+        q, k, v = _project(query, key, value, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias)
+    elif not _splits_rows(in_proj_weight):
         q, k, v = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
+    elif query is key and key is value and not moves_weights(_rows_here(query), width):
+        q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
+    else:
+        q, k, v = _project(query, key, value, in_proj_weight.chunk(3), in_proj_bias)
     num_added = 0
     if bias_k is not None and bias_v is not None:
         k = torch.cat([k, bias_k.expand(1, batch, width)])
@@ -89,6 +98,25 @@ def multi_head_attention_forward(
     if not is_batched:
         return out.squeeze(1), None if shares is None else shares.squeeze(0)
     return out, shares
+
+
+def _project(query: Any, key: Any, value: Any, weights: Any, bias: Any) -> list[Any]:
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+
+
+def _splits_rows(weight: Any) -> bool:
+    return isinstance(weight, GlobalTensor) and Split(0) in weight._spec.layout.sbp
+
+
+def _rows_here(query: Any) -> int:
+    """Steps of samples on a rank, by the sizes of the axes that split them: all ranks find the same."""
+    num_rows = math.prod(query.shape[:2])
+    if isinstance(query, GlobalTensor):
+        layout = query._spec.layout
+        parts = (size for size, entry in zip(layout.placement.shape, layout.sbp, strict=True) if entry in _ROWS)
+        num_rows //= math.prod(parts)
+    return num_rows
 
 
 def _check_sizes(width: int, expected: int, num_heads: int, is_causal: bool, attn_mask: Any) -> None:
