@@ -142,6 +142,22 @@ def test_a_session_outlives_the_process_that_forks_its_engines(monkeypatch):
         assert session.run("wb.rank()").values == [0, 1]
 
 
+@pytest.mark.usefixtures("ending_servers")
+def test_engines_stay_where_others_are_forked_by_another_server(monkeypatch):
+    monkeypatch.setattr(launch, "num_cores", lambda: 2)  # two engines have fewer threads each than one
+    with Session(engines=1, device="cpu") as session:
+        session.run("import os\nx = 7")
+        monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # as `import sklearn` in the notebook does
+        session.resize(2)
+        assert session.run("globals().get('x')").values == [7, None]
+        with pytest.raises(CellError, match="exit code 3"):
+            session.run("os._exit(3)", ranks=[0])
+        session.run("x = 8", ranks=[1])
+        assert session.run("globals().get('x')").values == [None, 8]
+        servers = [each for each in fork_server._servers if session._pool._processes in each.users]
+        assert len(servers) == 1, "the other one has no engines any more"
+
+
 def test_a_server_is_shared_where_libraries_load_alike():
     alike = fork_server.load_environment
     assert alike({"OMP_NUM_THREADS": "1", "HOME": "/a"}) == alike({"OMP_NUM_THREADS": "1", "HOME": "/b"})

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,7 +43,7 @@ _PERIOD_S = 0.5
 
 keeps_servers = False
 """Whether servers outlive the last session that uses them. Tests set it: they start many sessions in one process."""
-_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
+_servers: list[ForkServer] = []
 
 
 def load_environment(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -52,14 +52,11 @@ def load_environment(environment: Mapping[str, str]) -> tuple[tuple[str, str], .
 
 
 class ForkServer:
-    """A process that forks engines. `shared` returns the one that fits an environment.
-
-    Every `shared` needs its `release`.
-    """
+    """A process that forks engines. `shared` returns the one that fits an environment, until `release`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.key = load_environment(environment)
-        self.num_users = 0
+        self.users: set[object] = set()
         self._is_ready = False
         self._turn = threading.Lock()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
@@ -77,20 +74,14 @@ class ForkServer:
         self._answers = self._socket.makefile("r", encoding="utf-8")
 
     @classmethod
-    def shared(cls, environment: Mapping[str, str]) -> ForkServer:
-        """The server for this environment. A new one begins to load at once."""
+    def shared(cls, environment: Mapping[str, str], user: object) -> ForkServer:
+        """The server for this environment; ``user`` uses it from now on. A new one begins to load at once."""
         key = load_environment(environment)
-        server = _servers.get(key)
-        if server is None or server.has_ended():
-            server = _servers[key] = cls(environment)
-        server.num_users += 1
+        server = next((each for each in _servers if each.key == key and not each.has_ended()), None)
+        if server is None:
+            _servers.append(server := cls(environment))
+        server.users.add(user)
         return server
-
-    def release(self) -> None:
-        """End the server if no other session uses it."""
-        self.num_users -= 1
-        if self.num_users == 0 and not keeps_servers:
-            self.close()
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -131,8 +122,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and its engines. Safe to call twice."""
-        if _servers.get(self.key) is self:
-            del _servers[self.key]
+        if self in _servers:
+            _servers.remove(self)
         self._answers.close()
         self._socket.close()
         self._process.kill()
@@ -149,9 +140,17 @@ class ForkServer:
         return json.loads(answer)
 
 
+def release(user: object, still_used: Collection[ForkServer | None] = ()) -> None:
+    """End the user's servers, but for those ``still_used``, and those that others use."""
+    for server in [each for each in _servers if user in each.users and each not in still_used]:
+        server.users.remove(user)
+        if not server.users and not keeps_servers:
+            server.close()
+
+
 def close_unused() -> None:
     """End the servers that `keeps_servers` has kept."""
-    for server in [server for server in _servers.values() if not server.num_users]:
+    for server in [each for each in _servers if not each.users]:
         server.close()
 
 

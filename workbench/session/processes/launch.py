@@ -85,6 +85,11 @@ class RankEngineLauncher(LocalEngineLauncher):
     def rank(self) -> int:
         return self.parent.ranks[int(self.identifier)]
 
+    @property
+    def forks(self) -> fork_server.ForkServer | None:
+        """The server that forks this engine, and with which it ends."""
+        return self.parent.forks
+
     def find_args(self) -> list[str]:
         return [*WATCHDOG, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
 
@@ -92,12 +97,11 @@ class RankEngineLauncher(LocalEngineLauncher):
         self.parent.started[self.rank] = self
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
         self.set_trait("environment", {**self.environment, **own})
-        forks = self.parent.forks
-        if forks is None:
+        if self.forks is None:
             return super().start()
         arguments = self.find_args()[len(WATCHDOG) :]
         folder = os.path.abspath(self.work_dir)
-        self.process = forks.fork(arguments, {**os.environ, **self.get_env()}, folder, self.output_file)
+        self.process = self.forks.fork(arguments, {**os.environ, **self.get_env()}, folder, self.output_file)
         self.pid = self.process.pid
         self.notify_start(self.pid)
         self._start_waiting()
@@ -229,6 +233,7 @@ class LocalProcesses:
                 self._launchers.pop(rank, None)  # what they wrote is older than the server's end
             raise EngineStartError(self._start_failure(ranks, "ended before they were ready")) from None
         self._launchers.update(started)
+        fork_server.release(self, still_used=[each.forks for each in self._launchers.values()])
         self.engines.update({rank: launcher.process for rank, launcher in started.items()})
         self._ids.update({rank: ProcessId.of(launcher.pid) for rank, launcher in started.items()})
         self._record()
@@ -252,9 +257,8 @@ class LocalProcesses:
 
     def leave(self) -> None:
         """Stop using the engines. Kept engines go on running."""
-        if self._forks is not None:
-            self._forks.release()
-            self._forks = None
+        fork_server.release(self)
+        self._forks = None
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
@@ -280,11 +284,7 @@ class LocalProcesses:
         if self.gpus or sys.platform != "linux":
             return
         environment = {**os.environ, **rank_environment(0, self.num_ranks)}
-        used = self._forks
-        if used is None or used.has_ended() or used.key != fork_server.load_environment(environment):
-            self._forks = fork_server.ForkServer.shared(environment)
-            if used is not None:
-                used.release()
+        self._forks = fork_server.ForkServer.shared(environment, user=self)
 
     def _wait_for_fork_server(self, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -330,8 +330,8 @@ class LocalProcesses:
         """How an engine ended, as far as it is known: ``killed by SIGKILL`` or ``exit code 3``."""
         try:
             code = self.engines[rank].wait(timeout=0.5)
-            if self._forks is not None and code is None:
-                code = self._forks.exit_code(self.engines[rank].pid)
+            if code is None and (forks := self._launchers[rank].forks) is not None:
+                code = forks.exit_code(self.engines[rank].pid)
         except (KeyError, psutil.Error):
             code = None
         if code in (None, -signal.SIGKILL) and oom_kills.count() > self._oom_kills:
