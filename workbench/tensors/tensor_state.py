@@ -260,16 +260,13 @@ class TensorState(Annotated):
     """Of a ``BoxedView``: the boxed tensor whose storage it shares; None where it has its own."""
     _view_call: Any = None
     """Of a ``BoxedView``: the ``ViewCall`` that made it, which tells the strides that it has on one device."""
-    _ambiguity: str = ""
-    """Of an ``AmbiguousTensor``: what was written in place."""
 
     _history_base: Any = None
     """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
     _memory_owner: TensorState | None = None
     """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes."""
-
-    _has_moved_dims: bool = False
-    """Of a placeholder: whether it is a view with dims in another order, of which a ``reshape`` is a copy."""
+    _strides: tuple[int, ...] | None = None
+    """Of a placeholder: its strides on one device, where they are known not to be those of a contiguous tensor."""
 
 
 DECLARED = frozenset(TensorState.__annotations__)
@@ -326,7 +323,7 @@ def count_write(tensor: TensorState) -> None:
 def share_memory(made: TensorState, tensor: TensorState) -> None:
     """Let ``made``, which has the memory of ``tensor``, be a view of the same base."""
     made.__class__ = tensor.__class__
-    made._memory_owner, made._origin, made._ambiguity = tensor._memory_owner, tensor._origin, tensor._ambiguity
+    made._memory_owner, made._origin, made._strides = tensor._memory_owner, tensor._origin, tensor._strides
     if tensor._spec.is_placeholder and tensor._memory_owner is None:
         made._memory_owner = tensor
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
@@ -343,10 +340,10 @@ def forget_derived(tensor: TensorState) -> None:
 def forget_memory(tensor: TensorState) -> None:
     """``forget_derived`` for a tensor that has other memory now: it is no view of another tensor any more."""
     forget_derived(tensor)
-    if tensor._origin is not None or tensor._ambiguity:
-        tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView or AmbiguousTensor
+    if tensor._origin is not None:
+        tensor.__class__ = type(tensor).__mro__[1]  # GlobalTensor, in place of BoxedView
     tensor._origin = tensor._root = tensor._view_call = tensor._history_base = tensor._memory_owner = None
-    tensor._writes = None
+    tensor._writes = tensor._strides = None
 
 
 _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -90,6 +90,7 @@ CASES = [
         lambda x: torch.cumsum(x, 0, dtype=torch.float64),
     ),
     Case("nan sums", lambda x: x.nansum(0) + x.nanmean(0), (), _holes),
+    Case("nan sums, no dims", lambda x: x.nansum(dim=()) + x.nanmean([]), (), _holes),
     _several("var", lambda x: x.var(0), lambda x: x.var(False), lambda x: torch.std(x, 0, False, True)),
     _case("var two dims", lambda x: torch.var(x, (0, 2), keepdim=True, correction=0), (5, 4, 3)),
     Case("var shifted", lambda x: x.var(0), (), _shifted),

@@ -167,3 +167,24 @@ def test_the_sweep_notices_a_wrong_function():
 
     with pytest.raises(AssertionError):
         assert_case(Wrong, Placement.of("cpu", [0, 1]), 2, seed=0)
+
+
+REFUSED = {
+    "a norm of a vector": lambda x: torch.linalg.matrix_norm(x[0], 1),
+    "a norm by rows of three dims": lambda x: torch.linalg.norm(x[None], 1),
+    "blocks of three dims": lambda x: torch.block_diag(x[None]),
+    "a mean of integers": lambda x: x.long().nanmean(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused(name):
+    x = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match=r"matrix|ord|2 or fewer|floating"):
+        REFUSED[name](x)
+
+    def program():
+        with pytest.raises(RuntimeError, match=r"matrix|ord|2 or fewer|floating"):
+            REFUSED[name](wb.tensor(x, placement=wb.placement.all(), sbp="S(0)"))
+
+    run_ranks(program)

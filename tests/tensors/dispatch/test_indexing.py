@@ -80,3 +80,50 @@ def test_a_part_of_a_tensor_may_be_assigned_to_itself(sbp):
 
     for found in run_ranks(program, 2):
         assert torch.equal(found, write(start.clone()))
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("sbp", ["P", "P(max)", "P(min)"])
+def test_what_is_added_by_index_reaches_every_term(sbp):
+    ids, ones = torch.tensor([0, 0, 2]), torch.ones((), dtype=torch.long)
+
+    def added(x):
+        return x.index_put_((ids,), ones, accumulate=True)
+
+    start = torch.tensor([3, -1, 5, 0])
+    found = run_ranks(
+        lambda: added(wb.tensor(start, placement=wb.placement.all(), sbp="B").to_global(sbp=sbp)).tolist()
+    )
+    assert found == [added(start.clone()).tolist()] * 2
+
+
+ROWS, MASK = torch.tensor([0, 2]), torch.tensor([True, False, True, False])
+UNLIKE = {
+    "rows": (ROWS, torch.ones(2, 3)),
+    "rows, one number": (ROWS, torch.tensor(2.5)),
+    "rows, a complex number": (ROWS, 2j),
+    "a row of columns": ((0, ROWS), torch.ones(2)),
+    "a list": ([0, 1], torch.ones(3, dtype=torch.bool)),
+    "a mask": (MASK, torch.ones(2, 3)),
+    "a mask, one number": (MASK, torch.tensor(2.5)),
+    "a mask of a slice, one number": ((slice(0, 4), MASK[:3]), torch.tensor([2.5])),
+    "a row": (1, torch.ones(3)),
+    "a row, its number in a tensor": ((torch.tensor(1), slice(0, 2)), torch.ones(2)),
+}
+"""Indices of a (4, 3) of integers, and values of other dtypes."""
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_values_of_another_dtype_are_converted_or_refused_as_on_one_device(name):
+    index, value = UNLIKE[name]
+
+    def assigned(x):
+        try:
+            x[index] = value
+        except RuntimeError as error:
+            return str(error)
+        return x.tolist()
+
+    start = torch.arange(12).reshape(4, 3)
+    found = run_ranks(lambda: assigned(wb.tensor(start, placement=wb.placement.all(), sbp="S(0)")))
+    assert found == [assigned(start.clone())] * 2

@@ -2,26 +2,33 @@
 
 On one device a view shares its base's storage, so writing to one changes the other. A view that had to be boxed owns
 its storage. It becomes a ``BoxedView``, which remembers its base: an in-place operation on it writes back to the base,
-and a use of it after the base was written fetches its values again. Functions that give a view or a copy, as strides
-have it (``reshape``, ``flatten``), cannot know whether the base changes with their result; writing to the result is
-fine as long as nobody reads the base again, and an error then.
+and a use of it after the base was written fetches its values again. Some functions give a view or a copy, as strides
+have it (``reshape``, ``flatten``, ``contiguous``): torch decides, on metadata with the strides of one device. Ranks
+outside the placement have no strides: when a boxed result or its base is written, the placement's first rank sends them
+its answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout
-from workbench.errors import LayoutError
+from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
 from workbench.tensors.boxing.box import box
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.arguments import with_numbers
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
-from workbench.tensors.dispatch.registry import fold_name
-from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.dispatch.registry import COMPOSITES, fold_name
+from workbench.tensors.dispatch.strides import on_one_device, share_storage
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, wrap
 from workbench.tensors.late_imports import later
 from workbench.tensors.tensor_state import share_memory, version_of
 
@@ -34,10 +41,32 @@ ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
-_MOVING_DIMS = frozenset(
-    ["permute", "transpose", "t", "get:T", "get:mT", "get:H", "get:mH", "movedim", "adjoint", "expand"]
-)
-"""Aliasing functions after which a ``reshape`` copies."""
+_OF_VIEWS = frozenset(["meshgrid", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d"])
+"""Composites whose results are views that they make of their operands."""
+_BASIC = (int, slice, type(None), type(Ellipsis))
+
+
+def is_basic(item: Any) -> bool:
+    """Whether an item of an index is a number, a slice, None or ``...``; True and False are masks."""
+    return isinstance(item, _BASIC) and not isinstance(item, bool)
+
+
+def may_alias(name: str, args: Any) -> bool:
+    """Whether one device may give a view. A lookup by index tensors, lists or masks is a copy."""
+    if name == "getitem":
+        return all(map(is_basic, args[1] if isinstance(args[1], tuple) else args[1:2]))
+    if name == "einsum":
+        return _only_moves_dims(*args)
+    return name in ALIASING or name in PERHAPS_ALIASING
+
+
+def _only_moves_dims(equation: Any, *operands: Any) -> bool:
+    """Whether an einsum has one operand and no sum: it gives a view of diagonals, in another order of dims."""
+    if not isinstance(equation, str) or "," in equation:
+        return False
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    kept = right if arrow else [letter for letter in left if letter == "." or left.count(letter) == 1]
+    return set(left) == set(kept)
 
 
 @dataclass(slots=True)
@@ -45,23 +74,20 @@ class Origin:
     """Where a boxed view comes from; shared by the views of one storage.
 
     Attributes:
-        function: name of the view function, for messages.
         base: the tensor that was viewed.
         version: the base's version when its values were last the same.
         layout: the layout that the base was boxed to.
         place: which part of the base it is, where its rows were moved; else None.
+        is_view: whether one device gives a view, by what this rank knows.
+        is_agreed: whether all ranks know the same.
     """
 
-    function: str
     base: GlobalTensor
     version: int
     layout: Layout
     place: Any = None
-
-    @property
-    def may_be_copied(self) -> bool:
-        """Whether one device may have made a copy too."""
-        return self.function in PERHAPS_ALIASING
+    is_view: bool = True
+    is_agreed: bool = True
 
     def write(self, values: GlobalTensor) -> None:
         """Put the boxed values into the base."""
@@ -91,15 +117,18 @@ class BoxedView(GlobalTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        if any(type(leaf) is AmbiguousTensor for leaf in leaves):
-            return AmbiguousTensor.__torch_function__(func, types, args, kwargs)
         views = [leaf for leaf in leaves if type(leaf) is BoxedView]
         name = fold_name(func)
         if name.folded.startswith("_foreach_") or getattr(func, "__module__", "") == "torch.nn.init":
             return later.dispatch(func, args, kwargs)  # which calls a method of each view that is written
+        if name.folded in _OF_VIEWS and (made := COMPOSITES[name.folded](*args, **kwargs)) is not NotImplemented:
+            return made
         for view in views:
             _bring_up_to_date(view)
+        views = [view for view in views if type(view) is BoxedView]
         first = args[0] if args else kwargs.get("input")
+        if isinstance(first, str):  # the equation of an einsum
+            first = tree_leaves(args[1:])[0]
         in_place = name.in_place or kwargs.get("inplace")
         written = [leaf for leaf in tree_leaves(first if in_place else kwargs.get("out")) if type(leaf) is BoxedView]
         for view in views:
@@ -114,7 +143,10 @@ class BoxedView(GlobalTensor):
         if type(first) is BoxedView and not written:
             if name.folded == "detach":
                 _inherit_without_history(result, first, GlobalTensor.detach)
-            elif name.folded in ALIASING:
+            elif name.folded in PERHAPS_ALIASING:
+                args, kwargs = with_numbers(func, args, kwargs) or (args, kwargs)
+                return remember_copies(None, name.folded, {}, (func, args, kwargs), first, first, result)
+            elif may_alias(name.folded, args):
                 _inherit(result, first, (func, args, kwargs))
         return result
 
@@ -153,42 +185,93 @@ def _version(tensor: GlobalTensor) -> int:
 
 
 def remember_copies(
-    local: Any, name: str, call: tuple[Any, Any, Any], base: GlobalTensor, boxed: GlobalTensor, result: Any
+    local: Any,
+    name: str,
+    known: dict[Any, Any],
+    call: tuple[Any, Any, Any],
+    base: GlobalTensor,
+    boxed: GlobalTensor,
+    result: Any,
 ) -> Any:
     """Turn the tensors in ``result``, which the view function ``name`` made of ``base``, into boxed views.
 
-    ``call`` is the function with its arguments.
+    ``call`` is the function with its arguments. What one device copies becomes a tensor of its own. ``known`` keeps
+    what ``on_one_device`` has found.
 
     ``boxed`` is the base in the layout that the function wanted, and the results are local views of it; unless
     ``local``, which made them, has moved rows: then they own their storage, and ``local.items`` says for each which
     part of the base it is.
     """
+    is_view = is_agreed = True
+    if name in PERHAPS_ALIASING:
+        is_view = all(on_one_device(known, call, base)[0])
+        is_agreed = len(base._spec.layout.placement.ranks) == base._spec.world.world_size
+        if not is_view:
+            result = tree_map(partial(_own, boxed, memory_format_of(call[1:])), result)
+            if is_agreed:
+                return result
     if torch.is_inference_mode_enabled():
         return result  # inference tensors have no version counters
-    views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
+    views = [leaf for leaf in tree_leaves(result) if type(leaf) is GlobalTensor]
     items = getattr(local, "items", None)
     for position, view in enumerate(views):
-        origin = Origin(name, base, _version(base), boxed._spec.layout, None if items is None else items[position])
+        place = None if items is None else items[position]
+        origin = Origin(base, _version(base), boxed._spec.layout, place, is_view, is_agreed)
         BoxedView._of(view, origin, boxed if items is None else None, ViewCall(*call, position))
     return result
 
 
-def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> None:
-    """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base.
+def _own(boxed: GlobalTensor, memory_format: torch.memory_format, leaf: Any) -> Any:
+    """A result that is a copy on one device, with other memory than the boxed operand, which others may use too."""
+    if type(leaf) is not GlobalTensor or leaf._spec.is_placeholder:
+        return leaf
+    with local_torch():
+        return wrap(leaf.clone(memory_format=memory_format), leaf._spec) if share_storage(leaf, boxed) else leaf
 
-    The result of a ``reshape`` counts as a view, as it is on the owner, unless the dims were moved before.
+
+def copying_as_on_one_device(function: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    """A local function that copies where one device does: a shard with one row of a split dim, or none, may be viewed
+    though the whole may not.
     """
-    if name not in ALIASING and name not in PERHAPS_ALIASING:
-        return
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, GlobalTensor):
-            has_moved_dims = base._has_moved_dims or name in _MOVING_DIMS
-            if name in ALIASING and has_moved_dims:
-                leaf._has_moved_dims = True
-            if not (name in PERHAPS_ALIASING and has_moved_dims):
-                leaf._memory_owner = base if base._memory_owner is None else base._memory_owner
+    func, memory_format = call.func, memory_format_of((call.args, call.kwargs))
+    known: dict[Any, Any] = {}
+
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(tensor, *args, **kwargs)
+        if not share_storage(result, tensor):
+            return result
+        is_view = all(on_one_device(known, (func, (tensor, *args), kwargs), tensor)[0])
+        return result if is_view else result.clone(memory_format=memory_format)
+
+    return run
+
+
+def memory_format_of(given: Any) -> torch.memory_format:
+    """The memory format among the arguments of a call, for a copy."""
+    formats = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.memory_format))
+    return next(formats, torch.contiguous_format)
+
+
+def remember_placeholder_base(
+    name: str,
+    known: dict[Any, Any],
+    call: tuple[Any, Any, Any],
+    base: GlobalTensor,
+    operand: GlobalTensor,
+    result: Any,
+) -> None:
+    """Remember the operand of a placeholder's views: they share no storage, so ``write_placeholder`` updates it.
+
+    ``known`` keeps what ``on_one_device`` has found; ``operand`` is the base, maybe boxed.
+    """
+    found = on_one_device(known, call, base)
+    views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
+    for leaf, is_view, strides in zip(views, *found, strict=True):
+        leaf._strides = strides
+        if is_view:
+            leaf._memory_owner = operand if operand._memory_owner is None else operand._memory_owner
             if name != "detach":
-                leaf._history_base = base if base._history_base is None else base._history_base
+                leaf._history_base = operand if operand._history_base is None else operand._history_base
 
 
 def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> None:
@@ -200,7 +283,7 @@ def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> Non
 
 
 def share_data(made: GlobalTensor, tensor: GlobalTensor) -> None:
-    """Let ``made``, the ``.data`` of a boxed view or an ambiguous tensor, be one too."""
+    """Let ``made``, the ``.data`` of a boxed view, be one too."""
     if type(tensor) is BoxedView:
         _inherit_without_history(made, tensor, lambda each: each.data)
     else:
@@ -210,48 +293,29 @@ def share_data(made: GlobalTensor, tensor: GlobalTensor) -> None:
 def _inherit_without_history(made: GlobalTensor, view: BoxedView, alias: Callable[[Any], Any]) -> None:
     """``made``, the ``alias`` of a boxed view, is a view of the base's alias: writes to it are in no history."""
     origin, root = view._origin, view._root
-    if not origin.may_be_copied:
-        base, is_current = alias(origin.base), _version(origin.base) == origin.version
-        origin = replace(origin, base=base, version=_version(base) if is_current else -1)
+    base, is_current = alias(origin.base), _version(origin.base) == origin.version
+    origin = replace(origin, base=base, version=_version(base) if is_current else -1)
     BoxedView._of(made, origin, None if root is None else alias(root), view._view_call)
 
 
-class AmbiguousTensor(GlobalTensor):
-    """A tensor that one device may have changed, or not: a reshape of it was boxed and then written to."""
+def _is_view(view: BoxedView) -> bool:
+    """Whether one device gives a view; if not, ``view`` is a tensor of its own from here on.
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = fold_name(func).folded
-        base = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AmbiguousTensor)
-        if name.startswith(("get:", "set:")) or name in ("size", "dim", "numel", "requires_grad_"):
-            return later.dispatch(func, args, kwargs)
-        return base.refuse(name)
-
-    def refuse(self, name: str) -> NoReturn:
-        """Say what happened and what to write instead."""
-        raise LayoutError(
-            f"{name} of a tensor {tuple(self._spec.shape)} in {self._spec.layout}: {self._ambiguity} was written "
-            "in place. It was boxed, so it is a copy, while on one device it is a view of this tensor if the strides "
-            "allow. Write .clone() behind it if a copy is meant, .view(...) if this tensor is to change."
-        )
-
-    def to_global(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: see the class."""
-        self.refuse("to_global")
-
-    def to_local(self, *, grad_sbp: Any = None) -> Any:
-        """Refused: see the class."""
-        self.refuse("to_local")
-
-    def full_tensor(self) -> Any:
-        """Refused: see the class."""
-        self.refuse("full_tensor")
-
-
-def _mark_ambiguous(view: BoxedView) -> None:
-    base = view._origin.base
-    base.__class__ = AmbiguousTensor
-    base._ambiguity = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"
+    All ranks of the world call it: those without a shard know no strides, so the first rank of the placement decides.
+    """
+    origin = view._origin
+    world, placement = origin.base._spec.world, origin.base._spec.layout.placement
+    context = world.context
+    if not origin.is_agreed and context.running is None and context.recorder is None and world.device.type != "meta":
+        first = Layout(Placement.of(placement.device_type, [placement.grid[0]]), (broadcast,))
+        told = from_local(torch.tensor(origin.is_view, device=world.device), world, first)
+        origin.is_view, origin.is_agreed = bool(value_on_all_ranks(told)), True
+        if not origin.is_view:
+            origin.base._boxings = None  # on a rank that supposed a view, the tensor shares their memory
+    if not origin.is_view:
+        view.__class__ = GlobalTensor  # type: ignore[assignment]
+        view._origin = view._root = view._view_call = None
+    return origin.is_view
 
 
 def _bring_up_to_date(view: BoxedView) -> None:
@@ -259,27 +323,31 @@ def _bring_up_to_date(view: BoxedView) -> None:
     origin = view._origin
     if type(origin.base) is BoxedView:
         _bring_up_to_date(origin.base)
-    if _version(origin.base) == origin.version or type(origin.base) is AmbiguousTensor:
+    if _version(origin.base) == origin.version or not _is_view(view):
         return
     root = view if view._root is None else view._root
-    fresh = box(origin.fetch(), root._spec.layout)
-    if root._spec.is_placeholder:
-        write_placeholder(root, [root, fresh])
-    else:
-        with local_torch():
-            root.copy_(fresh)
+    if root is not origin.base:
+        fresh = box(origin.fetch(), root._spec.layout)
+        if root._spec.is_placeholder:
+            write_placeholder(root, [root, fresh])
+        else:
+            with local_torch():
+                root.copy_(fresh)
     origin.version = _version(origin.base)
 
 
 def _write_back(view: BoxedView) -> None:
     origin = view._origin
-    if origin.may_be_copied:
-        _mark_ambiguous(view)
+    if not _is_view(view):
         return
     root: GlobalTensor = view if view._root is None else view._root
-    root.__class__, kind = GlobalTensor, root.__class__
-    try:
-        origin.write(root)
-    finally:
-        root.__class__ = kind
+    if root is origin.base:  # which has the written values, unless it is a boxed view itself
+        if type(root) is BoxedView:
+            _write_back(root)
+    else:
+        root.__class__, kind = GlobalTensor, root.__class__
+        try:
+            origin.write(root)
+        finally:
+            root.__class__ = kind
     origin.version = _version(origin.base)

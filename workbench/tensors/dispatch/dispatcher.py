@@ -290,8 +290,9 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         for _ in range(plan.num_tags):
             plan.world.context.next_tag()
         result = _run_on_placeholders(plan, func, args, kwargs, operands)
-        if not plan.name.in_place and not plan.num_tags:
-            remember_placeholder_base(plan.name.folded, operands[0], result)
+        if plan.may_alias and not plan.num_tags:
+            base = operands_of(*given)[0] if plan.copies_view else operands[0]
+            remember_placeholder_base(plan.name.folded, plan.views, (func, *given), base, operands[0], result)
     else:
         with local_torch():
             result = plan.local(*args, **kwargs)
@@ -299,9 +300,8 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
             return operands[0]
         result = _wrap_all(result, plan.outputs)
     if plan.copies_view:
-        return remember_copies(
-            plan.local, plan.name.folded, (func, *given), operands_of(*given)[0], operands[0], result
-        )
+        base = operands_of(*given)[0]
+        return remember_copies(plan.local, plan.name.folded, plan.views, (func, *given), base, operands[0], result)
     return result
 
 

@@ -14,7 +14,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box, box_implicitly
-from workbench.tensors.dispatch.aliasing import remember_copies
+from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
     autocast_state,
@@ -63,12 +63,14 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
     if whole[0]._spec.is_placeholder:
         result = _placeholders(infos, plan, func, args, kwargs, whole)
+        if plan.may_alias:
+            remember_placeholder_base(plan.name.folded, plan.views, given, operands[0], whole[0], result)
     else:
         with local_torch():
             result = func(*args, **kwargs)
         result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
     if plan.copies_view and whole[0] is not operands[0]:
-        return remember_copies(plan.local, plan.name.folded, given, operands[0], whole[0], result)
+        return remember_copies(plan.local, plan.name.folded, plan.views, given, operands[0], whole[0], result)
     return result
 
 
@@ -142,14 +144,24 @@ def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     spec = target._spec
     whole = box(target, spec.layout.broadcast(), plan.name.folded)
     with local_torch():
-        copy = wrap(whole.clone(), whole._spec)
+        # As in the target, elements may have one place: torch says which functions may write them.
+        copy = wrap(_without_repeats(whole, target).clone().expand(whole.shape), whole._spec)
     _run_whole(plan, func, (copy, *args[1:]), kwargs)
     result = box(copy, spec.layout, plan.name.folded)
     if spec.is_placeholder:
         return write_placeholder(target, [target, result], torch.Tensor.copy_, (target, result))
     with local_torch():
-        target.copy_(result)
+        _without_repeats(target, target).copy_(_without_repeats(result, target))
     return target
+
+
+def _without_repeats(tensor: torch.Tensor, target: GlobalTensor) -> torch.Tensor:
+    """One row of each dim along which ``target`` has been expanded on this rank, so that its rows are one."""
+    strides = () if target._spec.is_placeholder else target.stride()
+    for dim, stride in enumerate(strides):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
 
 
 def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:

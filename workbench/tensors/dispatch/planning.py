@@ -17,16 +17,17 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.rules import Equation, Operand, Signature, choose, signatures
 from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
-from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
+from workbench.tensors.dispatch.aliasing import PERHAPS_ALIASING, copying_as_on_one_device, may_alias
 from workbench.tensors.dispatch.arguments import Order
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
+from workbench.tensors.dispatch.strides import has_thin_shards
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
 
 _KEEPING = """
 clone detach alias detach_copy contiguous positive view reshape flatten unflatten ravel squeeze unsqueeze permute
-transpose t get:T get:mT movedim
+transpose t get:T get:mT movedim to float double half bfloat16 long int short
 """
 _KEEPS_ELEMENTS = frozenset(_KEEPING.split())
 """Functions whose result has the elements of their operand as they are: each term of a maximum stays one."""
@@ -45,10 +46,12 @@ class Plan:
         name: folded name, for messages.
         num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
         inputs_match: whether all operands lie in ``targets`` already.
-        copies_view: whether the function gives a view on one device, but had to copy here.
+        may_alias: whether the function may give a view on one device.
+        copies_view: whether it may, but had to copy here.
         depends_on_data: whether the shapes of the results depend on values.
         order: how keywords of the call move before ``local`` has them; None where they stay.
         infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
+        views: what ``on_one_device`` has found for calls of functions that may give views.
     """
 
     out: Spec | None
@@ -59,11 +62,13 @@ class Plan:
     name: Name
     world: World
     num_tags: int = 0
+    may_alias: bool = False
     copies_view: bool = False
     inputs_match: bool = False
     depends_on_data: bool = False
     order: Order | None = None
     infos: dict[Any, Any] = field(default_factory=dict)
+    views: dict[Any, Any] = field(default_factory=dict)
 
 
 def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
@@ -95,8 +100,8 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
         if plan is not None:
             return plan
     targets = [operand._spec.layout.broadcast() for operand in operands]
-    copies_view = not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
-    return Plan(None, targets, None, None, func, name, world, copies_view=copies_view)
+    copies_view = not name.in_place and may_alias(name.folded, args)
+    return Plan(None, targets, None, None, func, name, world, 0, copies_view, copies_view)
 
 
 def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
@@ -123,6 +128,11 @@ _inferred: dict[Any, Any] = {}
 _MAX_INFERRED = 50_000
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, NoneType, EllipsisType,
                            torch.dtype, torch.device, torch.memory_format, torch.layout})  # fmt: skip
+
+
+def check_as_torch(func: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise torch's own error for a call that torch refuses by shapes and dtypes, and that a composite would take."""
+    _inferred_or_none(func, args, kwargs)
 
 
 def _metadata(value: Any) -> Any:
@@ -165,10 +175,16 @@ def _plan_by_rule(
     ]
     local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
     num_tags = getattr(local, "num_tags", 0)
+    stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
+    aliases = not name.in_place and may_alias(name.folded, call.args)
+    copies_view = aliases and not stays
+    by_strides = name.folded in PERHAPS_ALIASING or any(
+        isinstance(a, torch.memory_format) for a in call.kwargs.values()
+    )
+    if stays and by_strides and has_thin_shards(inputs[0]):
+        local = copying_as_on_one_device(local or call.func, call)
     if world.casts is not None:
         local = world.casts(name.folded, local or call.func)
-    stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
-    copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     inputs_match = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
     is_direct = (
         returns_tensor and not copies_view and not name.in_place and not outputs[0].is_placeholder and inputs_match
@@ -184,6 +200,7 @@ def _plan_by_rule(
         name,
         world,
         num_tags,
+        aliases,
         copies_view,
         inputs_match,
     )

@@ -7,7 +7,7 @@ one row in every shard torch keeps no order, so a tensor computed from a transpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,39 +18,89 @@ from workbench.core.sbp import Split
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.arguments import with_numbers
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.hidden_from_modes import hidden_from_modes
+
+Views = tuple[list[bool], list[tuple[int, ...] | None]]
+"""For each tensor that a call gives: whether it shares the memory of its operand, and its strides; None where it is
+contiguous.
+"""
 
 
-def on_meta(tensor: GlobalTensor) -> torch.Tensor:
+def on_meta(tensor: GlobalTensor, may_guess: bool = False) -> torch.Tensor:
     """A meta tensor with the shape, strides and storage offset that one device has for ``tensor``.
+
+    With ``may_guess`` its strides are the likeliest ones where the shard does not tell, and its offset may be any.
 
     Raises:
         LayoutError: the shard does not tell them.
     """
     spec = tensor._spec
     if tensor._view_call is not None:
-        return _viewed_on_meta(tensor)
+        return _viewed_on_meta(tensor, may_guess)
     with local_torch():
         shard: Any = tensor.detach()
         dtype, strides, offset = shard.dtype, shard.stride(), shard.storage_offset()
     if spec.is_placeholder:
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
+        return _meta(spec.shape, tensor._strides or contiguous_strides(spec.shape), 0, dtype)
     logical = logical_strides(spec.local_shape, strides, spec.shape)
-    if logical is not None and logical != contiguous_strides(spec.shape) and _others_are_thinner(spec):
+    start = _logical_offset(offset, strides, logical, spec.layout, 0 not in spec.local_shape)
+    if not may_guess and logical != contiguous_strides(spec.shape) and _others_are_thinner(spec):
         _refuse(tensor, strides, "other ranks have a single row of a split dim, of which torch keeps no order")
-    is_filled = 0 not in spec.local_shape
-    start = None if logical is None else _logical_offset(offset, strides, logical, spec.layout, is_filled)
-    if logical is None or start is None:
+    if start is None and not may_guess:
         _refuse(tensor, strides, f"it is part of a larger tensor, from element {offset} of its memory")
-    reached = start + sum((size - 1) * stride for size, stride in zip(spec.shape, logical, strict=True)) + 1
-    return torch.empty(max(reached, start), dtype=dtype, device="meta").as_strided(spec.shape, logical, start)
+    return _meta(spec.shape, logical, start or 0, dtype)
 
 
-def _viewed_on_meta(view: GlobalTensor) -> torch.Tensor:
+def _meta(shape: Shape, strides: Sequence[int], start: int, dtype: torch.dtype) -> torch.Tensor:
+    reached = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    return torch.empty(max(reached, start), dtype=dtype, device="meta").as_strided(shape, strides, start)
+
+
+def on_one_device(known: dict[Any, Views], call: tuple[Any, Any, Any], base: GlobalTensor) -> Views:
+    """What one device makes of ``base`` in a call of a function, given with its arguments. torch says so itself, on
+    metadata with the strides of one device. ``known`` keeps its answers by the strides of the base.
+
+    What one device refuses, such as a ``view`` that its strides do not allow, is a new contiguous tensor.
+    """
+    if base._view_call is not None:
+        return _ask_torch(*call, base)
+    with local_torch():
+        key = base._strides if base._spec.is_placeholder else base.stride()
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _ask_torch(*call, base)
+    return found
+
+
+def _ask_torch(func: Callable[..., Any], args: Any, kwargs: Any, base: GlobalTensor) -> Views:
+    with local_torch(), hidden_from_modes(), torch.no_grad():
+        meta = on_meta(base, may_guess=True)
+        try:
+            found = func(*tree_map(lambda leaf: meta if leaf is base else leaf, args), **kwargs)
+        except RuntimeError:
+            return [False], [None]
+        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        strides = [None if leaf.is_contiguous() else leaf.stride() for leaf in leaves]
+        return [share_storage(leaf, meta) for leaf in leaves], strides
+
+
+def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two local tensors have one memory. The caller has switched off ``__torch_function__``."""
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def has_thin_shards(spec: Spec) -> bool:
+    """Whether a rank has one row, or none, of a dim of which the whole has more."""
+    parts = [spec.layout.local_shape(spec.shape, rank) for rank in spec.layout.placement]
+    return any(size > 1 >= rows for part in parts for rows, size in zip(part, spec.shape, strict=True))
+
+
+def _viewed_on_meta(view: GlobalTensor, may_guess: bool) -> torch.Tensor:
     """What the view function gives of a tensor that lies as its base does on one device."""
 
     def as_meta(leaf: Any) -> Any:
         if isinstance(leaf, GlobalTensor):
-            return on_meta(leaf)
+            return on_meta(leaf, may_guess)
         return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
     call = view._view_call
@@ -101,9 +151,8 @@ def _others_are_thinner(spec: Spec) -> bool:
     return any(mine > 1 >= theirs for other in others for mine, theirs in zip(spec.local_shape, other, strict=True))
 
 
-def logical_strides(local: Shape, strides: Sequence[int], shape: Shape) -> tuple[int, ...] | None:
-    """The strides of a tensor of ``shape`` whose shard, of shape ``local``, has ``strides``; None where these do not
-    tell.
+def logical_strides(local: Shape, strides: Sequence[int], shape: Shape) -> tuple[int, ...]:
+    """The strides of a tensor of ``shape`` whose shard, of shape ``local``, has ``strides``.
 
     >>> logical_strides((4, 6, 3), (18, 3, 1), (4, 12, 3)), logical_strides((2, 3), (1, 2), (4, 3))
     ((36, 3, 1), (1, 4))
@@ -116,8 +165,8 @@ def logical_strides(local: Shape, strides: Sequence[int], shape: Shape) -> tuple
             continue
         if strides[dim] != within_shard and within_shard == within_whole:
             within_shard = within_whole = strides[dim]  # the tensor is a slice, and no dim further inside is split
-        elif strides[dim] != within_shard and local[dim] > 1 and 0 not in local:
-            return None
+        elif strides[dim] != within_shard and local[dim] > 1 and 0 not in local:  # a slice around a split dim
+            within_shard, within_whole = strides[dim], strides[dim] * within_whole // within_shard
         found[dim] = within_whole
         within_shard *= max(local[dim], 1)
         within_whole *= max(shape[dim], 1)

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from workbench.core.sbp import Partial, Sbp, Split, broadcast
+from workbench.core.sbp import Partial, Sbp, Split, broadcast, partial_sum
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.aliasing import is_basic
 from workbench.tensors.dispatch.arguments import read_integers
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
-from workbench.tensors.rules.indexing.indexing import as_items, check_bounds, is_basic
+from workbench.tensors.rules.indexing.indexing import as_items, check_bounds
 from workbench.tensors.rules.views.row_moves import own_rows
 
 _WHOLE = slice(None)
@@ -106,7 +107,18 @@ def setitem(func: Any, args: Any, kwargs: Any) -> None:
     items = tensor_items(target, listed)
     if items is None:
         return call_by_plan(func, (target, listed, value))
+    if _looks_up(listed, _num_elements(value)):
+        _check_dtypes(target, value)
     return _assign(target, items, value)
+
+
+def _looks_up(listed: tuple[Any, ...], num_values: int) -> bool:
+    """Whether torch looks places up: it takes an index tensor without dims as a number, and fills where a mask is true
+    with one value.
+    """
+    others = [i for i in listed if not is_basic(i) and not (isinstance(i, torch.Tensor) and not i.dim())]
+    kinds = [i.dtype for i in others if isinstance(i, torch.Tensor)]
+    return bool(others) and (num_values > 1 or any(kind not in (torch.bool, torch.uint8) for kind in kinds))
 
 
 def _num_elements(value: Any) -> int:
@@ -126,11 +138,20 @@ def _assign(target: GlobalTensor, items: list[Any], value: Any) -> None:
     first = tuple(_WHOLE if isinstance(item, torch.Tensor) else item for item in items)
     if any(item != _WHOLE for item in first):  # numbers and slices make a view: write through it
         view: Any = target[first]
+        value = _global(value, target)
         items = [item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int)]
         view[tuple(items)] = value
         return None
     num_dims = len(items) - len(indices) + max(index.dim() for index in indices)
     return write_rows(target, items, _without_ones(_global(value, target), num_dims), accumulate=False)
+
+
+def _check_dtypes(target: GlobalTensor, value: Any) -> None:
+    """Let torch refuse a tensor of another dtype, which its assignments by index tensors do not convert."""
+    if isinstance(value, torch.Tensor) and value.dtype != target.dtype:
+        torch.zeros(1, dtype=target.dtype).index_put_(
+            (torch.zeros(1, dtype=torch.long),), torch.zeros(1, dtype=value.dtype)
+        )
 
 
 def _without_ones(value: Any, num_dims: int) -> Any:
@@ -145,7 +166,10 @@ def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
         converted: Any = value if value.dtype == target.dtype else value.to(target.dtype)
         return converted
     spec = target._spec
-    plain = torch.as_tensor(value, device=spec.world.device).to(target.dtype)
+    if isinstance(value, (int, float, complex)):  # torch refuses those that the dtype cannot represent
+        plain = torch.full((), value, dtype=target.dtype, device=spec.world.device)
+    else:
+        plain = torch.as_tensor(value, device=spec.world.device).to(target.dtype)
     return from_local(plain, spec.world, spec.layout)
 
 
@@ -260,7 +284,9 @@ def _count_write(target: GlobalTensor) -> None:
 
 @handler("index_put")
 def index_put(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.index_put_((i, None, j), values, accumulate)``, in place or not."""
+    """``x.index_put_((i, None, j), values, accumulate)``, in place or not. Nothing can be added to terms of a maximum,
+    as some ranks have the least number there: they fall back.
+    """
     names = ("input", "indices", "values", "accumulate")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target, accumulate = given.pop("input", given.pop("self", None)), bool(given.get("accumulate", False))
@@ -270,5 +296,8 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     assert items is not None
     if not func.__name__.endswith("_"):
         target = target.clone()
+    _check_dtypes(target, given["values"])
+    if accumulate and any(isinstance(e, Partial) and e != partial_sum for e in target._spec.layout.sbp):
+        return call_by_plan(torch.Tensor.index_put_, (target, given["indices"], given["values"], True))
     write_rows(target, items, _global(given["values"], target), accumulate)
     return target

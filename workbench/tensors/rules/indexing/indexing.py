@@ -13,18 +13,13 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.aliasing import is_basic
 from workbench.tensors.dispatch.registry import Call, Resolution, rule, term
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
 from workbench.tensors.rules.views.row_moves import RowPlan, Segment, Side, own_rows, plan_rows
 
 _WHOLE = slice(None)
-BASIC = (int, slice, type(None), type(Ellipsis))
-
-
-def is_basic(item: Any) -> bool:
-    """A number, a slice, None or ``...``; True and False are masks."""
-    return isinstance(item, BASIC) and not isinstance(item, bool)
 
 
 def as_items(index: Any, ndim: int) -> list[Any]:

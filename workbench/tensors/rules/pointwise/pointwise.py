@@ -27,8 +27,8 @@ relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu 
 hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink threshold exp exp2 expm1 log log2 log10
 log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
 erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
-bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
-byte bool type cdouble cfloat chalf isreal frexp polygamma mvlgamma i0e i1 i1e ndtr ndtri log_ndtr entr
+bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit type isreal frexp polygamma mvlgamma i0e
+i1 i1e ndtr ndtri log_ndtr entr
 erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
 """
@@ -41,6 +41,7 @@ chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_p
 hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
 shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """
+_CASTS = "to float double half bfloat16 long int short char byte bool cdouble cfloat chalf"
 _LINEAR = """
 clone detach contiguous neg positive alias detach_copy real imag get:real get:imag conj resolve_conj resolve_neg
 """
@@ -95,6 +96,12 @@ def _div(call: Call) -> Resolution:
     if len(call.operands) == 1 and exact and _is_finite_number(divisor, nonzero=True):
         return Resolution("+... -> ...")
     return Resolution("..., ... -> ...")
+
+
+@rule(*_CASTS.split())
+def _cast(call: Call) -> Resolution:
+    """Terms of a sum stay terms where they have the dtype already, and the result may be the tensor itself."""
+    return Resolution("+... -> ..." if call.operands[0].dtype == call.outputs[0][1] else "... -> ...")
 
 
 @composite("to")

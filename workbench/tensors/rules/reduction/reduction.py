@@ -15,6 +15,7 @@ import torch
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import (
     Call,
     LocalFunction,
@@ -50,6 +51,12 @@ def _sum(call: Call) -> Resolution:
     return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
 
 
+@composite("nansum")
+def nansum(input: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    """No dims are all dims; torch's kernel for metadata takes them as none."""
+    return NotImplemented if dim not in ((), []) else torch.nansum(input, None, keepdim, **options)
+
+
 @rule("mean")
 def _mean(call: Call) -> Resolution:
     """Over a split dim, a mean is the sum of each shard over the logical count, for any sizes of shards."""
@@ -82,6 +89,7 @@ def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
     """The sum of all values that are not nan, over their number."""
     if type(input) is not GlobalTensor or out is not None:
         return NotImplemented
+    check_as_torch(torch.nanmean, input, dim, keepdim, dtype=dtype)
     dims = normalize_dims(dim, input.dim())
     total = torch.nansum(input, dims, keepdim, dtype=dtype)
     return sum_terms(total) / sum_terms(input.isnan().logical_not().sum(dims, keepdim))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import (
     Call,
     Resolution,
@@ -85,6 +86,7 @@ def linalg_norm(
         return NotImplemented
     num_dims = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     dtype = options.get("dtype")
+    check_as_torch(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
     if ord is None:
         return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
     if num_dims == 1:
@@ -104,6 +106,7 @@ def matrix_norm(
     if type(A) is not GlobalTensor or options.get("out") is not None:
         return NotImplemented
     dtype = options.get("dtype")
+    check_as_torch(torch.linalg.matrix_norm, A, ord, dim, keepdim, dtype=dtype)
     if ord == "fro":
         return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
     if isinstance(ord, str) or abs(ord) not in (1, math.inf):

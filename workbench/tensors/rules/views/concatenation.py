@@ -16,6 +16,7 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.row_moves import MAX_SEGMENTS, RowPlan, Segment, Side, move_rows, plan_rows
@@ -299,6 +300,7 @@ def _repeat(call: Call) -> Resolution:
 @composite("block_diag")
 def block_diag(*tensors: Any) -> Any:
     """torch.block_diag, from pads and a concatenation."""
+    check_as_torch(torch.block_diag, *listed(tensors))
     blocks = [t.reshape(1, -1) if t.dim() < 2 else t for t in listed(tensors)]
     width = sum(block.shape[1] for block in blocks)
     rows, start = [], 0

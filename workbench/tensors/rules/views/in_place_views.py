@@ -26,7 +26,7 @@ def _become(input: Any, view: Any, name: str) -> Any:
         )
     with local_torch():
         input.as_strided_(view.size(), view.stride(), view.storage_offset())
-    input._spec = view._spec
+    input._spec, input._strides = view._spec, view._strides
     input._boxings = None
     return input
 

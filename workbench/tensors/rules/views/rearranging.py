@@ -103,6 +103,8 @@ def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, *
         rows = torch.arange(shape[dim], device=repeats.device)
         return input.index_select(dim, torch.repeat_interleave(rows, repeats.expand(shape[dim])))
     wide = input.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
+    if repeats == 1 or shape[dim] == 1:  # of which a reshape is a view
+        wide = wide.clone(memory_format=torch.contiguous_format)
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
 
