@@ -20,7 +20,6 @@ from tests.training.odd_models import MODELS, NUM_CLASSES, EncoderAndDecoder, in
 from tests.training.training_runs import num_stages_of, rows_of
 from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import Strategy
-from workbench.errors import StrategyError
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 from workbench.training.parallel import describe
@@ -131,11 +130,8 @@ def draw(seed: int) -> Program:
 
 
 def fits(model: nn.Module, options: str) -> bool:
-    """Whether a V finds two stages for each rank. A block that runs again there takes nothing of other stages."""
-    if not {*options.split()} & {*V_SCHEDULES}:
-        return True
-    takes_of_others = "recompute" in options and isinstance(model, EncoderAndDecoder)
-    return len(describe(model)) >= num_stages_of(options) and not takes_of_others
+    """Whether a V finds two stages for each rank."""
+    return not {*options.split()} & {*V_SCHEDULES} or len(describe(model)) >= num_stages_of(options)
 
 
 def strategy_of(model: nn.Module, parallel: str, options: str, draws: random.Random) -> str:
@@ -246,14 +242,19 @@ def test_the_comparison_notices_a_wrong_number(monkeypatch: pytest.MonkeyPatch) 
         assert_like_one_device(0)
 
 
-def test_a_block_that_asks_another_stage_of_its_rank_again_is_an_error() -> None:
+@pytest.mark.parametrize("schedule", V_SCHEDULES)
+def test_a_block_that_takes_from_another_stage_of_its_rank_runs_again(schedule: str) -> None:
     """A decoder takes what the encoder has made; in a V both may be on one rank."""
     model = EncoderAndDecoder().double()
-    models = [copy.deepcopy(model) for _ in range(2)]
-    strategy = rows_of(model, "2x1x1 mb=3 zero_bubble_v recompute", lambda: "data")
     inputs, targets = inputs_of(model.takes, 6, torch.Generator().manual_seed(0)), torch.zeros(6, dtype=torch.long)
-    with pytest.raises(StrategyError, match=r"recompute: a block on rank \d takes a tensor of another of its stages"):
-        run_ranks(
-            lambda rank: wb.forward_backward(wb.parallelize(models[rank], strategy), F.cross_entropy, inputs, targets),
-            2,
-        )
+    models = [copy.deepcopy(model) for _ in range(2)]
+    strategy = rows_of(model, f"2x1x1 mb=3 {schedule} recompute", lambda: "data")
+
+    def gradients(rank: int) -> list[torch.Tensor]:
+        parallel = wb.parallelize(models[rank], strategy)
+        wb.forward_backward(parallel, F.cross_entropy, inputs, targets)
+        return [whole(parameter.grad) for parameter in parallel.parameters()]
+
+    F.cross_entropy(model(inputs), targets).backward()
+    for found in run_ranks(gradients, 2):
+        torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
