@@ -169,6 +169,6 @@ NOT_OF_TORCH = {
     "torchao": "_AdamBase _subclass_zeros",
     "transformers": "_keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save",
     "tqdm": "_decr_instances",
-    "Python": "_current_frames _exec _fields _find_and_load _getframe _set_running_loop",
+    "Python": "_current_exceptions _current_frames _exec _fields _find_and_load _getframe _set_running_loop",
     "the workbench, by names that classes of torch have, too": "_handle _name _tags _values",
 }

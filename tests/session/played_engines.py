@@ -29,14 +29,20 @@ class PlayedEngines:
     def __init__(self, statuses: dict[int, RankStatus], nannies: Collection[int] = ()) -> None:
         self.statuses, self.nannies = statuses, set(nannies)
         self.sent: list[tuple[str, tuple[int, ...]]] = []
+        self._arguments: list[tuple[str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.on_interrupt: Callable[[Sequence[int]], None] = lambda ranks: None
 
     def control(self, ranks: Sequence[int], operation: str, **arguments: Any) -> dict[int, Call]:
         self.sent.append((operation, tuple(ranks)))
+        self._arguments.append((operation, arguments))
         if operation == "interrupt":
             self.on_interrupt(ranks)
         return {rank: Call(lambda rank=rank: self.statuses.get(rank)) for rank in ranks}
+
+    def arguments(self, operation: str) -> list[dict[str, Any]]:
+        """The arguments with which ranks were asked for an operation, in the order of sending."""
+        return [told for sent, told in self._arguments if sent == operation]
 
     def signal(self, ranks: Sequence[int], name: str | int) -> dict[int, Call]:
         if name and ranks:

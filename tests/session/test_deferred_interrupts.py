@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -171,10 +172,35 @@ class TestEngines:
 
     @pytest.mark.slow
     def test_an_import_that_hangs_ends_with_its_engine_after_a_while(self, session, hanging, monkeypatch):
-        monkeypatch.setattr(stopping, "IMPORT_LIMIT_S", 2.0)
+        monkeypatch.setattr(stopping, "FINISH_LIMIT_S", 2.0)
         with pytest.raises(CellError, match=hanging):
             session.run("if wb.rank() == 0: import slow", timeout=0.5)
         assert session.run("globals().get('kept')").values == [None, 7]
+
+    @pytest.mark.parametrize("clause", ["except KeyboardInterrupt", "finally"])
+    def test_code_that_handles_an_interrupt_ends_in_its_time(self, session, tmp_path, clause):
+        """It was interrupted again 0.6 s later, and killed if it computed in C."""
+        code = f"""
+            import ctypes, pathlib, time
+            begun, ended = pathlib.Path({str(tmp_path)!r}, f"begun{{wb.rank()}}"), 0
+            try:
+                begun.touch()
+                time.sleep(100)
+            {clause}:
+                try: {{}}["an error of its own"]
+                except KeyError: time.sleep(0.8)
+                ctypes.PyDLL(None).usleep(800_000)  # holds the interpreter
+                wb.barrier()
+                ended = 7"""
+
+        def interrupt():
+            wait_until(lambda: len(list(tmp_path.glob("begun*"))) == 2, "a cell")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt, match=r"(?s)^(?!.*killed)"):
+            session.run(textwrap.dedent(code))
+        assert session.run("ended").values == [7, 7]
 
     @pytest.fixture
     def hanging(self, session, package):

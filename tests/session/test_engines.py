@@ -319,6 +319,14 @@ refs = []
         assert "variables are lost" in str(caught.value)
         assert session.run("globals().get('kept'), wb.rank()").values == [(17, 0), (None, 1)]
 
+    @pytest.mark.slow
+    def test_a_loop_that_swallows_interrupts_ends_with_its_engine(self, session):
+        session.run("kept = 7\nimport time")
+        code = "while wb.rank() == 0:\n    try: time.sleep(100)\n    except BaseException: pass"
+        with pytest.raises(CellError, match="rank 0 did not react to an interrupt"):
+            session.run(code, timeout=0.2)
+        assert session.run("globals().get('kept')").values == [None, 7]
+
     def test_a_rank_that_waits_inside_ddp_keeps_its_variables(self, session):
         session.run(
             "import time, torch\nkept = 23\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"

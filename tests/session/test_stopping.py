@@ -12,6 +12,7 @@ from workbench.session.stopping import SILENCE_LIMIT_S, Stop
 RUN = 7
 RUNS = RankStatus(0, True, doing="at cell line 3", run=RUN, is_handling=True)
 IMPORTS = RankStatus(0, True, run=RUN, is_handling=True, importing="slow")
+HANDLES = RankStatus(0, True, run=RUN, is_handling=True, handles_interrupt=True)
 IS_AHEAD = RankStatus(0, True, run=RUN - 1)
 """It has yet to get the request."""
 HAS_REPLIED = RankStatus(0, True, run=RUN)
@@ -120,12 +121,41 @@ def test_time_in_which_ranks_wait_for_a_core_does_not_count_and_no_time_counts_t
 
 def test_another_interrupt_takes_the_time_of_a_rank_that_is_known_to_be_waited_for():
     played = Played({0: IMPORTS, 1: RUNS}, nannies={0, 1})
-    played.stop.hurry()  # nobody has been told yet
+    played.stop.hurry(played.now)  # nobody has been told yet
     assert played.run(STEPS_S + 0.2) == [1] and "rank 0 must end an import first" in played.said[0]
     played.pending = [0]
-    played.stop.hurry()
+    played.stop.hurry(played.now)
     assert played.run(STEPS_S + 0.2) == [0, 1]
-    assert played.outcome.killed_in_import == (0,)
+    assert played.outcome.unended == {0: "an import"}
+
+
+def test_a_rank_that_handles_its_interrupt_has_time_and_another_interrupt_reaches_its_handler():
+    played = Played({0: HANDLES, 1: RUNS}, nannies={0, 1})
+    assert played.run(STEPS_S + 5.0) == [1]
+    assert played.said == [
+        "workbench: rank 0 must end an except or finally clause first (at most 60 s). Another interrupt ends it now."
+    ]
+    played.pending = [0]
+    assert {told["urgent"] for told in played.engines.arguments("interrupt")} == {False}
+    played.stop.hurry(played.now)
+    assert played.run(STEPS_S - 0.1) == [1] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(0.3) == [0, 1] and played.outcome.unended == {0: "an except or finally clause"}
+
+
+def test_a_handler_without_end_is_interrupted_again_before_it_is_killed(monkeypatch):
+    monkeypatch.setattr(stopping, "FINISH_LIMIT_S", 4.0)
+    played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
+    assert played.run(4.0 + STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(2 * STEPS_S) == [0, 1]
+
+
+def test_handlers_may_exchange_while_all_ranks_are_there():
+    played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
+    played.run(2.0)
+    assert [told["spare_handlers"] for told in played.engines.arguments("abort")] == [True, True]
+    played.pending = [0]
+    played.run(2.0)
+    assert not played.engines.arguments("abort")[-1]["spare_handlers"]
 
 
 def test_a_reply_that_comes_before_the_answer_loses_no_place():

@@ -67,6 +67,8 @@ def test_an_interrupt_is_found_behind_the_error_it_led_to():
     error = RuntimeError("the wait was ended")
     error.__context__ = KeyboardInterrupt()
     assert was_interrupted(error)
+    error.__cause__ = error  # `raise error from error`: a circle, and what came before
+    assert was_interrupted(error)
     assert not was_interrupted(RuntimeError()) and not was_interrupted(None)
 
 

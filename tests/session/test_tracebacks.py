@@ -195,6 +195,22 @@ def test_an_interrupt_says_where_the_ranks_were():
     assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted.during(what))
 
 
+def test_a_rank_that_is_killed_says_what_it_did_not_end():
+    what = outcome(
+        {}, stopped=(0, 1, 2), stop_reason="interrupt", killed=(0, 1, 2), unended={0: "an import", 2: "this"}
+    )
+    said = str(Interrupted.during(what))
+    assert "rank 0 did not end an import after an interrupt and had to be killed" in said
+    assert "rank 1 did not react to an interrupt and" in said and "rank 2 did not end this after an interrupt" in said
+
+
+def test_an_interrupt_does_not_hide_that_a_save_failed_for_which_it_was_caught():
+    save = dataclasses.replace(failure("OSError", "no space left"), chain=("KeyboardInterrupt: ",))
+    failures = {0: failure("KeyboardInterrupt", "", was_stopped=True), 1: save}
+    said = str(Interrupted.during(outcome(failures, stopped=(0, 1), stop_reason="interrupt"))).splitlines()
+    assert said[-1] == "OSError on rank 1: no space left (in an except or finally clause that handled the interrupt)"
+
+
 def test_a_run_that_a_restart_ended_says_so():
     what = outcome(
         {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},

@@ -38,7 +38,7 @@ class Outcome:
     stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
     replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
     killed: tuple[int, ...] = ()
-    killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
+    unended: dict[int, str] = field(default_factory=dict)  #: those of them that had time, and what they did not end
     elapsed_s: float = 0.0
     replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
 

@@ -166,6 +166,7 @@ class RankStatus:
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
     run: int = 0  #: the number of the last request of a session that it has begun
     is_handling: bool = False  #: whether a request has begun whose reply it has not sent
+    handles_interrupt: bool = False  #: whether an ``except`` or ``finally`` clause runs for an interrupt
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,6 @@ class Run:
 
     def _take_interrupt(self) -> None:
         self._has_taken_interrupt = True
-        if self._stopping is not None:
-            self._stopping.hurry()
         self.stop()
 
     @property
@@ -114,7 +112,10 @@ class Run:
         return self._stopping is None and (self._has_taken_interrupt or self._request.is_interrupted)
 
     def stop(self, reason: str = "interrupt", replaced: Iterable[int] = ()) -> None:
-        """Stop the ranks that still run; a restart then replaces some. Call it from any thread."""
+        """Stop the ranks that still run; a restart then replaces some. Call it from any thread.
+
+        While they are stopped already, it takes the time of those that a message has named.
+        """
         self._stop_reason, self.outcome.replaced = reason, tuple(replaced)
         self._stop_wanted.set()
         self._request.put("wake", -1, None)
@@ -186,6 +187,9 @@ class Run:
             self.outcome.stop_reason = reason
             ranks, number = self._pending, self._request.run
             self._stopping = Stop(self._engines, self._processes, number, ranks, self.outcome, now, self._report)
+        elif self._stopping is not None and self._stop_wanted.is_set():
+            self._stopping.hurry(now)
+        self._stop_wanted.clear()
         if self._stopping is not None:
             self._stopping.step(now, self._pending)
 

@@ -9,8 +9,8 @@ to get it, or has replied.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines
@@ -19,8 +19,10 @@ from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
 
-#: How long ranks may finish an import, which no interrupt ends. That of torch takes 3 s of processor time.
-IMPORT_LIMIT_S = 60.0
+#: How long ranks may finish what no interrupt ends: an import (that of torch takes 3 s of processor time), and code of
+#: the user that handles the interrupt, such as one that saves.
+FINISH_LIMIT_S = 60.0
+_IMPORT, _HANDLER = "an import", "an except or finally clause"
 #: How long messages may be on their way: questions, signals, a request, its reply.
 SILENCE_LIMIT_S = 10.0
 #: How long the places of ranks that have replied may be on their way.
@@ -86,11 +88,13 @@ class Stop:
         if step == "interrupt":
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             silent = [rank for rank in ranks if self._is_silent(rank)]
-            self._ask(ranks, "interrupt", run=self._run)
+            self._ask(ranks, "interrupt", run=self._run, urgent=not self._is_patient)
             self._signals += self._engines.signal(silent, "SIGINT").items()
         elif step == "abort":
             reason = f"stopped by the notebook ({self._outcome.stop_reason})"
-            self._engines.control(ranks, "abort", run=self._run, reason=reason, pids=self._processes.pids())
+            spare = self._is_patient and ranks == sorted(self._outcome.ranks)  # handlers that wait for one another
+            pids = self._processes.pids()
+            self._engines.control(ranks, "abort", run=self._run, reason=reason, pids=pids, spare_handlers=spare)
         elif step == "ask":
             self._ask(ranks, "status")
         elif step == "kill":
@@ -100,9 +104,10 @@ class Stop:
         """When to look again at the latest; None after the last step."""
         return self._escalation.wakeup()
 
-    def hurry(self) -> None:
-        """Another interrupt: ranks of which the user knows that they are waited for get no more time."""
-        self._is_patient = not self._has_reported
+    def hurry(self, now: float) -> None:
+        """Another interrupt: ranks of which the user knows that they are waited for get a last round of all steps."""
+        if self._is_patient and self._has_reported:
+            self._is_patient, self._escalation = False, StopEscalation(now, self._waited_s)
 
     def finish(self) -> None:
         """Let no signal of this run reach a later one: nannies send them in their time. And take the last answers."""
@@ -122,7 +127,7 @@ class Stop:
         self._waited_s += passed_s if is_unheard else min(passed_s, max(0.0, core_s - self._core_s))
         self._looked_s, self._core_s = now, core_s
 
-    def _ask(self, ranks: Sequence[int], operation: str, **arguments: int) -> None:
+    def _ask(self, ranks: Sequence[int], operation: str, **arguments: Any) -> None:
         """Ask the ranks that have answered before, and all nannies: these answer a signal of no effect."""
         asked = [rank for rank in ranks if not self._is_silent(rank)]
         self._calls |= self._engines.control(asked, operation, **arguments)
@@ -149,31 +154,43 @@ class Stop:
         found = {rank: self._known[rank] for rank in ranks if rank in self._known}
         # also while it is silent: its answer waits for a core when the machine is busy, and the nanny's does not tell
         on_way = [rank for rank, status in found.items() if not status.is_handling]
-        # also while it is silent: the loading of a library holds the interpreter
-        importing = [rank for rank, status in found.items() if status.is_handling and status.importing]
+        # also while it is silent: the loading of a library, and code of a handler, may hold the interpreter
+        unended = {rank: _unended(status) for rank, status in found.items() if status.is_handling and _unended(status)}
         stopped_s = now - self._started_s
         on_way = on_way if self._is_patient and stopped_s < SILENCE_LIMIT_S else []
-        if not self._is_patient or stopped_s >= IMPORT_LIMIT_S:
-            self._outcome.killed_in_import, importing = tuple(importing), []
-        if on_way or importing:
-            self._report_spared(importing, on_way)
+        if self._is_patient and stopped_s >= FINISH_LIMIT_S and _HANDLER in unended.values():
+            self.hurry(now)
+            return
+        if not self._is_patient or stopped_s >= FINISH_LIMIT_S:
+            self._outcome.unended, unended = unended, {}
+        if on_way or unended:
+            self._report_spared(unended, on_way)
             self._escalation = StopEscalation(now, self._waited_s)
-        self._kill([rank for rank in ranks if rank not in on_way and rank not in importing])
+        self._kill([rank for rank in ranks if rank not in on_way and rank not in unended])
 
-    def _report_spared(self, importing: Sequence[int], on_way: Sequence[int]) -> None:
+    def _report_spared(self, unended: Mapping[int, str], on_way: Sequence[int]) -> None:
         if self._has_reported:
             return
         self._has_reported = True
-        what = []
-        if importing:
-            what = [f"{describe_ranks(importing)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"]
+        found = [(what, [rank for rank in unended if unended[rank] == what]) for what in (_IMPORT, _HANDLER)]
+        told = [
+            f"{describe_ranks(ranks)} must end {what} first (at most {FINISH_LIMIT_S:.0f} s)"
+            for what, ranks in found
+            if ranks
+        ]
         if on_way:
             way = f"the message to or from {describe_ranks(on_way)} is on its way"
-            what.append(f"{way} (at most {SILENCE_LIMIT_S:.0f} s)")
-        them = "it" if len({*importing, *on_way}) == 1 else "them"
-        self._report(f"workbench: {'; '.join(what)}. Another interrupt kills {them} now.")
+            told.append(f"{way} (at most {SILENCE_LIMIT_S:.0f} s)")
+        them = "it" if len({*unended, *on_way}) == 1 else "them"
+        ends = "ends" if set(unended.values()) == {_HANDLER} and not on_way else "kills"
+        self._report(f"workbench: {'; '.join(told)}. Another interrupt {ends} {them} now.")
 
     def _kill(self, ranks: Sequence[int]) -> None:
         alive = set(ranks) - set(self._processes.dead(ranks))
         self._outcome.killed = tuple(sorted({*self._outcome.killed, *alive}))
         self._processes.kill(ranks)
+
+
+def _unended(status: protocol.RankStatus) -> str:
+    """What a rank must end before an interrupt can end its run, in words; empty if it need not."""
+    return _IMPORT if status.importing else _HANDLER if status.handles_interrupt else ""

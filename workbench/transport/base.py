@@ -207,3 +207,10 @@ def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> to
 
 def do_nothing() -> None:
     """What releases pieces that lie in this rank's own memory."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a world ends in which this error broke off an exchange."""
+    if isinstance(error, KeyboardInterrupt):
+        return "an interrupt broke off an exchange. In a notebook the next cell has a new world: save there"
+    return str(error) or type(error).__name__

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerShape, PeerTensor, Received, Transport, pack
+from workbench.transport.base import (
+    ACCUMULATED_IN_32_BITS,
+    PeerShape,
+    PeerTensor,
+    Received,
+    Transport,
+    pack,
+    reason_of,
+)
 from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.hang_detector import Wait
 from workbench.transport.reduction import group_tag
@@ -167,7 +175,7 @@ class MixedTransport(Transport):
         try:
             yield
         except BaseException as error:
-            reason = str(error) or type(error).__name__
+            reason = reason_of(error)
             if self._has_intra_host:
                 self._intra_host.abort(reason)
                 self._intra_host.fail()

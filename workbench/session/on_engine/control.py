@@ -83,23 +83,26 @@ def status() -> protocol.RankStatus:
         importing=importing,
         run=run,
         is_handling=is_handling,
+        handles_interrupt=engine_imports.handles_interrupt(),
     )
 
 
-def interrupt(run: int) -> protocol.RankStatus:
+def interrupt(run: int, urgent: bool = False) -> protocol.RankStatus:
     """Interrupt a run; returns the state of before. Does nothing to a later run; see `current_request.stop`."""
     found = status()
-    current_request.stop(run)
+    current_request.stop(run, urgent)
     return found
 
 
-def abort(run: int, reason: str, pids: Sequence[int] = ()) -> None:
+def abort(run: int, reason: str, pids: Sequence[int] = (), spare_handlers: bool = False) -> None:
     """End the main thread's wait for other ranks, unless a later run has begun: that has another world.
 
-    ``pids``: the processes of the engines on this host.
+    Args:
+        pids: the processes of the engines on this host.
+        spare_handlers: do nothing while the main thread handles an interrupt. It may wait for ranks that do so, too.
     """
     with current_request.unless_later(run) as is_in_time:
-        if not is_in_time:
+        if not is_in_time or (spare_handlers and engine_imports.handles_interrupt()):
             return
         engine_waits.abort(reason)
         world = _world()

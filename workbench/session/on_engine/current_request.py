@@ -15,6 +15,7 @@ _turn = threading.RLock()
 _run = 0
 _is_handling = False
 _run_to_stop = 0
+_is_urgent = False
 
 
 @contextmanager
@@ -26,9 +27,9 @@ def beginning(run: int) -> Iterator[bool]:
     Args:
         run: of the request's tag; 0 for a request of another client.
     """
-    global _run, _is_handling
+    global _run, _is_handling, _is_urgent
     with _turn:
-        _run, _is_handling = run or _run, True
+        _run, _is_handling, _is_urgent = run or _run, True, False
         yield run != 0 and run == _run_to_stop
 
 
@@ -44,16 +45,22 @@ def state() -> tuple[int, bool]:
         return _run, _is_handling
 
 
-def stop(run: int) -> None:
+def is_urgent() -> bool:
+    """Whether the present request is to end even where it handles an interrupt."""
+    return _is_urgent
+
+
+def stop(run: int, urgent: bool = False) -> None:
     """Interrupt the main thread if it handles this run or an earlier one. A run that has not begun is stopped then.
 
-    Call it on the control thread.
+    Call it on the control thread. ``urgent``: interrupt also what handles an earlier interrupt.
     """
-    global _run_to_stop
+    global _run_to_stop, _is_urgent
     with unless_later(run) as is_in_time:
         if _run < run:
             _run_to_stop = run
         if is_in_time and _is_handling:
+            _is_urgent = urgent
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 

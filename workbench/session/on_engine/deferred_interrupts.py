@@ -4,6 +4,9 @@ A kernel catches an interrupt of the code that it runs. One that comes while it 
 ends this instead: nobody gets a reply, and the engine, which seems to be stuck, would be killed with its variables. So
 such an interrupt waits for the code of the request, or is forgotten with a request that has run.
 
+An interrupt that is being handled is not followed by another one: an ``except`` or ``finally`` clause that saves
+something has its time, until somebody asks for its end, too.
+
 A package whose import breaks off may never work in this process again.
 
 Python forgets a package whose import has failed, but keeps its submodules that were complete. The next import finds
@@ -27,7 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -134,13 +137,39 @@ def importing() -> str:
     return ""
 
 
+def handles_interrupt() -> bool:
+    """Whether the main thread runs an ``except`` or ``finally`` clause for an interrupt. Call it from any thread."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    return was_interrupted(found[1] if isinstance(found, tuple) else found)  # a tuple before Python 3.12
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt led to this exception."""
+    return any(isinstance(each, KeyboardInterrupt) for each in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and all that led to it, each once: ``raise error from error`` makes a circle."""
+    found, todo = dict[int, BaseException](), [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            todo += [each.__cause__, each.__context__]
+    return iter(found.values())
+
+
 def interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Handle SIGINT: raise KeyboardInterrupt, or record it for the end of the import or the code of the request.
+
+    While an earlier one is handled it does nothing, unless the run is to end at once.
 
     Raises:
         KeyboardInterrupt: the main thread imports no module now, and runs the code of a request.
     """
     global _is_interrupted
+    if handles_interrupt() and not current_request.is_urgent():
+        return
     if not _names and _is_in_code(frame):
         raise KeyboardInterrupt
     _is_interrupted = True

@@ -16,6 +16,7 @@ from typing import Any
 from workbench.errors import CollectiveAborted
 from workbench.session import protocol, user_modules
 from workbench.session.on_engine import connections
+from workbench.session.on_engine.deferred_interrupts import causes
 from workbench.session.on_engine.shell import current_tag, send, shell
 
 _LINES_AROUND = 2
@@ -70,9 +71,8 @@ def _release_tracebacks(here: Any, error: BaseException | None) -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        each.__traceback__ = None
 
 
 def failure_of(error: BaseException) -> protocol.Failure:
@@ -155,7 +155,7 @@ def _chain(error: BaseException) -> Iterable[str]:
     """``KeyError: 'x'`` of each exception that led to this one, nearest first, at most three."""
     for _ in range(3):
         led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if led is None:
+        if led is None or led is error:
             return
         yield f"{type(led).__name__}: {_safe_str(led)}"
         error = led

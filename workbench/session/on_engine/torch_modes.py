@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from workbench.session.on_engine.deferred_interrupts import was_interrupted
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -87,15 +89,6 @@ def restored_after_interrupt() -> Iterator[None]:
         if was_interrupted(error):
             before.restore()
         raise
-
-
-def was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt led to this exception."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _autocast_depth() -> int:

@@ -139,15 +139,25 @@ def consequences(outcome: Outcome) -> list[str]:
             at = f" {place}" if place else ""
             kept = f"; {'its' if len(ranks) == 1 else 'their'} variables are kept" if is_kept else ""
             lines.append(f"{_subject(ranks)} running{at} and stopped{cause}{kept}.")
-    for place, ranks in _by_place(outcome, outcome.killed).items():
-        at = f" (it was {place})" if place else ""
-        in_import = set(ranks) <= set(outcome.killed_in_import)
-        reason = "did not end an import after" if in_import else "did not react to"
-        lines.append(
-            f"{describe_ranks(ranks)} {reason} an interrupt{at} and had to be killed: "
-            f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
-        )
-    return lines
+    for unended in dict.fromkeys(outcome.unended.get(rank, "") for rank in outcome.killed):
+        killed = [rank for rank in outcome.killed if outcome.unended.get(rank, "") == unended]
+        reason = f"did not end {unended} after" if unended else "did not react to"
+        for place, ranks in _by_place(outcome, killed).items():
+            at = f" (it was {place})" if place else ""
+            lines.append(
+                f"{describe_ranks(ranks)} {reason} an interrupt{at} and had to be killed: "
+                f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
+            )
+    return lines + [
+        f"{headline([rank], failure)} (in an except or finally clause that handled the interrupt)"
+        for rank, failure in sorted(outcome.failures.items())
+        if (failure.was_stopped or outcome.stop_reason == "interrupt") and _failed_in_handler(failure)
+    ]
+
+
+def _failed_in_handler(failure: protocol.Failure) -> bool:
+    """Whether an interrupt came, and what handled it has failed, such as a save."""
+    return failure.kind != "KeyboardInterrupt" and any(led.startswith("KeyboardInterrupt") for led in failure.chain)
 
 
 def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from workbench.errors import CollectiveAborted
+from workbench.transport.base import reason_of
 from workbench.transport.messaging.control_page import FAILED, LEFT, ControlPage
 from workbench.transport.messaging.link import Link
 from workbench.transport.messaging.waiter import Waiter
@@ -32,7 +33,7 @@ def closes_on_error(method: Callable[Concatenate[T, P], R]) -> Callable[Concaten
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            self._waiter.abort_reason = self._waiter.abort_reason or str(error) or type(error).__name__
+            self._waiter.abort_reason = self._waiter.abort_reason or reason_of(error)
             self.fail()
             raise
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import PeerTensor, Transport, pack
+from workbench.transport.base import PeerTensor, Transport, pack, reason_of
 from workbench.transport.network.hang_detector import HAS_LEFT, HangDetector, Wait
 from workbench.transport.network.helper_thread import HelperThread, Job
 from workbench.transport.reduction import group_tag, reduce_into
@@ -217,7 +217,7 @@ class GlooTransport(Transport):
         try:
             yield
         except BaseException as error:
-            self.fail(str(error) or type(error).__name__)
+            self.fail(reason_of(error))
             raise
 
     def fail(self, reason: str) -> None:
