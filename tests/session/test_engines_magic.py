@@ -66,6 +66,13 @@ def test_an_ordinary_comment_stays(run, shell):
     assert shell.user_ns["local_only"] == 1
 
 
+def test_a_set_up_cell_that_runs_without_its_option_is_no_longer_one(run, shell, monkeypatch):
+    monkeypatch.setattr(shell, "get_parent", lambda: {"metadata": {"cellId": "a"}}, raising=False)
+    assert not run("%%global --setup\nmade = 1")[0].stderr
+    assert "no longer marked as set-up" in run("%%global\nmade = 2")[0].stderr
+    assert not run("%%global\nmade = 3")[0].stderr
+
+
 def test_line_magic_expands_nothing(run):
     captured, error = run("zz = 5\n%global x = '{zz}'; print(x)")
     assert error is None

@@ -12,15 +12,7 @@ from torch import nn
 import workbench as wb
 from workbench.errors import CellError, SessionError
 from workbench.session.on_engine.recovery import Recovery, Saved, _random_states
-from workbench.session.protocol import Failure
-from workbench.session.recovery import (
-    Losses,
-    Recovered,
-    SetupCells,
-    explain_lost_names,
-    first_reads,
-    refuse_lost_names,
-)
+from workbench.session.recovery import Losses, Recovered, SetupCells, describe_loss
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -123,9 +115,7 @@ def test_losses_are_those_of_a_run_that_lost_no_rank(strategy, num_ranks, givers
     def program():
         kept = set_up(strategy)
         assert train(kept, 5) == first
-        kept["frozen"] = nn.Linear(2, 2)
-        namespace, rows = recover(kept, set_up(strategy) | {"frozen": nn.Linear(3, 2)})
-        assert "weight is (2, 2) in the copies that are left, (2, 3) in the model" in rows.pop("frozen")
+        namespace, rows = recover(kept, set_up(strategy))
         assert namespace["own_rank"] == wb.rank() and namespace["step"] == 5
         assert torch.equal(namespace["average"].to_local(), kept["average"].to_local())
         old, new = kept["trainer"], namespace["trainer"]
@@ -322,61 +312,24 @@ def test_what_only_one_rank_has_made_since_all_were_replaced_reaches_the_other()
     assert run_ranks(program, 2) == [{"library": "rank 0", "k = 4": "rank 0"}] * 2
 
 
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("loss = model(x)\nprint(loss)", ["model", "x", "print"]),
-        ("step += 1", ["step"]),
-        ("model = make()\nmodel.train()", ["make"]),
-        ("import torch.nn as nn\nnn.Linear(2, n)", ["n"]),
-        ("def train():\n    model()\ntrain()", []),
-        ("if 'model' not in globals():\n    model = 1\nmodel", ["globals"]),
-        ("try:\n    model\nexcept NameError:\n    model = 1\nmodel", []),
-        ("for i in range(n):\n    total = step(i)\ntotal", ["range", "n", "step"]),
-        ("with no_grad() as g:\n    y = f(g)", ["no_grad", "f"]),
-        ("found = wb.rank() == 0 and print(model)", ["wb"]),
-        ("[f(x) for x in xs]; (lambda: z)", ["xs"]),
-        ("# %%global\n%timeit x\n!ls", ["get_ipython"]),
-        ("@jit\nclass A: pass\nA()", ["jit"]),
-        ("x: int\ny: int = z\nif (n := len(y)): n", ["z", "len"]),
-    ],
-)
-def test_names_that_a_cell_is_sure_to_read(code, names):
-    assert first_reads(code) == names
+def test_models_that_set_up_cells_do_not_make_are_kept():
+    """Such as of a cell that was edited and run again elsewhere, without a mark."""
+
+    def program():
+        with pytest.raises(
+            SessionError, match=r"make model.weight of shape \(2, 3\), and rank 0 holds one of \(2, 2\)"
+        ):
+            recover({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)})
+
+    run_ranks(program, 3)
 
 
-def test_a_cell_that_a_replaced_rank_cannot_run_is_refused():
-    names = {0: ["model", "optimizer", "x"], 1: ["x"], 2: ["model", "optimizer", "x"]}
-    code = "optimizer.zero_grad(); model(x); other"
-    with pytest.raises(
-        CellError,
-        match=r"(?s)rank 1 has no variables optimizer, model: its engine is new. Rank 0 .*"
-        r"Nothing ran on any rank.*%workbench recover",
-    ):
-        refuse_lost_names(code, [0, 1, 2], {1}, names.get)
-    refuse_lost_names(code, [0, 2], {1}, names.get)
-    refuse_lost_names(code, [1], {1}, names.get)
-    refuse_lost_names(code, [0, 1, 2], {1}, {0: names[0], 1: None}.get)
-    refuse_lost_names("model = make()", [0, 1, 2], {1}, names.get)
-    refuse_lost_names(code, [0, 1], set(), lambda rank: pytest.fail("asked without a reason"))
-
-
-def test_a_missing_name_of_a_replaced_rank_is_explained():
-    failure = Failure("NameError", "name 'x' is not defined", (), 0.0)
-    found = explain_lost_names({0: Failure("ValueError", "y", (), 0.0), 1: failure}, {1}, lambda: ["x"])
-    assert found[0].message == "y" and found[1].message.endswith(
-        "its engine is new; %workbench recover brings variables back"
-    )
-    assert explain_lost_names({1: failure}, {1}, lambda: ["xs"])[1] == failure  # no rank has it
-    assert explain_lost_names({1: found[0]}, {1}, lambda: pytest.fail("asked without a reason"))[1] == found[0]
-
-
-def test_set_up_cells_keep_their_places_and_fail_with_what_to_do():
+def test_set_up_cells_keep_their_places_and_fail_with_what_to_do(capsys):
     cells, ran = SetupCells(), []
     cells.record("a", "x = 1", (0, 1))
     cells.record("b", "y = x", (0,))
     cells.record("a", "x = 2", (0, 1))
-    assert cells.run_again([], lambda code, ranks, **_: ran.append((code, ranks))) == 2
+    assert cells.run_again([], lambda code, ranks, **_: ran.append((code, ranks)), 2) == 2
     assert ran == [("x = 2", (0, 1)), ("y = x", (0,))]
 
     def fail(code, ranks, **_):
@@ -384,10 +337,45 @@ def test_set_up_cells_keep_their_places_and_fail_with_what_to_do():
             raise CellError("NameError on rank 0")
 
     with pytest.raises(SessionError, match=r"(?s)set-up cell 2 of 2 failed.*have their variables back.*NameError"):
-        cells.run_again(["model"], fail)
+        cells.run_again(["model"], fail, 2)
+    cells.record("b", "y = z", (0,), is_setup=False)
+    assert "no longer marked as set-up" in capsys.readouterr().err
+    assert cells.run_again(["model"], fail, 2) == 1
+    cells.record("", "z = 1", None, is_setup=False)
+    assert not capsys.readouterr().err, "it was not marked"
     with pytest.raises(SessionError, match=r"only cells can make model, optimizer again.*%%global --setup"):
-        SetupCells().run_again(["optimizer", "model"], fail)
-    assert SetupCells().run_again([], fail) == 0
+        SetupCells().run_again(["optimizer", "model"], fail, 2)
+    assert SetupCells().run_again([], fail, 2) == 0
+
+
+def test_set_up_cells_run_on_those_of_their_ranks_that_are_there():
+    cells, ran = SetupCells(), []
+    cells.record("a", "x", None)
+    cells.record("b", "y", (0, 2))
+    cells.record("c", "z", (2,))
+    assert cells.run_again([], lambda code, ranks, **_: ran.append((code, ranks)), num_ranks=2) == 2
+    assert ran == [("x", None), ("y", (0,))]
+    only = SetupCells()
+    only.record("c", "z", (2,))
+    with pytest.raises(SessionError, match="no cell is marked as set-up"):
+        only.run_again(["model"], pytest.fail, num_ranks=2)
+
+
+def test_without_set_up_cells_nothing_is_recovered_once_all_is_lost():
+    losses = Losses()
+    losses.add([0, 1], 2)
+    with pytest.raises(SessionError, match=r"no cell is marked as set-up, and all ranks have lost.*checkpoint\.load"):
+        SetupCells().recover(losses, lambda *_: [[], []], pytest.fail)
+    assert losses.ranks == {0, 1} and losses.lacking(2) == () and losses.lacking(3) == (0, 1)
+
+
+def test_a_loss_is_described_with_what_can_come_back():
+    assert describe_loss([1], "exit code 3", ["x"], False).endswith("lost: x. To bring them back: %workbench recover")
+    assert "names" not in describe_loss([1], "", None, False) and "without variables" in describe_loss(
+        [1], "", [], False
+    )
+    text = describe_loss([0, 1], "killed by SIGKILL", None, True)
+    assert "ranks 0-1 died (killed by SIGKILL) and are started again; all variables are lost" in text
 
 
 def test_the_table_has_one_line_per_source():

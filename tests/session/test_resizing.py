@@ -148,7 +148,10 @@ def test_the_report_of_a_resize_says_what_to_do():
     first, row, advice = str(Resized(4, 2, [("model", "under *: data"), ("ema", "under *: data")])).splitlines()
     assert first == "workbench: 2 engines now, 4 before" and " ".join(row.split()) == "model, ema under *: data"
     assert advice.endswith("wb.parallelize(model, strategy, optimizer=optimizer)")
-    report = str(Resized(2, 4, has_lost=True))
+    report = str(Resized(2, 4, lacking=(2, 3)))
     assert "ranks 2-3 have no variables. To get them, run" in report and "%%global --setup" in report
-    assert "rank 2 has no variables. " in str(Resized(2, 3, has_lost=True))
-    assert "recovered ranks 2-3" in str(Resized(2, 4, [], Recovered((2, 3), 1, [("model", "rank 0")]), True))
+    assert "ranks 1,3 have no variables. " in str(Resized(3, 4, lacking=(1, 3))), "rank 1 was lost before"
+    assert "rank 2 has no variables. " in str(Resized(2, 3, lacking=(2,)))
+    assert "Engines that had died were given back" in str(Resized(4, 2, has_lost_parts=True))
+    assert str(Resized(2, 1)) == "workbench: 1 engine now, 2 before"
+    assert "recovered ranks 2-3" in str(Resized(2, 4, [], Recovered((2, 3), 1, [("model", "rank 0")])))

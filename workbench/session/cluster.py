@@ -141,7 +141,7 @@ class Session:
                 equal failures are shown once.
             KeyboardInterrupt: the caller was interrupted; so were the engines.
         """
-        return self.run_cell(code, ranks, timeout, setup=code if setup else "")
+        return self.run_cell(code, ranks, timeout, setup=setup)
 
     def run_cell(
         self,
@@ -155,7 +155,8 @@ class Session:
         label: str = "",
         show_unfinished: ShowUnfinished | None = None,
         show_bars: ShowBars | None = None,
-        setup: str = "",
+        setup: bool = False,
+        cell: str = "",
     ) -> CellResult:
         """`run` with options of a front end.
 
@@ -166,7 +167,7 @@ class Session:
             label: a name for this cell, shown while other requests wait for it.
             show_unfinished: called with all unfinished lines as one text, each time they change.
             show_bars: the same with progress bars. Without it, bars are text, shown once at the end.
-            setup: a name of this cell among the set-up cells; an earlier one of this name is replaced in its place.
+            cell: its name among the set-up cells; default: its code. An earlier one of this name is no longer set-up.
         """
         targets = self._check(ranks)
         check_syntax(code)
@@ -183,8 +184,7 @@ class Session:
             log.close()
         self._notify_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
-        if setup:
-            self._setup.record(setup, code, targets if len(targets) < self.num_engines else None)
+        self._setup.record(cell, code, targets if len(targets) < self.num_engines else None, setup)
         ordered = [outcome.values.get(rank) for rank in targets]
         times = [outcome.replied_s[rank] for rank in targets]
         return CellResult(listener.text, ordered, time.monotonic() - started_s, times)
@@ -306,8 +306,8 @@ class Session:
         with self._requests.exclusive():
             rows = self._pool.resize(engines) if engines != before else []
         self._notify_subscribers(-1, RunEvent("resized", 0))
-        has_lost = bool(self._pool.losses.ranks or self._pool.losses.has_parts)
-        return Resized(before, engines, rows, self.recover() if has_lost and self._setup else None, has_lost)
+        recovered, losses = self.recover() if self._setup and self._pool.losses else None, self._pool.losses
+        return Resized(before, engines, rows, recovered, losses.lacking(engines), losses.has_parts)
 
     def close(self) -> None:
         """End the engines and everything else that the session started; safe to call twice."""

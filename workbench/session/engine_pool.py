@@ -14,6 +14,7 @@ import ipyparallel as ipp
 from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
+from workbench.session.lost_names import explain_lost_names, refuse_lost_names
 from workbench.session.notebook_imports import load_in_notebook
 from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
@@ -29,7 +30,7 @@ from workbench.session.processes.rendezvous_address import (
     rendezvous_store,
 )
 from workbench.session.ranks import describe_ranks
-from workbench.session.recovery import COMMAND, Losses, explain_lost_names, refuse_lost_names
+from workbench.session.recovery import Losses, describe_loss
 from workbench.session.run import Listener, Run
 from workbench.units import counted
 
@@ -37,9 +38,7 @@ _LEAVE_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
-_MAX_NAMES = 12
 _STARTING = "Interrupted while engines were starting."
-_START_MISSING = f"{_STARTING} The next cell starts those again that are missing."
 _numbering = threading.Lock()
 _last_run = 0
 
@@ -188,7 +187,7 @@ class EnginePool:
         if self._world_is_stale and not missing:
             missing = sorted(self._join_or_find_lost(OutputListener(self.ranks, self.num_engines)))
         if missing:
-            print(self._describe_loss(missing), file=sys.stderr)
+            self._describe_loss(missing)
             self.replace(missing)
         self._processes.record_oom_kills()
 
@@ -207,7 +206,7 @@ class EnginePool:
         refuse_lost_names(code, targets, self.losses.ranks, lambda rank: self.ask(rank, "names"))
         return self.live.execute(targets, code, tag)
 
-    @explained_interrupt(_START_MISSING)
+    @explained_interrupt(f"{_STARTING} The next cell starts those again that are missing.")
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers, also for others that end meanwhile. All ranks join a new world."""
         progress, lost = StartProgress(len(ranks)), set(ranks)
@@ -220,7 +219,8 @@ class EnginePool:
             ids = self._processes.start_engines(self.live.client, sorted(lost), progress.engines_up)
             self.live.assign(sorted(lost), ids)
             progress.joining()
-            lost = self._join_or_find_lost(progress)
+            if lost := self._join_or_find_lost(progress):
+                self._describe_loss(sorted(lost))
             replaced |= lost
         progress.finish(f"{describe_ranks(replaced)} ready")
 
@@ -269,12 +269,12 @@ class EnginePool:
         rows: list[tuple[str, str]] = outcome.replies[0]
         return rows
 
-    @explained_interrupt(_START_MISSING)
     def _add(self, ranks: range) -> None:
         """Start engines with new numbers. They have no variables."""
         progress = StartProgress(len(ranks))
         try:
-            ids = self._processes.start_engines(self.live.client, ranks, progress.engines_up)
+            with explained_interrupt(f"{_STARTING} The session is as it was. Add them again: %workbench resize"):
+                ids = self._processes.start_engines(self.live.client, ranks, progress.engines_up)
         except BaseException:
             self._processes.kill(ranks)
             self._processes.forget(ranks)
@@ -284,8 +284,7 @@ class EnginePool:
         self.num_engines = ranks.stop
         self._world_is_stale = True
         progress.joining()
-        if lost := self._join_or_find_lost(progress):
-            self.replace(sorted(lost))
+        self.prepare(self.ranks)
         progress.finish(f"{describe_ranks(ranks)} ready")
 
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
@@ -355,18 +354,12 @@ class EnginePool:
         raise_unless_ok(outcome, "start")
         return [outcome.replies[rank] for rank in self.ranks]
 
-    def _describe_loss(self, ranks: Sequence[int]) -> str:
-        """A line about replaced engines: their ranks, the reason, and the lost variables, by a living rank's names."""
+    def _describe_loss(self, ranks: Sequence[int]) -> None:
+        """Print a line about engines that will be replaced; a rank that has lost nothing knows the variables' names."""
         how = "; ".join(dict.fromkeys(map(self._processes.how_ended, ranks)))
-        what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
-        left = next((rank for rank in self.live.registered() if rank not in ranks), None)
-        names = self.ask(left, "names") if left is not None else None
-        if names is None:  # no rank is left, or it is stuck, or the machine is busy
-            return f"{what}; their variables are lost. To bring them back: {COMMAND}"
-        if not names:
-            return f"{what} without variables"
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
+        left = sorted(set(self.live.registered()) - set(ranks), key=lambda rank: rank in self.losses.ranks)
+        names = self.ask(left[0], "names") if left else None
+        print(describe_loss(ranks, how, names, are_all_lost=not left), file=sys.stderr)
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""

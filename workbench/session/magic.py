@@ -285,7 +285,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
             merge=not by_rank,
             values=options.save_name is not None,
             label=options.label,
-            setup=_cell_name(shell, code) if options.setup else "",
+            setup=options.setup,
+            cell=_cell_name(shell),
             show_unfinished=output_display.show_unfinished if show == output_display.show and in_notebook else None,
             show_bars=output_display.show_bars if show == output_display.show and in_notebook else None,
         )
@@ -299,10 +300,10 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
         print(found) if isinstance(found, str) else display(found)
 
 
-def _cell_name(shell: Any, code: str) -> str:
-    """The notebook's id of the present cell; its code where cells have no ids."""
+def _cell_name(shell: Any) -> str:
+    """The notebook's id of the present cell; empty where cells have no ids."""
     parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
-    return str(parent.get("metadata", {}).get("cellId") or code)
+    return str(parent.get("metadata", {}).get("cellId", ""))
 
 
 def _parse(magic: Any, line: str) -> Namespace:

@@ -1,25 +1,23 @@
-"""After a loss, on the notebook's side: which cells are set-up, cells that a replaced rank cannot run because it lacks
-what they read, and the table of what was recovered. `on_engine/recovery` does the rest.
+"""After a loss, on the notebook's side: which cells are set-up, and the table of what was recovered.
+`on_engine/recovery` does the rest.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-from IPython.core.inputtransformer2 import TransformerManager
 
 from workbench.errors import CellError, SessionError
 from workbench.session import engine
-from workbench.session.protocol import Failure
 from workbench.session.ranks import describe_ranks
 from workbench.units import counted
 
 COMMAND = "%workbench recover"
 _WIDEST = 40
+_MAX_NAMES = 12
 _HOW_TO_MARK = (
     f"To get them, run {COMMAND}; then run the cells that make model and optimizer with %%global --setup, and "
     f"{COMMAND} again."
@@ -51,6 +49,9 @@ class Losses:
     has_parts: bool = False
     number: int = 0
 
+    def __bool__(self) -> bool:
+        return bool(self.ranks) or self.has_parts
+
     def add(self, ranks: Collection[int], num_ranks: int) -> None:
         """Engines of these ranks are replaced or added, where the session has had ``num_ranks``. If all were new, the
         others have what cells have made since.
@@ -60,6 +61,23 @@ class Losses:
         self.ranks |= set(ranks)
         self.number += 1
 
+    def lacking(self, num_ranks: int) -> tuple[int, ...]:
+        """The ranks that lack what another one of ``num_ranks`` has."""
+        return tuple(sorted(self.ranks)) if len(self.ranks) < num_ranks else ()
+
+
+def describe_loss(ranks: Sequence[int], how: str, names: Sequence[str] | None, are_all_lost: bool) -> str:
+    """A line about engines that are replaced: their ranks, how they ended, and the variables, None if unknown."""
+    what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
+    if are_all_lost:
+        return f"{what}; all variables are lost. To run set-up cells and load the newest checkpoint: {COMMAND}"
+    if names is None:  # a rank that has them is stuck, or the machine is busy
+        return f"{what}; their variables are lost. To bring them back: {COMMAND}"
+    if not names:
+        return f"{what} without variables"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
+
 
 class SetupCells:
     """The cells that make what training needs, in the order of their first runs."""
@@ -67,9 +85,18 @@ class SetupCells:
     def __init__(self) -> None:
         self._cells: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
-    def record(self, name: str, code: str, ranks: tuple[int, ...] | None) -> None:
-        """Remember a cell that has run, on all ranks if None. An earlier one of this name is replaced in its place."""
-        self._cells[name] = (code, ranks)
+    def record(self, name: str, code: str, ranks: tuple[int, ...] | None, is_setup: bool = True) -> None:
+        """Remember a cell that has run, on all ranks if None; its code is its name if that is empty. An earlier one of
+        this name is replaced in its place, and forgotten if this run is not set-up: its code may be out of date.
+        """
+        if is_setup:
+            self._cells[name or code] = (code, ranks)
+        elif self._cells.pop(name, None) is not None:
+            print(
+                "workbench: this cell is no longer marked as set-up, as it ran without --setup. "
+                f"{COMMAND} runs {counted(len(self._cells), 'other cell')} again.",
+                file=sys.stderr,
+            )
 
     def __bool__(self) -> bool:
         return bool(self._cells)
@@ -82,34 +109,49 @@ class SetupCells:
             call: calls a function on all ranks.
             run: runs code on ranks.
         """
-        if not losses.ranks and not losses.has_parts:
+        if not losses:
             return Recovered()
         lost = sorted(losses.ranks)
-        parts = set().union(*call(engine.keep_variables, (losses.number, lost)))
+        held = call(engine.keep_variables, (losses.number, lost))
         with undone_on_error(lambda: call(engine.put_back_variables, ())):
-            num_cells = self.run_again(parts, run)
+            num_cells = self.run_again(set().union(*held), run, len(held), are_all_lost=len(lost) == len(held))
             rows = call(engine.restore_variables, (lost,))[0]
         losses.ranks -= set(lost)
         losses.has_parts = False
         return Recovered(tuple(lost), num_cells, rows)
 
-    def run_again(self, parts: Collection[str], run: Callable[..., object]) -> int:
-        """Run the cells on their ranks; returns how many they are.
+    def run_again(
+        self, parts: Collection[str], run: Callable[..., object], num_ranks: int, are_all_lost: bool = False
+    ) -> int:
+        """Run the cells on those of their ranks that are there; returns how many ran.
 
         Args:
             parts: names of modules and optimizers, which nothing but a cell can make.
             run: runs code on ranks.
+            num_ranks: of the session now.
+            are_all_lost: no rank has variables from before.
 
         Raises:
-            SessionError: a cell failed, or there are parts and no cell.
+            SessionError: a cell failed, or only cells can make what was lost and there is none.
         """
-        if not self._cells and parts:
+        cells = [
+            (number, code, None if ranks is None else tuple(rank for rank in ranks if rank < num_ranks))
+            for number, (code, ranks) in enumerate(self._cells.values(), start=1)
+        ]
+        cells = [cell for cell in cells if cell[2] != ()]
+        if not cells and are_all_lost:
+            raise SessionError(
+                "recover: no cell is marked as set-up, and all ranks have lost their variables, so nothing can make "
+                "them again. Run your cells, those that make model and optimizer with %%global --setup; "
+                "wb.checkpoint.load brings back what you have saved."
+            )
+        if not cells and parts:
             raise SessionError(
                 f"recover: no cell is marked as set-up, and only cells can make {', '.join(sorted(parts))} again. "
                 f"Run them with %%global --setup, without the training loop, then {COMMAND} once more. Until then all "
                 f"is kept that the other ranks hold."
             )
-        for number, (code, ranks) in enumerate(self._cells.values(), start=1):
+        for number, code, ranks in cells:
             try:
                 run(code, ranks, values=False, label=f"set-up cell {number}")
             except CellError as error:
@@ -119,7 +161,7 @@ class SetupCells:
                     f"with %%global --setup (and before it those that make what it reads), then {COMMAND} once more.\n"
                     f"{error}"
                 ) from None
-        return len(self._cells)
+        return len(cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +196,8 @@ class Resized:
     now: int
     rows: list[tuple[str, str]] = field(default_factory=list)
     recovered: Recovered | None = None
-    has_lost: bool = False  #: whether new ranks have no variables, or parts had been lost
+    lacking: tuple[int, ...] = ()  #: ranks that have no variables, though others have
+    has_lost_parts: bool = False  #: whether engines that had died were given back
 
     def __str__(self) -> str:
         lines = [f"workbench: {counted(self.now, 'engine')} now, {self.before} before", *_table(self.rows)]
@@ -162,12 +205,12 @@ class Resized:
             lines.append("Another strategy for a model: wb.parallelize(model, strategy, optimizer=optimizer)")
         if self.recovered is not None:
             lines.append(str(self.recovered))
-        elif self.has_lost:
-            new = range(self.before, self.now)
-            have = "has" if len(new) == 1 else "have"
-            what = f"{describe_ranks(new)} {have} no" if new else "Engines that had died were given back with their"
-            who = f"{what} variables"
-            lines.append(f"{who}. {_HOW_TO_MARK}")
+        else:
+            have = "has" if len(self.lacking) == 1 else "have"
+            missing = [f"{describe_ranks(self.lacking)} {have} no variables."] if self.lacking else []
+            if self.has_lost_parts:
+                missing.append("Engines that had died were given back with their variables.")
+            lines += [" ".join([*missing, _HOW_TO_MARK])] if missing else []
         return "\n".join(lines)
 
 
@@ -180,108 +223,3 @@ def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
     names = {source: ", ".join(sources[source]) for source in last}
     width = min(_WIDEST, max(map(len, names.values()), default=0))
     return [f"  {each:<{width}}  {source}" for source, each in names.items()]
-
-
-def refuse_lost_names(
-    code: str, targets: Collection[int], lost: Collection[int], names_of: Callable[[int], Iterable[str] | None]
-) -> None:
-    """Raise `CellError` if a cell reads variables that a replaced rank has lost and other ranks still have.
-
-    ``names_of(rank)`` are a rank's variables, None if it does not answer.
-    """
-    replaced = sorted(set(targets) & set(lost))
-    others = sorted(set(targets) - set(lost))
-    wanted = first_reads(code) if replaced and others else []
-    there = set(names_of(others[0]) or ()) if wanted else set()
-    for rank in replaced if there else ():
-        here = names_of(rank)
-        missing = [name for name in wanted if name in there and here is not None and name not in here]
-        if missing:
-            raise _missing_error(rank, others[0], missing)
-
-
-def _missing_error(rank: int, other: int, names: Sequence[str]) -> CellError:
-    plural = "variables" if len(names) > 1 else "variable"
-    head = f"rank {rank} has no {plural} {', '.join(names)}: its engine is new. Rank {other} still has "
-    lines = [
-        f"{head}{'them' if len(names) > 1 else 'it'}. Nothing ran on any rank.",
-        f"Bring all variables back: {COMMAND}. Or run the cells that make them again.",
-    ]
-    return CellError("\n".join(lines), rendered=lines)
-
-
-def explain_lost_names(
-    failures: Mapping[int, Failure], lost: Collection[int], names_of_others: Callable[[], Iterable[str] | None]
-) -> dict[int, Failure]:
-    """The failures; a NameError of a replaced rank says why the name is missing, if it is one of others' variables."""
-    missing = {rank for rank, failure in failures.items() if rank in lost and failure.kind == "NameError"}
-    there = [f"'{name}'" for name in names_of_others() or ()] if missing else []
-    return {
-        rank: replace(failure, message=f"{failure.message}: its engine is new; {COMMAND} brings variables back")
-        if rank in missing and any(name in failure.message for name in there)
-        else failure
-        for rank, failure in failures.items()
-    }
-
-
-def first_reads(code: str) -> list[str]:
-    """Names that the cell is sure to read before it sets them, in their order. What may not run does not count: bodies
-    of functions, branches, and elements of comprehensions.
-
-    >>> first_reads("loss = model(x)\\nif big: y = z\\nprint(loss, y)")
-    ['model', 'x', 'big', 'print']
-    """
-    found: dict[str, None] = {}
-    _read(ast.parse(TransformerManager().transform_cell(code)), found, set())
-    return list(found)
-
-
-def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
-    """Add the names that ``node`` reads to ``found``, and those that it makes, or may make, to ``made``."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Load()):
-            found.update({name: None} if name not in made else {})
-        case ast.AugAssign(target=ast.Name(id=name)) if name not in made:
-            found[name] = None
-            _read(node.value, found, made)
-        case ast.Assign():
-            _read_all([node.value, *node.targets], found, made)
-        case ast.AnnAssign() | ast.NamedExpr():
-            _read_all([node.value, node.target], found, made)
-        case ast.For() | ast.AsyncFor():
-            _read_all([node.iter, node.target, *node.body], found, made)
-        case ast.If() | ast.While() | ast.IfExp():
-            _read(node.test, found, made)
-            made |= _names_made(node)
-        case ast.BoolOp():
-            _read(node.values[0], found, made)
-        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            _read(node.generators[0].iter, found, made)
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            _read_all(node.decorator_list, found, made)
-            made.add(node.name)
-        case ast.Name() | ast.Import() | ast.ImportFrom() | ast.Try() | ast.TryStar() | ast.Match():
-            made |= _names_made(node)
-        case ast.Lambda() | None:
-            pass
-        case _:
-            _read_all(ast.iter_child_nodes(node), found, made)
-
-
-def _read_all(nodes: Iterable[ast.AST | None], found: dict[str, None], made: set[str]) -> None:
-    for node in nodes:
-        _read(node, found, made)
-
-
-def _names_made(node: ast.AST) -> set[str]:
-    """Names that a piece of code may set."""
-    made = set()
-    for each in ast.walk(node):
-        match each:
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
-                made.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                made.add(name)
-            case ast.alias(name=name, asname=alias):
-                made.add(alias or name.partition(".")[0])
-    return made
