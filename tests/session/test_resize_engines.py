@@ -10,6 +10,7 @@ import workbench as wb
 from tests.timeouts import wait_until
 from workbench.errors import CellError, SessionError
 from workbench.session import magic_commands
+from workbench.session.recovery import SetupCells
 
 pytestmark = [pytest.mark.engines]
 
@@ -104,3 +105,38 @@ def test_numbers_that_cannot_be(own_session):
     with pytest.raises(UsageError, match="how many"):
         magic_commands.resize(type("Options", (), {"number": None})())
     assert own_session.num_engines == 2
+
+
+def test_an_engine_that_is_lost_while_others_start_is_named(own_session, monkeypatch, capfd):
+    processes = own_session._pool._processes
+    start_engines, started = processes.start_engines, []
+
+    def start(client, ranks, on_progress):
+        ids = start_engines(client, ranks, on_progress)
+        started.append(list(ranks))
+        if len(started) <= 2:  # rank 0 dies while rank 2 starts, and rank 2 while rank 0 does
+            dying = (0, 2)[len(started) - 1]
+            processes.kill([dying])
+            wait_until(lambda: dying not in own_session._pool.live.registered(), "the death of the engine")
+        return ids
+
+    own_session._setup = SetupCells()
+    own_session.run("kept = 5")
+    monkeypatch.setattr(processes, "start_engines", start)
+    report = own_session.resize(3)
+    assert started == [[2], [0], [2]]
+    told = capfd.readouterr().err
+    assert "rank 0 died (killed by SIGKILL)" in told and "rank 2 died (killed by SIGKILL)" in told
+    assert "ranks 0,2 have no variables. To get them" in str(report)
+    assert own_session.run("globals().get('kept')").values == [None, 5, None]
+
+
+def test_an_interrupted_resize_adds_nothing(own_session, monkeypatch):
+    def start(client, ranks, on_progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_session._pool._processes, "start_engines", start)
+    before = own_session.num_engines
+    with pytest.raises(KeyboardInterrupt, match="The session is as it was"):
+        own_session.resize(before + 1)
+    assert own_session.num_engines == before and own_session.run("wb.world_size()").values == [before] * before
