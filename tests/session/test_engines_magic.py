@@ -172,7 +172,7 @@ def test_push_and_pull(run, shell):
         ("%pull a-b", "'a-b' is not a name"),
         ("%workbench dance", "%workbench dance: argument action: invalid choice"),
         ("%workbench dance", "%workbench? explains every option"),
-        ("%workbench start --engines 3", "2 engines is running"),
+        ("%workbench start --engines 3", "2 engines on cpu is running"),
         ("%global", "needs a line"),
         ("%%global --ranks\n1", "expected one argument"),
         ("%%global --ranks\n1", "%%global [-o SAVE_NAME]"),

@@ -1,6 +1,7 @@
 """Protocol, escalation, request queue, folder: the parts that need no engine."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,14 +11,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
-from workbench.session import protocol
+from workbench.session import magic_commands, protocol
 from workbench.session.engine_pool import EnginePool
-from workbench.session.magic import unload_ipython_extension
+from workbench.session.magic import SessionMagics, _parse, unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
 from workbench.session.output.tracebacks import Interrupted
 from workbench.session.processes import discovery, folder, watchdog
@@ -39,6 +41,46 @@ def test_a_session_in_a_notebook_makes_its_magics_known():
         unload_ipython_extension(shell)
     finally:
         InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stop --ranks 1", "stop takes no --ranks, so nothing was done. It is an option of restart, log, dump, debug."),
+        ("restart --eng=4", "restart takes no --engines"),
+        ("log --ranks 1 --rank 0", "--ranks is there twice"),
+    ],
+)
+def test_an_option_that_a_command_does_not_take_is_no_option(line, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        magic_commands.check_options(line, line.split()[0])
+    magic_commands.check_options("log --lines 3 --ranks '0,1'", "log")
+
+
+def test_the_help_of_each_option_names_the_commands_that_take_it():
+    helps = {each.option_strings[0]: each.help for each in SessionMagics.line_workbench.parser._actions[2:]}
+    takers = {option: set(helps[option].partition(":")[0].replace(",", "").split()) - {"--hosts"} for option in helps}
+    assert takers == {
+        option: {name for name, options in magic_commands.OPTIONS.items() if option in options.split()}
+        for option in helps
+    }
+    assert set(magic_commands.OPTIONS) <= set(magic_commands.COMMANDS)
+
+
+def test_quotes_belong_to_no_option():
+    options = _parse(SessionMagics.cell_global, "--ranks '0,1' --label=\"my cell\"")
+    assert (options.ranks, options.label) == ("0,1", "my cell")
+
+
+@pytest.mark.parametrize("wish", [{"engines": 3}, {"device": "cuda"}, {"keep": True}, {"hosts": "a,b"}])
+def test_start_says_what_a_running_session_is_not(monkeypatch, wish, capsys):
+    running = type("Running", (), {"num_engines": 2, "device": "cpu", "keep": False})()
+    monkeypatch.setattr(magic_commands.cluster, "find_current", lambda: running)
+    none = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
+    magic_commands.start(SimpleNamespace(**none, device="auto", keep=False))
+    assert "a session with 2 engines on cpu is running already" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=f"start --{next(iter(wish))}.*was not started so"):
+        magic_commands.start(SimpleNamespace(**{**none, "device": "cpu", "keep": False, **wish}))
 
 
 def test_tag_prints_and_parses():

@@ -12,7 +12,7 @@ from IPython.utils.capture import capture_output
 from workbench.errors import CellError, CollectiveAborted
 from workbench.session.on_engine.failures import failure_of
 from workbench.session.outcome import Outcome
-from workbench.session.output.tracebacks import Interrupted, cell_error, check_syntax, consequences, group
+from workbench.session.output.tracebacks import Interrupted, cell_error, check_cell, consequences, group
 from workbench.session.protocol import Failure, Frame
 
 
@@ -234,7 +234,7 @@ def test_a_run_that_a_restart_ended_says_so():
 )
 def test_syntax_errors_are_marked(code, words):
     with pytest.raises(CellError, match=words) as caught:
-        check_syntax(code)
+        check_cell(code)
     text = str(caught.value)
     assert "Nothing ran on any rank" in text
     assert "▶" in text
@@ -243,17 +243,17 @@ def test_syntax_errors_are_marked(code, words):
 
 def test_the_caret_stands_under_the_mistake():
     with pytest.raises(CellError) as caught:
-        check_syntax("if True:\n    y = 3 +* 4")
+        check_cell("if True:\n    y = 3 +* 4")
     _, line, caret = str(caught.value).splitlines()
     assert line.index("*") == caret.index("^")
 
 
 def test_a_mistake_that_python_finds_after_parsing_is_shown_with_its_line():
     with pytest.raises(CellError) as caught:
-        check_syntax("# %%global\nx = 1\nreturn 5")
+        check_cell("# %%global\nx = 1\nreturn 5")
     assert str(caught.value).splitlines()[1:] == ["  ▶    3  return 5", "          ^^^^^^^^"]
 
 
 @pytest.mark.parametrize("code", ["%time 1", "!ls", "await f()", "x?", "", "\n\n", "%%time\n1", "# only a comment"])
 def test_ipython_syntax_is_fine(code):
-    assert check_syntax(code) is None  # it raises CellError on a mistake
+    assert check_cell(code) is None  # it raises CellError on a mistake

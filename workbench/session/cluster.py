@@ -19,7 +19,7 @@ from workbench.session.offer_magics import offer_magics
 from workbench.session.outcome import CellResult, Outcome
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
-from workbench.session.output.tracebacks import check_syntax, raise_unless_ok
+from workbench.session.output.tracebacks import check_cell, raise_unless_ok
 from workbench.session.processes import discovery
 from workbench.session.processes.choose import check_devices, choose_processes
 from workbench.session.processes.folder import SessionFolder
@@ -170,7 +170,7 @@ class Session:
             cell: its name among the set-up cells; default: its code. An earlier one of this name is no longer set-up.
         """
         targets = self._check(ranks)
-        check_syntax(code)
+        check_cell(code, timeout)
         tag = self._pool.tag(targets, wants_values=values, label=label)
         log = self.logs.begin(tag.run)
         hear = self._notify_subscribers

@@ -16,12 +16,11 @@ from typing import Any
 from ipyparallel.client.magics import output_args
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import clear_output, display
-from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from workbench.session import cluster, completion, profiles
-from workbench.session.magic_commands import COMMANDS, describe_times
+from workbench.session.magic_commands import COMMANDS, check_options, describe_times
 from workbench.session.output.merging import Block, as_text, display_id
 from workbench.session.output.progress_bars import MergedBar
 from workbench.session.output.progress_bars import as_html as bars_as_html
@@ -147,9 +146,7 @@ class SessionMagics(Magics):
         options = _parse(self.line_workbench, line)
         if options.number is not None and options.action != "resize":
             raise UsageError(f"%workbench {line.strip()}: a number stands behind resize only: %workbench resize 6")
-        given = [word.partition("=")[0] for word in arg_split(line) if word.startswith("--")]
-        if twice := sorted({option for option in given if given.count(option) > 1}):
-            raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
+        check_options(line, options.action)
         return COMMANDS[options.action](options)
 
     @line_magic("push")  # type: ignore[arg-type]
@@ -308,7 +305,7 @@ def _cell_name(shell: Any) -> str:
 
 def _parse(magic: Any, line: str) -> Namespace:
     try:
-        return parse_argstring(magic, line)
+        return magic.parser.parse_args(shlex.split(line))
     except UsageError as error:
         usage, name = _help(magic.parser.format_usage()), f"%{magic.parser.prog}"
         raise UsageError(f"{name} {line.strip()}: {error}\n{usage}\n{name}? explains every option.") from None

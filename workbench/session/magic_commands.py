@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from IPython.core.error import UsageError
 
@@ -17,8 +18,35 @@ from workbench.session.ranks import parse_ranks
 from workbench.units import counted, format_seconds
 
 _DEBUGGER_START_S = 15.0
-_QUOTED = re.compile(r"""^(['"])(.*)\1$""")
-"""IPython leaves the quotes around an option's text."""
+OPTIONS = {
+    "start": "--engines --device --keep --new --profile --hosts --python --slurm",
+    "attach": "--name",
+    "restart": "--ranks",
+    "log": "--ranks --lines",
+    "dump": "--ranks",
+    "debug": "--ranks",
+    "profile": "--steps --warmup --any-size --to",
+}
+"""The options of each command that takes some."""
+_WAYS = ("profile", "hosts", "python", "slurm")
+_started_by: WeakKeyDictionary[cluster.Session, dict[str, str | None]] = WeakKeyDictionary()
+"""How ``start`` was told to reach the hosts of a session."""
+
+
+def check_options(line: str, command: str) -> None:
+    """Raise `UsageError` if a line has an option twice, or one that its command does not take."""
+    known = sorted({option for options in OPTIONS.values() for option in options.split()})
+    words = [word.partition("=")[0] for word in shlex.split(line) if word.startswith("--")]
+    given = [next((option for option in known if option.startswith(word)), word) for word in words]
+    if twice := sorted({option for option in given if given.count(option) > 1}):
+        raise UsageError(f"%workbench {line.strip()}: {', '.join(twice)} is there twice. Give each option once.")
+    for option in given:
+        takers = [name for name, options in OPTIONS.items() if option in options.split()]
+        if command not in takers:
+            raise UsageError(
+                f"%workbench {line.strip()}: {command} takes no {option}, so nothing was done. It is an option of "
+                f"{', '.join(takers)}. %workbench? explains every option."
+            )
 
 
 def start(options: Namespace) -> None:
@@ -29,14 +57,16 @@ def start(options: Namespace) -> None:
             f"%workbench start: this notebook observes engines that serve {running.user}, so it cannot start others. "
             "First: %workbench detach"
         )
-    if running is not None and options.engines in (None, running.num_engines):
-        print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
-        return
     if running is not None:
-        raise UsageError(
-            f"%workbench start --engines {options.engines}: a session with {counted(running.num_engines, 'engine')} is "
-            f"running. Use it, or end it with %workbench stop."
-        )
+        others = _other_wishes(running, options)
+        what = f"a session with {counted(running.num_engines, 'engine')} on {running.device}"
+        if others:
+            raise UsageError(
+                f"%workbench start {' '.join(others)}: {what} is running, which was not started so. Use it, change its "
+                f"number of engines (%workbench resize), or end it first (%workbench stop)."
+            )
+        print(f"workbench: {what} is running already")
+        return
     found = [] if options.new else discovery.unused_sessions()
     if found:
         raise UsageError(
@@ -45,7 +75,19 @@ def start(options: Namespace) -> None:
             "Go on with them: %workbench attach. End them: %workbench clean. "
             "Leave them alone and start others: %workbench start --new"
         )
-    cluster.Session(engines=options.engines, profile=_profile(options), device=options.device, keep=options.keep)
+    ways = {way: getattr(options, way) for way in _WAYS}
+    session = cluster.Session(options.engines, _profile(options), device=options.device, keep=options.keep)
+    _started_by[session] = ways
+
+
+def _other_wishes(running: cluster.Session, options: Namespace) -> list[str]:
+    """The options with which the session that runs does not agree."""
+    ways = _started_by.get(running, {})
+    wishes = {way: (getattr(options, way), ways.get(way)) for way in _WAYS}
+    wishes["engines"] = (options.engines, running.num_engines)
+    wishes["device"] = (None if options.device == "auto" else options.device, running.device)
+    others = [f"--{name} {wanted}" for name, (wanted, has) in wishes.items() if wanted not in (None, has)]
+    return others + (["--keep"] if options.keep and not running.keep else [])
 
 
 def _profile(options: Namespace) -> str | None:
@@ -62,7 +104,7 @@ def _profile(options: Namespace) -> str | None:
     made = (
         make_profile.ssh_profile(options.hosts, options.engines, options.python or "")
         if options.hosts is not None
-        else make_profile.slurm_profile(_QUOTED.sub(r"\2", options.slurm), options.engines)
+        else make_profile.slurm_profile(options.slurm, options.engines)
     )
     print(made)
     return made.name
@@ -157,6 +199,8 @@ def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
 def log(options: Namespace) -> None:
     """The last lines that each rank printed in the last cell with output, and the files with all lines."""
     here = cluster.current()
+    if options.lines < 1:
+        raise UsageError(f"%workbench log --lines {options.lines}: show at least 1 line of each rank")
     _print(text_reports.log_lines(here, text_reports.ranks_of(here, options.ranks), options.lines))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from workbench.errors import CellError
+from workbench.errors import CellError, SessionError
 from workbench.session import protocol
 from workbench.session.outcome import Outcome
 from workbench.session.ranks import describe_ranks, rank_label
@@ -297,11 +297,13 @@ def _leave_plain(text: str, *codes: str) -> str:
     return text
 
 
-def check_syntax(code: str) -> None:
-    """Raise `CellError` with the marked line if engines could not run the code.
+def check_cell(code: str, timeout_s: float | None = None) -> None:
+    """Raise `CellError` with the marked line if engines could not run the code, or `SessionError` about its timeout.
 
     IPython's own syntax (``%magic``, ``!command``) and top-level ``await`` are fine.
     """
+    if timeout_s is not None and not timeout_s > 0:  # a NaN is not, either
+        raise SessionError(f"timeout {timeout_s:g}: a cell may take more than 0 seconds. No limit: leave it out")
     plain = code
     try:
         plain = TransformerManager().transform_cell(code)
