@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
-from workbench.session import magic_commands, protocol
+from workbench.session import cluster, magic_commands, protocol
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import SessionMagics, _parse, unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
@@ -29,7 +29,7 @@ from workbench.session.request_queue import RequestQueue
 from workbench.session.stop_escalation import STEPS, StopEscalation
 
 
-def test_a_session_in_a_notebook_makes_its_magics_known():
+def test_a_session_in_a_notebook_makes_its_magics_known(monkeypatch, capsys):
     """``wb.Session(2)`` in a cell, ``%%global`` in the next one: nobody has loaded the extension."""
     config = Config()
     config.HistoryManager.enabled = False
@@ -38,7 +38,9 @@ def test_a_session_in_a_notebook_makes_its_magics_known():
         assert shell.find_cell_magic("global") is None
         offer_magics()
         assert shell.find_cell_magic("global") and shell.find_line_magic("workbench")
-        unload_ipython_extension(shell)
+        monkeypatch.setattr(cluster, "find_current", lambda: "<Session: 1 engine on cpu>")
+        unload_ipython_extension(shell)  # as %reload_ext does first, which ended the engines
+        assert "<Session: 1 engine on cpu>' stays; %workbench stop ends it" in capsys.readouterr().out
     finally:
         InteractiveShell.clear_instance()
 

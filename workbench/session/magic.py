@@ -48,13 +48,12 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Remove the ``# %%global`` spelling and end the session."""
+    """Remove the ``# %%global`` spelling. The session stays, for ``%reload_ext`` too; it ends with the notebook."""
     if read_comment_spelling in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.remove(read_comment_spelling)
     completion.uninstall(ipython)
-    session = cluster.find_current()
-    if session is not None:
-        session.close()
+    if (session := cluster.find_current()) is not None:
+        print(f"workbench: {session!r} stays; %workbench stop ends it")
 
 
 def read_comment_spelling(lines: list[str]) -> list[str]:
