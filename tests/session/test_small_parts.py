@@ -74,15 +74,15 @@ def test_quotes_belong_to_no_option():
     assert (options.ranks, options.label) == ("0,1", "my cell")
 
 
-@pytest.mark.parametrize("wish", [{"engines": 3}, {"device": "cuda"}, {"keep": True}, {"hosts": "a,b"}])
-def test_start_says_what_a_running_session_is_not(monkeypatch, wish, capsys):
+@pytest.mark.parametrize("asked", [{"engines": 3}, {"device": "cuda"}, {"keep": True}, {"hosts": "a,b"}])
+def test_start_says_what_a_running_session_is_not(monkeypatch, asked, capsys):
     running = type("Running", (), {"num_engines": 2, "device": "cpu", "keep": False})()
     monkeypatch.setattr(magic_commands.cluster, "find_current", lambda: running)
     none = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
     magic_commands.start(SimpleNamespace(**none, device="auto", keep=False))
     assert "a session with 2 engines on cpu is running already" in capsys.readouterr().out
-    with pytest.raises(UsageError, match=f"start --{next(iter(wish))}.*was not started so"):
-        magic_commands.start(SimpleNamespace(**{**none, "device": "cpu", "keep": False, **wish}))
+    with pytest.raises(UsageError, match=f"start --{next(iter(asked))}.*was not started so"):
+        magic_commands.start(SimpleNamespace(**{**none, "device": "cpu", "keep": False, **asked}))
 
 
 def test_tag_prints_and_parses():

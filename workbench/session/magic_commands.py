@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from IPython.core.error import UsageError
@@ -30,7 +31,7 @@ OPTIONS = {
 """The options of each command that takes some."""
 _WAYS = ("profile", "hosts", "python", "slurm")
 _started_by: WeakKeyDictionary[cluster.Session, dict[str, str | None]] = WeakKeyDictionary()
-"""How ``start`` was told to reach the hosts of a session."""
+"""The options of ``start`` about hosts, for sessions that it started."""
 
 
 def check_options(line: str, command: str) -> None:
@@ -58,7 +59,7 @@ def start(options: Namespace) -> None:
             "First: %workbench detach"
         )
     if running is not None:
-        others = _other_wishes(running, options)
+        others = _disagreements(running, options)
         what = f"a session with {counted(running.num_engines, 'engine')} on {running.device}"
         if others:
             raise UsageError(
@@ -80,13 +81,13 @@ def start(options: Namespace) -> None:
     _started_by[session] = ways
 
 
-def _other_wishes(running: cluster.Session, options: Namespace) -> list[str]:
+def _disagreements(running: cluster.Session, options: Namespace) -> list[str]:
     """The options with which the session that runs does not agree."""
     ways = _started_by.get(running, {})
-    wishes = {way: (getattr(options, way), ways.get(way)) for way in _WAYS}
-    wishes["engines"] = (options.engines, running.num_engines)
-    wishes["device"] = (None if options.device == "auto" else options.device, running.device)
-    others = [f"--{name} {wanted}" for name, (wanted, has) in wishes.items() if wanted not in (None, has)]
+    asked: dict[str, tuple[Any, Any]] = {way: (getattr(options, way), ways.get(way)) for way in _WAYS}
+    asked["engines"] = (options.engines, running.num_engines)
+    asked["device"] = (None if options.device == "auto" else options.device, running.device)
+    others = [f"--{name} {wanted}" for name, (wanted, has) in asked.items() if wanted not in (None, has)]
     return others + (["--keep"] if options.keep and not running.keep else [])
 
 
