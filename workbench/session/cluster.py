@@ -287,7 +287,7 @@ class Session:
             SessionError: a set-up cell failed, or there is none. Nothing is lost by that: mend it and recover again.
         """
         call = partial(self._call, self._check(None), what="recover")
-        with self._requests.exclusive():
+        with self._requests.exclusive(on_wait=self._report_wait):
             self._pool.prepare(self._pool.ranks)
         return self._setup.recover(self._pool.losses, call, self.run_cell)
 
@@ -303,7 +303,7 @@ class Session:
         """
         before = len(self._check(None))
         check_num_engines(engines, f"resize({engines!r})")
-        with self._requests.exclusive():
+        with self._requests.exclusive(on_wait=self._report_wait):
             rows = self._pool.resize(engines) if engines != before else []
         self._notify_subscribers(-1, RunEvent("resized", 0))
         recovered, losses = self.recover() if self._setup and self._pool.losses else None, self._pool.losses
@@ -362,12 +362,12 @@ class Session:
         timeout_s: float | None = None,
         label: str = "",
     ) -> Outcome:
-        def report_wait() -> None:
-            busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
-            print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
-
-        with self._requests.exclusive(on_wait=report_wait):
+        with self._requests.exclusive(on_wait=self._report_wait):
             return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
+
+    def _report_wait(self) -> None:
+        busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
+        print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
 
     def _call(self, targets: Sequence[int], fn: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
