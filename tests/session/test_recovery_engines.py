@@ -58,7 +58,9 @@ def kill(session, rank):
 
 def test_losses_are_those_of_a_run_that_lost_no_rank(own_session, capfd):
     setup = SETUP.format(strategy="*: data")
+    own_session.submit(time.sleep, 0.5)
     assert "nothing to recover" in str(own_session.recover())
+    assert "this waits its turn" in capfd.readouterr().err
     own_session.run(setup)
     own_session.run(FUNCTIONS)
     expected = own_session.run("train(8)").values[0]

@@ -1,7 +1,8 @@
-"""Shows what subprocesses and C code print, before the reply of the cell in which they printed it.
+"""Shows what child processes and C code print, before the reply of the cell in which they printed it.
 
-They write to file descriptors. ipykernel reads these on a thread, and sends a reply without asking this thread: lines
-that it read too late were shown in the next cell, or nowhere.
+They write to file descriptors, and so do forks of the engine, such as workers of a DataLoader. ipykernel reads these
+on a thread, and sends a reply without asking this thread: lines that it read too late were shown in the next cell, or
+nowhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 def install() -> None:
     """Read both descriptors here, in the place of ipykernel's threads."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        DescriptorOutput(number, stream)
+        os.register_at_fork(after_in_child=DescriptorOutput(number, stream).bypass)
 
 
 class DescriptorOutput:
@@ -29,7 +30,7 @@ class DescriptorOutput:
     """
 
     def __init__(self, number: int, stream: Any) -> None:
-        self._stream, self._flush, self._pid, self._lock = stream, stream.flush, os.getpid(), threading.Lock()
+        self._number, self._stream, self._flush, self._lock = number, stream, stream.flush, threading.Lock()
         try:
             self._log = os.dup(stream.fileno())
         except io.UnsupportedOperation:  # ipykernel does not read it
@@ -60,6 +61,10 @@ class DescriptorOutput:
             return bool(found)
 
     def _read_and_flush(self) -> None:
-        if os.getpid() == self._pid:  # no fork, which has the pipe, too
-            self._read()
+        self._read()
         self._flush()
+
+    def bypass(self) -> None:
+        """In a fork, which has no thread that sends: let the stream write to the descriptor, which the parent reads."""
+        file = open(self._number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        self._stream.write, self._stream.flush = file.write, file.flush
