@@ -12,13 +12,23 @@ from torch.distributed import Work
 from workbench.session import protocol
 from workbench.session.on_engine import activity, interruptible_waits
 from workbench.tensors import world as world_module
+from workbench.transport import rendezvous
 from workbench.transport.messaging import waiter
 from workbench.transport.messaging.message_transport import MessageTransport
 from workbench.transport.network.helper_thread import HelperThread
 
 
 def test_the_files_of_waits_exist():
-    assert all(Path(file).is_file() for file in (activity.LOCAL_WAITS, activity.REMOTE_WAITS, activity.PLAIN_WAITS))
+    waits = (activity.LOCAL_WAITS, activity.REMOTE_WAITS, activity.PLAIN_WAITS, activity.JOIN_WAITS)
+    assert all(Path(file).is_file() for file in waits)
+
+
+def test_a_rank_that_joins_a_world_alone_waits_for_others():
+    found = []
+    store = SimpleNamespace(check=lambda keys: len(found) == 2)
+    look = lambda: found.append(activity.wait_of(sys._getframe(), None))  # noqa: E731
+    rendezvous._wait_for_all(store, ["member/1"], "rank 0", 1.0, look)
+    assert found[0].startswith(protocol.PLAIN) and found[0] == found[1]
 
 
 def test_a_wait_in_a_helper_thread_is_recognised():

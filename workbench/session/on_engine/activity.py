@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from workbench.transport.messaging.message_transport import MessageTransport
 
 _PACKAGE = Path(__file__).parents[2]
-#: Files in whose functions a thread waits for other ranks: over memory of this host, over a network, in plain torch.
+#: Files in whose functions a thread waits for other ranks: over memory of this host, over a network, in plain torch,
+#: to join a world.
 LOCAL_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
 REMOTE_WAITS = str(_PACKAGE / "transport" / "network" / "helper_thread.py")
 PLAIN_WAITS = interruptible_waits.__file__
+JOIN_WAITS = str(_PACKAGE / "transport" / "rendezvous.py")
 #: Files of torch whose functions wait for other ranks in C++. Other parts of torch.distributed wait for disks, say.
 _TORCH_WAITS = tuple(
     os.path.join("torch", *parts)
@@ -65,7 +67,7 @@ def wait_of(frame: FrameType | None, world: Any) -> str:
             return f"{protocol.REMOTE} {number}"
         # a rank whose message has arrived can go on, though it may not have got a processor yet
         return "" if transport.has_pending_message() else f"{protocol.LOCAL} {number}"
-    if PLAIN_WAITS in files:
+    if PLAIN_WAITS in files or JOIN_WAITS in files:
         return f"{protocol.PLAIN} {number}"
     if REMOTE_WAITS in files:
         return f"{protocol.REMOTE} {number}"
