@@ -28,7 +28,7 @@ def profiles(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ipython")
     profile = folder / "profile_limited"
     profile.mkdir(mode=0o700)
-    (launcher,) = blocks("Slurm", "python")
+    (launcher,) = blocks("Slurm: notebooks", "python")
     launcher = launcher.replace("--ntasks-per-node=8", "--ntasks-per-node=2").replace("08:00:00", "00:01:00")
     (profile / "ipcluster_config.py").write_text(launcher + lines_of_ssh())
     return folder

@@ -9,7 +9,7 @@ from tests.cluster.programs import TRAIN, assert_trained, blocks, environment_of
 from tests.session import hosts
 from tests.timeouts import PROGRAM_TIMEOUT_S
 
-SERVICE, JOB = yaml.safe_load_all(blocks("Kubernetes", "yaml")[0])
+SERVICE, JOB = yaml.safe_load_all(blocks("Kubernetes: a script", "yaml")[0])
 WHY_NOT = hosts.missing()
 
 

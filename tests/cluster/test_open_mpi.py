@@ -16,8 +16,8 @@ from tests.timeouts import PROGRAM_TIMEOUT_S
 from workbench.errors import CellError
 from workbench.session import Session
 
-LAUNCHER, ENGINES = programs.blocks("MPI", "python")
-ON_ONE_HOST, ON_HOSTS = re.findall(r"^    mpirun (.*)$", programs.section("MPI"), re.MULTILINE)
+LAUNCHER, ENGINES = programs.blocks("MPI: notebooks", "python")
+ON_ONE_HOST, ON_HOSTS = re.findall(r"^    mpirun (.*)$", programs.section("MPI: a script"), re.MULTILINE)
 WHY_NOT = hosts.missing() or ("" if shutil.which("mpirun") else "needs mpirun (Debian: openmpi-bin)")
 
 pytestmark = [

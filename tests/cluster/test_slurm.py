@@ -25,7 +25,7 @@ from workbench.session import Session
 from workbench.session.processes import launch_profile
 from workbench.session.processes.make_profile import slurm_profile
 
-(BATCH_FILE,) = blocks("Slurm", "bash")
+(BATCH_FILE,) = blocks("Slurm: a script", "bash")
 pytestmark = NEEDS_SLURM
 
 

@@ -222,7 +222,7 @@ class Contraction(nn.Module):
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
 def test_einsum_is_counted_at_its_precision(precision, itemsize):
     batch = torch.empty(4, 6), torch.empty(4, 3)
-    run = dry_run(Contraction, f"*: model:column | 1x1x2 {precision}", 2, *batch, lambda x, y: x.float().sum())
+    run = dry_run(Contraction, f"*: model:column | 1x1x2 {precision}", 2, *batch, lambda x, y: x.float().square().sum())
     assert run.by_kind == {"reduce-scatter": 12 * itemsize, "all-gather": 12 * itemsize}
 
 

@@ -144,8 +144,10 @@ def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     spec = target._spec
     whole = box(target, spec.layout.broadcast(), plan.name.folded)
     with local_torch():
-        # As in the target, elements may have one place: torch says which functions may write them.
-        copy = wrap(_without_repeats(whole, target).clone().expand(whole.shape), whole._spec)
+        local = _without_repeats(whole, target).clone()
+        if local.shape != whole.shape:  # as in the target, elements have one place: torch says what may write them
+            local = local.expand(whole.shape)
+        copy = wrap(local, whole._spec)
     _run_whole(plan, func, (copy, *args[1:]), kwargs)
     result = box(copy, spec.layout, plan.name.folded)
     if spec.is_placeholder:

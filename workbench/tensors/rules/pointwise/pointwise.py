@@ -100,8 +100,11 @@ def _div(call: Call) -> Resolution:
 
 @rule(*_CASTS.split())
 def _cast(call: Call) -> Resolution:
-    """Terms of a sum stay terms where they have the dtype already, and the result may be the tensor itself."""
-    return Resolution("+... -> ..." if call.operands[0].dtype == call.outputs[0][1] else "... -> ...")
+    """Terms of a sum stay terms where they have dtype and device already, and the result may be the tensor itself."""
+    own = call.operands[0]
+    named = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.device)]
+    stays = all(each.type == own.device.type and each.index in (None, own.device.index) for each in named)
+    return Resolution("+... -> ..." if stays and own.dtype == call.outputs[0][1] else "... -> ...")
 
 
 @composite("to")
