@@ -21,7 +21,7 @@ def test_errors_say_what_to_write() -> None:
         model = nn.Linear(4, 2)
         mistakes = [
             (lambda: wb.parallelize(model, "pipline"), r"did you mean 'pipeline'\?"),
-            (lambda: wb.parallelize(model, "fsdp"), "presets are data, model, pipeline, hybrid"),
+            (lambda: wb.parallelize(model, "fsdp"), r"here 'fsdp' is '\*: data \| zero=3'"),
             (lambda: wb.parallelize(model, "data | mb=4 1fb1"), r"option '1fb1' .*did you mean '1f1b'\?"),
             (lambda: wb.parallelize(model, "data | zero3"), r"did you mean 'zero=3'\?"),
             (lambda: x.to_global("B"), "placement='B' is a str.*by name: sbp="),

@@ -26,13 +26,18 @@ def peak_bytes(trace: Trace) -> int:
 
 
 def limit_memory(trace: Trace, memory_bytes: int) -> Trace:
-    """The same trace, with as many values computed again as a peak of ``memory_bytes`` needs, or as is possible."""
+    """The same trace, with as many values computed again as a peak of ``memory_bytes`` needs, or as is possible.
+
+    Only values of the given trace are: two copies that need each other would be made again in turns without end.
+    """
     known: dict[int, _Slots] = {}
+    own = {slot for call in trace.calls for slot in call.makes()}
     while True:
         lifetimes = _Lifetimes(trace, known)
         if max(lifetimes.held, default=0) <= memory_bytes:
             return trace
-        chosen = max(lifetimes.candidates(), key=lambda candidate: candidate.gain, default=None)
+        found = (each for each in lifetimes.candidates() if each.memory in own)
+        chosen = max(found, key=lambda candidate: candidate.gain, default=None)
         if chosen is None:
             return trace
         trace = _computed_again(trace, lifetimes, chosen)

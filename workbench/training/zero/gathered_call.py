@@ -121,6 +121,7 @@ class GatheredCall:
             for node in nodes:
                 # An earlier node belongs to an input that the unit returns.
                 if node is not None and node._sequence_nr() >= self._first_node:
+                    self.again.awaits_backward = True
                     node.register_prehook(partial(self.again.begin_backward, self.before))
             if learns:
                 return

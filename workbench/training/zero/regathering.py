@@ -30,6 +30,7 @@ class Regathering:
             rebuilt when each began.
         dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
         versions: of the parameters, when they were gathered.
+        awaits_backward: whether the call has results for backward, which has not come to it yet.
     """
 
     tag: int
@@ -38,9 +39,9 @@ class Regathering:
     under_way: dict[BoxingWork, int]
     dtypes: list[torch.dtype | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    awaits_backward: bool = False
     _pending: BoxingWork | None = None
     _values: dict[int, torch.Tensor] | None = None
-    _ended_in: int = -1
 
     def begin_backward(self, before: Regathering | None, grads: Any) -> None:
         """Gather before the first node of the unit's results runs, and begin to gather for the unit before it.
@@ -50,8 +51,8 @@ class Regathering:
                 may not reach that unit.
         """
         self.regather()
-        task = torch._C._current_graph_task_id()
-        if before is not None and before._ended_in != task and before._is_current():
+        self.awaits_backward = False
+        if before is not None and before.awaits_backward and before._is_current():
             before._start()
             torch.autograd.Variable._execution_engine.queue_callback(before.cancel)
 
@@ -79,7 +80,7 @@ class Regathering:
         """Drop the values; backward has the gradients."""
         self.cancel()
         self._values = None
-        self._ended_in = torch._C._current_graph_task_id()
+        self.awaits_backward = False
 
     def cancel(self) -> None:
         """End a gathering that nothing has used."""
