@@ -212,5 +212,5 @@ def do_nothing() -> None:
 def reason_of(error: BaseException) -> str:
     """Why a world ends in which this error broke off an exchange."""
     if isinstance(error, KeyboardInterrupt):
-        return "an interrupt broke off an exchange. In a notebook the next cell has a new world: save there"
+        return "KeyboardInterrupt, which broke off an exchange. In a notebook the next cell has a new world: save there"
     return str(error) or type(error).__name__
