@@ -12,13 +12,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
 from workbench.errors import CollectiveAborted
 from workbench.tensors.simulated import Simulated
-from workbench.tensors.world import World, run_backward_in_calling_thread
+from workbench.tensors.world import World, finish, run_backward_in_calling_thread
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
@@ -55,9 +56,12 @@ def run_ranks(
         try:
             with Simulated(world), torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(rank) if takes_rank else fn()
+                finish(world)
         except BaseException as error:  # noqa: BLE001 - raised again below; the other ranks must not wait for this one
             failures.append((rank, error))
             hub.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+            with suppress(Exception), Simulated(world):
+                finish(world)
         finally:
             hub.end(rank)
 

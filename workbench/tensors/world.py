@@ -118,7 +118,7 @@ _left_world: World | None = None
 _joined_by: dict[str, Any] = {}
 thread_world = threading.local()
 _at_rebuild: list[Callable[[], None]] = []
-_at_shutdown: list[Callable[[], None]] = []
+_at_shutdown: list[Callable[[World], None]] = []
 
 
 def current() -> World:
@@ -305,9 +305,15 @@ def at_rebuild(forget: Callable[[], None]) -> None:
     _at_rebuild.append(forget)
 
 
-def at_shutdown(finish: Callable[[], None]) -> None:
-    """Register a function that every rank calls before it leaves its world."""
-    _at_shutdown.append(finish)
+def at_shutdown(end: Callable[[World], None]) -> None:
+    """Register a function that every rank calls with its world before it leaves it."""
+    _at_shutdown.append(end)
+
+
+def finish(world: World) -> None:
+    """End what belongs to a world that this rank is about to leave. All its ranks call it."""
+    for end in _at_shutdown:
+        end(world)
 
 
 def _share_random_state(rank: int, transport: Transport, device: torch.device) -> None:
@@ -332,8 +338,7 @@ def shutdown() -> None:
     global _process_world, _left_world
     if _process_world is None:
         return
-    for finish in _at_shutdown:
-        finish()
+    finish(_process_world)
     with HeldInterrupt(at_most_s=_HELD_AT_MOST_S):
         _process_world.transport.close()
         if dist.is_initialized():

@@ -158,8 +158,8 @@ def _report_at_exit() -> None:
 
 def _report_at_exit_of(world: World) -> None:
     """Let the ranks of a world do so together, if none has failed."""
-    loop = _loops[world]
-    if not loop.has_log:
+    loop = _loops.get(world)
+    if loop is None or not loop.has_log:
         return
     with contextlib.suppress(Exception):  # another rank has failed, or does not come
         if not hasattr(sys, "last_type"):  # an error ends this rank
@@ -322,5 +322,5 @@ def _own_term(loss: Any) -> LossTerm | None:
 _loops: dict[World, _Loop] = {}
 
 
-at_shutdown(_report_at_exit)
+at_shutdown(_report_at_exit_of)
 atexit.register(_report_at_exit)  # a world of one rank needs no shutdown
