@@ -29,6 +29,7 @@ from workbench.tensors.tensor_state import (
     forget_memory,
     gradient_state,
     keep_writes,
+    memory_of,
     version_of,
     writes_of,
 )
@@ -194,8 +195,7 @@ class GlobalTensor(TensorState):
             writes = writes_of(self)
             alias = wrap(writes.counted(_data_slot.__get__(self)), self._spec)
             keep_writes(alias, writes)
-        if self._is_grad:
-            alias._is_grad = True
+        alias._memory, alias._is_grad = memory_of(self), self._is_grad
         if type(self) is not GlobalTensor:
             later.share_data(alias, self)
         return alias
@@ -239,7 +239,7 @@ class GlobalTensor(TensorState):
                     _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
                 _data_slot.__set__(self, local)
             forget_memory(self)
-            self._spec = value._spec
+            self._spec, self._memory = value._spec, memory_of(value)
             if shard is not None:
                 self._gradient.shard = shard
             if grad is not None and grad.shape == self.shape:

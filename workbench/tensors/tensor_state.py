@@ -240,6 +240,8 @@ class TensorState(Annotated):
     """Of a placeholder: all writes to its memory, if somebody has read or set ``.data``. Other tensors have this in
     their storage (see ``keep_writes``).
     """
+    _memory: object | None = None
+    """Stands for the memory that it was last given by ``.data``, on every rank (see ``memory_of``)."""
     _boxings: dict[tuple[Layout, Any], Any] | None = None
     """Results of implicit boxings, by target layout and by the state of the tensor that they are valid for."""
     _last_use: int = 0
@@ -311,6 +313,15 @@ def _kept_writes(owner: TensorState) -> Writes | None:
         return owner._writes
     kept: Writes | None = vars(owner.untyped_storage()).get("writes")
     return kept
+
+
+def memory_of(tensor: TensorState) -> object:
+    """What stands for the memory of a tensor, made by the first call. Setting ``.data`` changes it on all ranks alike,
+    also where a shard is empty or there is none; setting ``.data`` of earlier brings it back.
+    """
+    if tensor._memory is None:
+        tensor._memory = object()
+    return tensor._memory
 
 
 def count_write(tensor: TensorState) -> None:

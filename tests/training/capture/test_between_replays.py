@@ -69,3 +69,52 @@ def test_gradients_of_a_bias_that_one_rank_adds(num_passes):
         return losses
 
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
+class Normed(nn.Module):
+    """A layer with one output, of which the second rank has an empty shard, behind a norm with a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+STAGES = "first: data@0; norm: data@1; last: data@1 | 2x1x1"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        (STAGES, "first.weight"),
+        (STAGES, "norm.weight"),
+        (STAGES, "norm.running_mean"),
+        ("*: model:column | 1x1x2", "last.weight"),
+    ],
+)
+def test_memory_of_a_tensor_that_is_other_on_some_ranks_only(strategy, name):
+    def program(capture):
+        module = wb.parallelize(filled(Normed()), strategy)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+
+        def step(x):
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run, losses, tensor = wb.capture(step) if capture else step, [], module.state_dict(keep_vars=True)[name]
+        for number, (x, _) in enumerate(batches(8)):
+            if number == 3:
+                tensor.data = kept = tensor.data.clamp(-0.2, 0.2)
+            if number == 6:
+                tensor.data = kept.clamp_(-0.1, 0.1)  # the same memory
+            losses.append(run(x).full_tensor())
+        assert not capture or (run.num_recordings, run.num_replays) == (2, 5)
+        return losses
+
+    assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))

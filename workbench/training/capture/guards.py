@@ -75,6 +75,11 @@ class Guards:
         with local_torch():
             return [parameter for parameter in self._parameters if parameter.requires_grad]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters, also frozen ones, and the buffers."""
+        buffers = (buffer for part in self._parts.values() for buffer in part._buffers.values())
+        return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
+
     def objects(self) -> list[Any]:
         """The objects that the modules have now."""
         return objects_of(self._parts.values())

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.tensor_state import memory_of
 from workbench.training.capture.gradients import has_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep
 from workbench.training.capture.read_numbers import Numbers
@@ -32,6 +33,7 @@ class Recording:
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: the tensors that the step works on, each with its address.
+        memory: those that all ranks know, each with what stands for its memory: a rank without a part has no address.
         written: tensors among them that the step writes to.
         steps: the optimizers' steps.
         traffic: exchanges and bytes of one step.
@@ -47,14 +49,16 @@ class Recording:
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
+    memory: list[tuple[GlobalTensor, object]]
     written: list[torch.Tensor]
     steps: list[OptimizerStep]
     traffic: TrafficCount
 
     def fits(self) -> bool:
-        """Whether every tensor that the step works on has the same address."""
+        """Whether every tensor that the step works on has the memory that it had, on all ranks."""
         with local_torch():
-            return all(tensor.data_ptr() == address for tensor, address in self.addresses)
+            is_same = all(memory_of(tensor) is memory for tensor, memory in self.memory)
+            return is_same and all(tensor.data_ptr() == address for tensor, address in self.addresses)
 
     def has_its_optimizers(self) -> bool:
         """Whether optimizers have the parameters that they had, in the layouts that they had."""
@@ -69,12 +73,14 @@ class InputKind:
         numbers: that the recordings have read. Without a recording there are none, as a normal call may replay blocks
             (see ``forward_cache``) on some ranks and not on others.
         leaves: the leaves of autograd that the step works on.
+        held: the parameters and buffers of the modules that it calls.
         optimizers: that have stepped in the normal call.
         recordings: by the leaves that have a gradient when the step begins.
     """
 
     numbers: Numbers
     leaves: list[torch.Tensor]
+    held: list[torch.Tensor]
     optimizers: list[Optimizer]
     recordings: dict[tuple[bool, ...], Recording]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
-from workbench.tensors.tensor_state import gradient_state
+from workbench.tensors.tensor_state import gradient_state, memory_of
 from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, has_grad, held_grad, hold_grad, shard_spec
@@ -174,7 +174,8 @@ class CapturedStep(Generic[_Arguments, _Result]):
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
             stepped = chain(*(group["params"] for optimizer in optimizers for group in optimizer.param_groups))
-            kind = InputKind(Numbers(), _joined(seen.found.values(), self._guards.trained(), stepped), optimizers, {})
+            worked_on = _joined(seen.found.values(), self._guards.trained(), stepped)
+            kind = InputKind(Numbers(), worked_on, self._guards.tensors(), optimizers, {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
         graded = kind.graded()
@@ -288,6 +289,8 @@ def _record(
         trace.inputs = [*trace.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
+        known = _joined(leaves, kind.held, recorder.placeholders)
+        memory = [(tensor, memory_of(tensor)) for tensor in known if isinstance(tensor, GlobalTensor)]
         changed = written_memory(trace)
         strides = [
             None if slot in changed else strides_of(value)
@@ -304,7 +307,7 @@ def _record(
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = Recording(
         trace, trace.compile(), strides, made, used, cleared, elsewhere, results, result_structure, addresses,
-        written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
+        memory, written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
     )  # fmt: skip
     return result, recording
 
