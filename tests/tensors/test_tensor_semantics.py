@@ -215,6 +215,16 @@ def test_as_one_device(program, turn):
     assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
 
 
+def test_a_shape_is_logical_in_inference_mode():
+    def shapes(rank):
+        x = wb.ones(5, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        with torch.inference_mode():
+            return [tuple(each.shape) for each in (x, x + 1, x[1:], x.data, x.to_local())]
+
+    whole = [(5, 4), (5, 4), (4, 4), (5, 4)]
+    assert run_ranks(shapes) == [[*whole, (3, 4)], [*whole, (2, 4)]]
+
+
 def test_data_takes_the_layout_and_keeps_the_gradient():
     def layouts():
         placement = wb.placement.all("cpu")

@@ -53,7 +53,7 @@ _MAX_TARGETS = 64
 
 def is_below_autograd() -> bool:
     """Whether this is a dispatch mode that is shown an operator: there, a global tensor is its shard."""
-    return _is_excluded(_AUTOGRAD)
+    return _is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()  # which excludes autograd everywhere
 
 
 class GlobalTensor(TensorState):
@@ -76,7 +76,7 @@ class GlobalTensor(TensorState):
         """The logical shape. Inside torch's own Python functions that run on shards, and in dispatch modes, the shard's
         shape.
         """
-        if _torch_function_enabled() and not _is_excluded(_AUTOGRAD):
+        if _torch_function_enabled() and not is_below_autograd():
             return torch.Size(self._spec.shape)
         with local_torch():
             return _local_shape(self)
