@@ -173,8 +173,8 @@ def forget_sum(tensor: Any) -> None:
 
 class Writes:
     """The number of writes to one memory, since somebody has first read or set ``.data`` there, through all tensors
-    that have it: torch counts those through ``.data`` apart. Reads of ``.data`` change no number, since a program may
-    look at it on one rank only.
+    that have it: torch counts those through ``.data`` apart, and none to tensors of inference mode. Reads of ``.data``
+    change no number, since a program may look at it on one rank only.
     """
 
     __slots__ = ("_counting", "_past")
@@ -190,6 +190,10 @@ class Writes:
         self._counting[id(tensor)] = _counter(tensor)
         self._past += max(0, above + 1 - _writes_to(tensor) - self.total())
         keep_writes(tensor, self)
+
+    def add_one(self) -> None:
+        """Count one that torch does not."""
+        self._past += 1
 
     def counted(self, data: torch.Tensor) -> torch.Tensor:
         """``data``, which torch has just made, as a tensor whose writes count."""
@@ -276,7 +280,7 @@ DECLARED = frozenset(TensorState.__annotations__)
 
 def version_of(tensor: torch.Tensor) -> int:
     """The number of writes to the memory of a tensor: torch's ``_version``, for global tensors also where there is no
-    memory, and with writes through ``.data``. 0 for tensors of inference mode, to which torch counts none.
+    memory, with writes through ``.data``, and for tensors of inference mode. 0 for plain tensors of that mode.
 
     The caller has switched off ``__torch_function__``.
     """
@@ -313,6 +317,15 @@ def _kept_writes(owner: TensorState) -> Writes | None:
         return owner._writes
     kept: Writes | None = vars(owner.untyped_storage()).get("writes")
     return kept
+
+
+def count_in_inference_mode(target: TensorState) -> None:
+    """Count a write in place; torch counts it unless the tensor is one of inference mode.
+
+    The caller has switched off ``__torch_function__``.
+    """
+    if target.is_inference():
+        writes_of(target).add_one()
 
 
 def memory_of(tensor: TensorState) -> object:

@@ -157,6 +157,13 @@ def shapes_in_place(x, y):
     x.transpose_(0, 1)
 
 
+def outputs(x, y):
+    rows_of_x, first = x[1:3], x[0]
+    torch.mul(y, 2, out=x)
+    y[:2].copy_(rows_of_x)
+    torch.add(y[3], 1, out=first)
+
+
 PROGRAMS = [slices, narrow_and_select, flat, diagonal_and_transpose, pieces, rows, chains, masks, index_tensors, stale]
 PROGRAMS += [reshapes, data, initializers, lists, keywords, shapes_in_place]
 
@@ -217,6 +224,43 @@ def test_writes_through_views_are_those_of_one_device(program, turn):
                     torch.testing.assert_close(
                         theirs, ours, rtol=1e-4, atol=1e-5, msg=lambda m, s=sbps, g=grid: f"{s} on {g}: {m}"
                     )
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("is_made_inside", [False, True])
+@pytest.mark.parametrize("program", [*PROGRAMS, outputs], ids=lambda program: program.__name__)
+def test_writes_in_inference_mode_are_those_of_one_device(program, is_made_inside):
+    """Rank 2 holds nothing."""
+
+    def run(make):
+        with torch.inference_mode(is_made_inside):
+            x, y = make()
+        with torch.inference_mode():
+            program(x, y)
+            return x + 0, y + 0
+
+    def on_rank(rank):
+        layout = Layout.of(wb.placement("cpu", ranks=[0, 1]), "S(0)")
+        return [value.full_tensor() for value in run(lambda: [spread(t, layout, rank) * 1 for t in operands()])]
+
+    expected = run(operands)
+    for found in run_ranks(on_rank, 3):
+        torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_views_in_inference_mode_are_fetched_again_only_after_a_write():
+    def program(rank):
+        traffic = current().traffic
+        with torch.inference_mode():
+            x = wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)") * 1
+            middle, before = x[1:3], traffic.sent_bytes
+            for _ in range(3):
+                middle + 1
+            unwritten = traffic.sent_bytes - before
+            x.add_(1)
+            return unwritten, (middle + 1).full_tensor().sum().item()
+
+    assert run_ranks(program) == [(0, 24.0)] * 2
 
 
 def test_a_parameter_row_is_cleared_without_gathering_the_parameter():

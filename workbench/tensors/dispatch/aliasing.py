@@ -210,8 +210,6 @@ def remember_copies(
             result = tree_map(partial(_own, boxed, memory_format_of(call[1:])), result)
             if is_agreed:
                 return result
-    if torch.is_inference_mode_enabled():
-        return result  # inference tensors have no version counters
     views = [leaf for leaf in tree_leaves(result) if type(leaf) is GlobalTensor]
     items = getattr(local, "items", None)
     for position, view in enumerate(views):

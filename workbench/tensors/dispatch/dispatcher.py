@@ -42,6 +42,7 @@ from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_pl
 from workbench.tensors.dispatch.planning import PARAMETER, Plan, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
+from workbench.tensors.tensor_state import count_in_inference_mode
 
 _functions: dict[Any, Callable[..., Any] | None] = {}
 
@@ -139,6 +140,8 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
     handler = _handler_by_name(func)
     if handler is not None and takes_numbers(func):
         handler = partial(_call_with_numbers, handler)
+    if fold_name(func).in_place:
+        handler = partial(_count_and_call, handler)
     if not isinstance(func, torch._ops.OpOverload):
         return handler
 
@@ -150,6 +153,13 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
         return NotImplemented if handler is None else handler(func, args, kwargs)
 
     return call_operator
+
+
+def _count_and_call(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if torch.is_inference_mode_enabled() and isinstance(target := (*args, *kwargs.values())[0], GlobalTensor):
+        with local_torch():
+            count_in_inference_mode(target)
+    return NotImplemented if handler is None else handler(func, args, kwargs)
 
 
 def _call_with_numbers(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from workbench.tensors.dispatch.checks import refuse_out
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import FILLERS
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.tensor_state import count_in_inference_mode
 
 
 def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -84,6 +85,8 @@ def _write(target: GlobalTensor, value: Any) -> None:
     if not isinstance(value, GlobalTensor):
         value = from_local(value, spec.world, spec.layout)
     boxed = box(value, spec.layout, "out=")
+    with local_torch():
+        count_in_inference_mode(target)
     if spec.is_placeholder:
         write_placeholder(target, [target])
         return
