@@ -115,15 +115,12 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs that tests keep, also in the kernels and engines that they start, are none of the user's."""
-    before = os.environ.get("WORKBENCH_RUNS")
-    os.environ["WORKBENCH_RUNS"] = str(tmp_path_factory.mktemp("runs"))
-    yield
-    if before is None:
-        del os.environ["WORKBENCH_RUNS"]
-    else:
-        os.environ["WORKBENCH_RUNS"] = before
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs and sessions of tests, also in the kernels and engines that they start, are none of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNS", str(tmp_path_factory.mktemp("runs")))
+        patch.setenv("WORKBENCH_SESSIONS", str(tmp_path_factory.mktemp("sessions")))
+        yield
 
 
 @pytest.fixture

@@ -125,12 +125,16 @@ def _command(port: int, folder: Path) -> list[str]:
 
 
 def isolated_environment(folder: Path) -> dict[str, str]:
-    """Variables under which Jupyter and IPython read and write below a folder only."""
+    """Variables under which Jupyter and IPython read and write below a folder only. Sessions stay those of the tests,
+    and of programs that are none, such as benchmarks, they are below the folder, too."""
     places = {
         name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     }
     return (
-        os.environ | places | {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "ws")}
+        {"WORKBENCH_SESSIONS": str(folder / "sessions")}
+        | os.environ
+        | places
+        | {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "ws")}
     )
 
 

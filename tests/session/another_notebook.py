@@ -40,8 +40,7 @@ def kill(notebook):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     """Sessions of these tests are not seen by others, and the other way round."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv(folder.BASE_VARIABLE, str(tmp_path / "sessions"))
     monkeypatch.setattr(cluster, "_open", [])
     yield
     for each in folder.all_folders():

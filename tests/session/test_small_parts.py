@@ -226,8 +226,9 @@ def test_rank_environment():
 
 @pytest.fixture
 def temp_base(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+    path = tmp_path / "new" / "sessions"
+    monkeypatch.setenv(folder.BASE_VARIABLE, str(path))
+    return path
 
 
 @pytest.fixture
@@ -241,13 +242,13 @@ def sleeper():
 def test_folders_are_private(temp_base):
     made = folder.SessionFolder.create()
     assert made.path.stat().st_mode & 0o777 == 0o700
-    assert made.path.parent.stat().st_mode & 0o777 == 0o700
+    assert made.path.parent == temp_base and temp_base.stat().st_mode & 0o777 == 0o700
     assert list(folder.stale_folders()) == []
 
 
 def test_a_folder_that_others_may_enter_is_refused(temp_base):
-    (temp_base / f"workbench-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(SessionError, match=r"mode 0700.*0755"):
+    temp_base.mkdir(parents=True, mode=0o755)
+    with pytest.raises(SessionError, match=r"mode 0700.*0755.*WORKBENCH_SESSIONS"):
         folder.base_folder()
 
 

@@ -26,6 +26,7 @@ import psutil
 
 from workbench.errors import SessionError
 
+BASE_VARIABLE = "WORKBENCH_SESSIONS"
 _STATE = "session.json"
 _ENDED = -1.0
 """The start of a process that had ended before it was asked for."""
@@ -142,19 +143,21 @@ class EngineFacts:
 
 
 def base_folder() -> Path:
-    """The folder of all sessions of this user. No other user may read it.
+    """The folder of all sessions of this user: ``$WORKBENCH_SESSIONS``, else one among temporary files. No other user
+    may read it.
 
     Raises:
         SessionError: the folder exists, and another user owns it or may read it.
     """
-    path = Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    chosen = os.environ.get(BASE_VARIABLE)
+    path = Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise SessionError(
             f"Session: {path} must be a folder of user {os.getuid()} with mode 0700, but it has owner "
             f"{info.st_uid} and mode {stat.S_IMODE(info.st_mode):04o}. Sessions keep their keys there. "
-            f"Remove it, or set TMPDIR to a folder of your own."
+            f"Remove it, or set {BASE_VARIABLE} to a folder of your own."
         )
     return path
 
