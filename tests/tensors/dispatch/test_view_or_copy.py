@@ -62,6 +62,16 @@ x.type(torch.float32)
 x.expand(3, 2, 2, 3, 2)
 torch.broadcast_tensors(x, torch.ones(2, 1, 1, 1, 1))[0]
 torch.meshgrid(x[0, 0, :, 0], x[0, 1, :, 1], indexing="ij")[0]
+torch.cartesian_prod(x[0, 0, :, 0])
+torch.cartesian_prod(x[0, 0, :, 0], x[0, 1, :, 1])
+torch.linalg.diagonal(x)
+torch.linalg.diagonal(x[1:], offset=1, dim1=1, dim2=2)
+x.sum_to_size(2, 2, 3, 2)
+x[1:].sum_to_size(1, 2, 3, 2)
+x.sum_to_size(2, 1, 2)
+x.sum_to_size(torch.Size([2, 1, 3, 2]))
+x.to_dense()
+x[1].to_dense()
 torch.meshgrid(x[0, 0, :, 0], x[0, 1, :, 1], indexing="xy")[1]
 torch.einsum("iijk->ijk", x)
 torch.einsum("aabc->bac", x)

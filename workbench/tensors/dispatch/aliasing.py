@@ -41,7 +41,10 @@ ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
-_OF_VIEWS = frozenset(["meshgrid", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d"])
+_OF_VIEWS = frozenset(
+    ["meshgrid", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "linalg_diagonal", "cartesian_prod",
+     "sum_to_size"]
+)  # fmt: skip
 """Composites whose results are views that they make of their operands."""
 _BASIC = (int, slice, type(None), type(Ellipsis))
 

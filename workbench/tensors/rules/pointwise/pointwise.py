@@ -123,6 +123,12 @@ def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor if all(value in stays for value in (*args, *kwargs.values())) else NotImplemented
 
 
+@composite("to_dense")
+def to_dense(tensor: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """A global tensor is dense: it is itself."""
+    return tensor if dtype is None else tensor.to(dtype)
+
+
 @composite("cpu")
 def cpu(tensor: Any, memory_format: torch.memory_format = torch.preserve_format) -> Any:
     """Every rank moves its own shard."""

@@ -51,6 +51,19 @@ def _sum(call: Call) -> Resolution:
     return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
 
 
+@composite("sum_to_size")
+def sum_to_size(input: Any, *size: Any) -> Any:
+    """The sum over dims that ``size`` lacks or has as one; the tensor itself where it has this size."""
+    wanted = tuple(size[0]) if size and not isinstance(size[0], int) else size
+    lead = input.dim() - len(wanted)
+    if not wanted or lead < 0:
+        return NotImplemented if wanted else input.sum()
+    if any(target not in (1, own) for target, own in zip(wanted, input.shape[lead:], strict=True)):
+        return NotImplemented
+    dims = [d for d in range(input.dim()) if d < lead or wanted[d - lead] != input.shape[d]]
+    return input.sum(dims, keepdim=True).view(wanted) if dims else input
+
+
 @composite("nansum")
 def nansum(input: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     """No dims are all dims; torch's kernel for metadata takes them as none."""

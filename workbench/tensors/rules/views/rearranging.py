@@ -118,10 +118,10 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 @composite("cartesian_prod")
 def cartesian_prod(*tensors: Any) -> Any:
-    """All combinations of the elements of vectors, as rows."""
+    """All combinations of the elements of vectors, as rows; of one vector, a view of it."""
     given = listed(tensors)
-    if len(given) == 1:
-        return given[0].clone()
+    if len(given) == 1 and given[0].dim() == 1:
+        return given[0].view(-1)
     shape = tuple(t.shape[0] for t in given)
     grids = [t.view([-1 if d == k else 1 for d in range(len(shape))]).expand(shape) for k, t in enumerate(given)]
     return torch.stack([grid.reshape(-1) for grid in grids], 1)

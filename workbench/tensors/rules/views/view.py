@@ -176,6 +176,12 @@ def _diagonal(call: Call) -> Resolution:
     return Resolution(f"+{term(ndim, pair)} -> {term(ndim, dropped=pair)}Z")
 
 
+@composite("linalg_diagonal")
+def linalg_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:  # noqa: N803 - torch's name
+    """``torch.diagonal`` of the last two dims."""
+    return A.diagonal(offset, dim1, dim2)
+
+
 def windows(call: Call) -> Resolution:
     """``Tensor.unfold``: windows along one dim, which stays whole. (``nn.functional.unfold`` is another function.)"""
     ndim = len(call.shapes[0])
