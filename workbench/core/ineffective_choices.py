@@ -51,8 +51,8 @@ def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolve
     splits = [choice.split for choice in resolved.layers]
     useful = {str(row) for index, row in enumerate(rows) if any(splits[max(0, index - 1) : index + 2])}
     for row, layer, choice in zip(rows, layers, resolved.layers, strict=True):
-        is_split = resolved.stage_width(choice.stage)[1] == 1 or row.parallel != "model" or str(row) in useful
-        if row.pattern != "*" and not is_split and _has_matrix(layer):
+        is_as_meant = resolved.stage_width(choice.stage)[1] == 1 or row.parallel != "model" or str(row) in useful
+        if row.pattern != "*" and not is_as_meant and _has_matrix(layer):
             found.setdefault(str(row), layer)
     stages = {choice.name: choice.stage for choice in resolved.layers}
     return [
