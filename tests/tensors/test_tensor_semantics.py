@@ -348,6 +348,16 @@ def test_nothing_is_joined_by_asking():
     assert world.joined() is None or world.joined() is world.current()
 
 
+@pytest.mark.parametrize(
+    "form", [lambda x: x.to("meta"), lambda x: x.to(device="meta"), lambda x: x.to(dtype=x.dtype, device="meta")]
+)
+def test_terms_are_summed_before_they_move_to_another_device(form):
+    def program():
+        return str(form(wb.ones(4, 6, placement=wb.placement("cpu", ranks=[0, 1]), sbp="P")).sbp)
+
+    assert run_ranks(program)[0] != "(P,)"
+
+
 def test_a_move_to_a_device_gathers_nothing():
     def program():
         x = wb.ones(5, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")

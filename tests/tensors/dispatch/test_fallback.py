@@ -5,6 +5,7 @@ import torch
 
 import workbench as wb
 from workbench.core.placement import Placement
+from workbench.tensors.dispatch import fallback
 from workbench.tensors.dispatch.fallback import FallbackWarning, run_fallback
 from workbench.tensors.dispatch.planning import Plan
 from workbench.tensors.dispatch.registry import RULES, Name, Resolution
@@ -114,6 +115,40 @@ def test_split_rows_are_written_into_terms_without_a_fallback(write):
 
     for sbp, found in run_ranks(program):
         assert sbp == "P" and torch.equal(found, expected)
+
+
+WRITES_IN_PLACE = {
+    "put": lambda x: x.put_(torch.tensor([1]), torch.tensor([7.0])),
+    "fill_diagonal": lambda x: x.fill_diagonal_(3.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_IN_PLACE)
+def test_a_write_that_gathers_its_target_warns(name, monkeypatch):
+    monkeypatch.setattr(fallback, "_warned", set())
+
+    def program():
+        x = wb.ones(4, 6, placement=BOTH, sbp="S(0)")
+        WRITES_IN_PLACE[name](x)
+        return str(x.sbp[0]), x.full_tensor()
+
+    with pytest.warns(FallbackWarning, match=f"^{name}: no rule .* The result is right. "):
+        found = run_ranks(program)
+    expected = torch.ones(4, 6)
+    WRITES_IN_PLACE[name](expected)
+    assert all(sbp == "S(0)" and torch.equal(value, expected) for sbp, value in found)
+
+
+@pytest.mark.parametrize("name", ["arccosh", "arcsinh", "arctanh"])
+def test_names_from_numpy_gather_nothing(name):
+    def program():
+        x = wb.full((4, 6), 0.5, placement=BOTH, sbp="S(0)") + (name == "arccosh")
+        with wb.debug.trace() as boxings:
+            made = getattr(x, name)()
+            getattr(x, f"{name}_")()
+        return str(boxings), torch.equal(made.full_tensor(), x.full_tensor())
+
+    assert run_ranks(program) == [("no boxings", True)] * 2
 
 
 def test_a_mistake_is_reported_as_torch_reports_it():

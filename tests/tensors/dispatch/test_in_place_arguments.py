@@ -78,6 +78,7 @@ WRITES = {
     "index_add_": lambda q, p: q.index_add_(0, ROWS, p),
     "rows": lambda q, p: q.__setitem__(slice(1, 3), p[1:3]),
     "a view": lambda q, p: q.t()[1].add_(p[:, 2]),
+    "masked_scatter_": lambda q, p: q.masked_scatter_(p > 0, p),
     "a list": lambda q, p: torch._foreach_lerp_([q], [p], 0.3),
 }
 PLACES = {  # ranks and sbp of the target, and of what it takes
@@ -112,6 +113,20 @@ def test_what_a_write_takes_comes_from_other_placements(write, places):
 
     for found in run_ranks(program, 4):
         torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [2]])
+def test_lists_of_terms_take_what_comes_from_other_placements(ranks):
+    def program():
+        q = wb.to_global(X.clone(), placement=wb.placement(ranks=[0, 1]), sbp="B").to_global(sbp="P")
+        p = wb.to_global(X.cos(), placement=wb.placement(ranks=ranks), sbp="B")
+        torch._foreach_add_([q], [p], alpha=2)
+        torch._foreach_lerp_([q], [p], [0.5])
+        return str(q.sbp[0]), q.full_tensor()
+
+    for sbp, found in run_ranks(program, 3):
+        assert sbp == "P"
+        torch.testing.assert_close(found, X / 2 + 1.5 * X.cos())
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [2]])

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -272,6 +272,16 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return tree_unflatten(joined, structure)
 
 
+def beside(target: Any, operands: Any, why: str) -> Any:
+    """What a write takes, with all global tensors on the placement of its target."""
+    if not isinstance(target, GlobalTensor):
+        return operands
+    placement = target._spec.layout.placement
+    return tree_map(
+        lambda leaf: _to_placement(leaf, placement, why) if isinstance(leaf, GlobalTensor) else leaf, operands
+    )
+
+
 def _to_placement(tensor: GlobalTensor, placement: Placement, why: str) -> GlobalTensor:
     layout = tensor._spec.layout
     if layout.placement == placement:
@@ -378,4 +388,4 @@ def _wrap_result(result: torch.Tensor, spec: Spec) -> GlobalTensor:
     return wrap(result, spec)
 
 
-__all__ = ["FallbackWarning", "call_by_plan", "decompose", "dispatch"]
+__all__ = ["FallbackWarning", "beside", "call_by_plan", "decompose", "dispatch"]

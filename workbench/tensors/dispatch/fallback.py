@@ -24,8 +24,9 @@ from workbench.tensors.dispatch.placeholder_calls import (
     recipe_of,
     write_placeholder,
 )
-from workbench.tensors.dispatch.planning import Plan, itemsize_of, key_of
+from workbench.tensors.dispatch.planning import Plan, itemsize_of, key_of, operands_of
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.dispatch.registry import RULES
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.transport.user_code import user_stacklevel
@@ -40,15 +41,17 @@ _warned: set[str] = set()
 
 
 def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Box all operands to broadcast, run ``func`` on every rank, and wrap the results as broadcast."""
+    """Box all operands to broadcast, run ``func`` on every rank, and wrap the results as broadcast. A function in place
+    writes its result back in the layout of its target.
+    """
+    _warn_of_gather(plan, operands_of(args, kwargs))
     return _in_place(plan, func, args, kwargs) if plan.name.in_place else _run_whole(plan, func, args, kwargs)
 
 
 def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The same; a function in place writes to its first operand, which is broadcast."""
+    """Call ``func`` on whole operands. A function in place writes to its first operand, which is broadcast already."""
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_size)
     operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
-    _warn_of_gather(plan, operands)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, GlobalTensor):
             leaves[position] = box_implicitly(leaf, leaf._spec.layout.broadcast(), plan.name.folded)
@@ -169,6 +172,8 @@ def _without_repeats(tensor: torch.Tensor, target: GlobalTensor) -> torch.Tensor
 def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
     if plan.name.folded in _warned or plan.world.device.type == "meta":  # a dry run gathers nothing
         return
+    if plan.name.in_place and plan.name.folded in RULES and operands[0]._spec.layout.has_partial:
+        return  # it takes complete sums by its rule too
     moved = 0
     declared = getattr(plan.local, "how_to_declare", "a rule (wb.register_rule, wb.local_map)")
     for operand in operands:
@@ -180,7 +185,8 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
         warnings.warn(
             f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
             f"({format_bytes(moved)}). "
-            f"The result is right but broadcast. Box the operands to B yourself, or declare {declared}.",
+            f"The result is right{'' if plan.name.in_place else ' but broadcast'}. Box the operands to B yourself, or "
+            f"declare {declared}.",
             FallbackWarning,
             stacklevel=user_stacklevel(),
         )

@@ -127,7 +127,7 @@ _ALIASES = {
     "concatenate": "cat", "clip": "clamp", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
     "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc", "conv_transpose": "conv_transpose1d",
     "expit": "sigmoid", "psi": "digamma", "gammaln": "lgamma", "gammainc": "igamma", "gammaincc": "igammac",
-    "multigammaln": "mvlgamma", "type_as": "to",
+    "multigammaln": "mvlgamma", "type_as": "to", "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh",
 }  # fmt: skip
 _KEEP_UNDERSCORE = {"requires_grad_", "retain_grad", "share_memory_", "set_", "resize_", "resize_as_", "as_strided_"}
 

@@ -14,7 +14,7 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
-from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.dispatcher import beside, call_by_plan
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
@@ -225,6 +225,8 @@ def masked_scatter(func: Any, args: Any, kwargs: Any) -> Any:
     in_place = func.__name__.endswith("_")
     if in_place and not isinstance(given, GlobalTensor):
         return NotImplemented
+    if in_place:
+        mask, source = beside(given, (mask, source), "masked_scatter in place")
     shape = given.shape if in_place else torch.broadcast_shapes(given.shape, mask.shape)
     mask = mask.expand(shape)
     result = call_by_plan(take_where, (given.expand(shape), mask, _count(mask), source.reshape(-1)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.dispatcher import beside
 from workbench.tensors.dispatch.registry import (
     Call,
     Resolution,
@@ -117,10 +118,14 @@ def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     other: Any = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
         return tensor.to(other.dtype)
-    if type(other) in (str, int):
-        return tensor.to(torch.device(other), *args[1:], **kwargs)
+    if any(type(value) in (str, int) for value in (*args, *kwargs.values())):
+        return tensor.to(*map(_as_device, args), **{name: _as_device(value) for name, value in kwargs.items()})
     stays = (tensor.dtype, tensor.device, None, False, torch.preserve_format)
     return tensor if all(value in stays for value in (*args, *kwargs.values())) else NotImplemented
+
+
+def _as_device(value: Any) -> Any:
+    return torch.device(value) if type(value) in (str, int) else value
 
 
 @composite("to_dense")
@@ -224,6 +229,7 @@ def _in_place(name: str, args: list[Any], kwargs: dict[str, Any]) -> torch.Tenso
     is_linear = name in ("mul", "div", "neg") and not any(isinstance(arg, torch.Tensor) for arg in args[1:])
     has_terms = isinstance(target, GlobalTensor) and target._spec.layout.has_partial
     if method is None or (has_terms and not is_linear):
+        args, kwargs = beside(target, (args, kwargs), f"{name} in place")
         return target.copy_(_one(name)(*args, **kwargs))
     return method(*args, **kwargs)
 
