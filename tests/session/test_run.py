@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.session.played_engines import PlayedEngines
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
 from workbench.session.protocol import Failure, RankStatus
@@ -102,6 +103,29 @@ def test_an_interrupt_beside_a_failure_does_not_hide_it():
     request.put("reply", 0, ValueError("planned"))
     Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert pool.follow(request, NullListener()).failures == {0: failure}
+
+
+def test_a_stop_of_another_thread_while_ranks_are_asked_is_not_lost():
+    """It comes after the run has looked for one."""
+    engines, request = played(0)
+    run, plain = Run(engines, request, NullListener(), engines, num_ranks=1), engines.control
+    asked: list[str] = []
+
+    def control(ranks: Any, operation: str, **arguments: Any) -> Any:
+        if operation != "activity":
+            return plain(ranks, operation, **arguments)
+        asked.append(operation)
+        if len(asked) == 1:
+            run.stop()
+        return {}
+
+    engines.control = control
+    late = Timer(WAIT_TIMEOUT_S, run.abandon, ("the stop was lost",))
+    late.start()
+    outcome = run.wait()
+    late.cancel()
+    request.release()
+    assert outcome.stop_reason == "interrupt" and isinstance(outcome.replies[0], KeyboardInterrupt)
 
 
 def test_a_flood_of_output_does_not_hold_up_a_stop():

@@ -149,6 +149,15 @@ def test_a_handler_without_end_is_interrupted_again_before_it_is_killed(monkeypa
     assert played.run(2 * STEPS_S) == [0, 1]
 
 
+def test_a_notebook_that_comes_late_interrupts_a_handler_before_it_kills():
+    """It was suspended: the time of handlers is over at the first step that could kill."""
+    played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
+    played.run(1.0)
+    played.now += 70.0
+    assert played.run(STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(2 * STEPS_S) == [0, 1]
+
+
 def test_handlers_may_exchange_while_all_ranks_are_there():
     played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
     played.run(2.0)

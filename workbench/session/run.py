@@ -183,15 +183,22 @@ class Run:
     def _decide(self, now: float) -> None:
         if not self._pending:
             return
-        if self._stopping is None and (reason := self._reason_to_stop(now)):
+        is_wanted = self._take_stop()
+        if self._stopping is None and (reason := self._stop_reason if is_wanted else self._reason_to_stop(now)):
             self.outcome.stop_reason = reason
             ranks, number = self._pending, self._request.run
             self._stopping = Stop(self._engines, self._processes, number, ranks, self.outcome, now, self._report)
-        elif self._stopping is not None and self._stop_wanted.is_set():
+        elif self._stopping is not None and is_wanted:
             self._stopping.hurry(now)
-        self._stop_wanted.clear()
         if self._stopping is not None:
             self._stopping.step(now, self._pending)
+
+    def _take_stop(self) -> bool:
+        """Whether a stop is wanted. It is taken here only: one that comes later is seen at the next look."""
+        is_wanted = self._stop_wanted.is_set()
+        if is_wanted:
+            self._stop_wanted.clear()
+        return is_wanted
 
     def _end_of_grace_s(self) -> float:
         """Until when others may fail by themselves; time in which they waited for a core does not count."""
@@ -199,8 +206,6 @@ class Run:
         return self._first_failure_s + FAILURE_GRACE_S + self._failure_waits.longest_s()
 
     def _reason_to_stop(self, now: float) -> str:
-        if self._stop_wanted.is_set():
-            return self._stop_reason
         if self._first_failure_s is not None and now >= self._end_of_grace_s():
             return "failure"
         if self._deadline_s is not None and now >= self._deadline_s:

@@ -107,7 +107,7 @@ class Stop:
     def hurry(self, now: float) -> None:
         """Another interrupt: ranks of which the user knows that they are waited for get a last round of all steps."""
         if self._is_patient and self._has_reported:
-            self._is_patient, self._escalation = False, StopEscalation(now, self._waited_s)
+            self._begin_last_round(now)
 
     def finish(self) -> None:
         """Let no signal of this run reach a later one: nannies send them in their time. And take the last answers."""
@@ -159,7 +159,7 @@ class Stop:
         stopped_s = now - self._started_s
         on_way = on_way if self._is_patient and stopped_s < SILENCE_LIMIT_S else []
         if self._is_patient and stopped_s >= FINISH_LIMIT_S and _HANDLER in unended.values():
-            self.hurry(now)
+            self._begin_last_round(now)
             return
         if not self._is_patient or stopped_s >= FINISH_LIMIT_S:
             self._outcome.unended, unended = unended, {}
@@ -167,6 +167,9 @@ class Stop:
             self._report_spared(unended, on_way)
             self._escalation = StopEscalation(now, self._waited_s)
         self._kill([rank for rank in ranks if rank not in on_way and rank not in unended])
+
+    def _begin_last_round(self, now: float) -> None:
+        self._is_patient, self._escalation = False, StopEscalation(now, self._waited_s)
 
     def _report_spared(self, unended: Mapping[int, str], on_way: Sequence[int]) -> None:
         if self._has_reported:
