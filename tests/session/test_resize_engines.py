@@ -130,6 +130,12 @@ def test_an_engine_that_is_lost_while_others_start_is_named(own_session, monkeyp
     assert "ranks 0,2 have no variables. To get them" in str(report)
     assert own_session.run("globals().get('kept')").values == [None, 5, None]
 
+    with pytest.raises(SessionError, match=r"resize\(1\): rank 1, .*still has variables .*kept"):
+        own_session.resize(1)
+    own_session.run("made = 1", setup=True)
+    report = own_session.resize(1)
+    assert "recovered ranks 0,2" in str(report) and own_session.run("kept").values == [5]
+
 
 def test_an_interrupted_resize_adds_nothing(own_session, monkeypatch):
     def start(client, ranks, on_progress):

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.session.played_engines import PlayedEngines
 from tests.session.test_recovery import train_step
-from workbench.errors import CollectiveAborted, PlacementError
+from workbench.errors import CollectiveAborted, PlacementError, SessionError
+from workbench.session.engine_pool import EnginePool
 from workbench.session.on_engine.recovery import Recovery, _random_states
 from workbench.session.on_engine.resizing import withdraw_from
 from workbench.session.recovery import Recovered, Resized
@@ -142,6 +144,49 @@ def test_a_tensor_on_ranks_that_are_gone_says_so():
             split.to_global(sbp="B")
 
     run_ranks(program, 3)
+
+
+def played_pool(names):
+    """Engines with these variables by rank; None: an engine that has ended."""
+    engines = PlayedEngines({})
+    engines.num_ranks = len(names)
+    engines.registered = lambda: [rank for rank, each in enumerate(names) if each is not None]
+    pool = EnginePool(engines, "cpu", None)
+    pool._engines, pool.ask, pool.prepare = engines, lambda rank, operation: names[rank], lambda ranks: None
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("names", "lost", "then", "expected"),
+    [
+        ([[], ["x"]], [0], 1, [1]),
+        ([None, ["x"]], [], 1, [1]),  # nobody has noticed
+        ([["x"], ["x"], ["x"], []], [3], 2, [2]),  # its slices
+        ([["x"], ["x"], []], [2], 2, []),
+        ([["x"], ["x"], None], [], 2, []),
+        ([[], []], [0], 1, []),
+        ([[], ["x"]], [0, 1], 1, [1]),  # made since all were replaced
+        ([["x", "z"], ["x"]], [0], 1, []),  # cells have made it again
+        ([["x"], ["x"]], [], 1, []),
+    ],
+)
+def test_ranks_that_alone_have_variables_are_not_given_back(names, lost, then, expected):
+    pool = played_pool(names)
+    pool.losses.ranks = set(lost)
+    assert pool.sole_holders(then) == {rank: ["x"] for rank in expected}
+    if expected:
+        with pytest.raises(SessionError, match=rf"resize\({then}\): rank {expected[0]}, .*still has .*: x\. .*recover"):
+            pool.resize(then)
+        assert not pool._engines.killed and pool.num_engines == len(names)
+
+
+@pytest.mark.parametrize("lost", [[0], [0, 1]])
+@pytest.mark.parametrize(("names", "said"), [([], "all variables are lost"), (["x"], "lost: x.")])
+def test_the_loss_of_the_last_rank_with_variables_is_said(names, said, lost, capsys):
+    pool = played_pool([names, None])
+    pool.losses.ranks = set(lost)
+    pool._describe_loss([1])
+    assert said in capsys.readouterr().err
 
 
 def test_the_report_of_a_resize_says_what_to_do():

@@ -88,9 +88,8 @@ class Session:
         self._pool, self._folder, self.keep = pool, folder, keep
         self.logs = OutputLogs(folder.path / "output")
         self._owner_pid = os.getpid()
-        self._requests = RequestQueue()
+        self._requests, self._closed = RequestQueue(), False
         self._subscribers, self._setup = list[OnPublished](), SetupCells()
-        self._closed = False
         atexit.register(self._end)
 
     def __enter__(self) -> Session:
@@ -298,15 +297,16 @@ class Session:
         the others. New ranks get variables as after a loss: by `recover`, here if a cell is marked as set-up.
 
         Raises:
-            SessionError: the number is none, or a set-up cell failed.
+            SessionError: the number is none, a set-up cell failed, or only engines that would go have the variables.
             EngineStartError: not all new engines came, and the session is as it was.
         """
         before = len(self._check(None))
         check_num_engines(engines, f"resize({engines!r})")
+        recovered = self.recover() if self._setup and self._pool.sole_holders(engines) else None
         with self._requests.exclusive(on_wait=self._report_wait):
             rows = self._pool.resize(engines) if engines != before else []
         self._notify_subscribers(-1, RunEvent("resized", 0))
-        recovered, losses = self.recover() if self._setup and self._pool.losses else None, self._pool.losses
+        recovered, losses = self.recover() if self._setup and self._pool.losses else recovered, self._pool.losses
         return Resized(before, engines, rows, recovered, losses.lacking(engines), losses.has_parts)
 
     def close(self) -> None:

@@ -30,8 +30,9 @@ from workbench.session.processes.rendezvous_address import (
     rendezvous_store,
 )
 from workbench.session.ranks import describe_ranks
-from workbench.session.recovery import Losses, describe_loss
+from workbench.session.recovery import Losses, describe_loss, refuse_to_give_back
 from workbench.session.run import Listener, Run
+from workbench.session.stopping import IgnoredProcesses
 from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
@@ -167,9 +168,9 @@ class EnginePool:
             came_late = request.release() or run.was_interrupted_late
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
-        if left := sorted(set(self.ranks) - self.losses.ranks):
-            names = partial(self.ask, left[0], "names")
-            outcome.failures = explain_lost_names(outcome.failures, self.losses.ranks, names)
+        if lacking := self.losses.lacking(self.num_engines):
+            names = partial(self.ask, min(set(self.ranks) - set(lacking)), "names")
+            outcome.failures = explain_lost_names(outcome.failures, lacking, names)
         if outcome.killed:  # also if they have replied: the next request must not go to them
             live.wait_until_gone(outcome.killed, _END_TIMEOUT_S)
         if came_late and outcome.ok:
@@ -203,7 +204,8 @@ class EnginePool:
 
     def execute(self, targets: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Send a cell, unless it reads variables that a replaced rank among the targets has lost."""
-        refuse_lost_names(code, targets, self.losses.ranks, lambda rank: self.ask(rank, "names"))
+        lacking = self.losses.lacking(self.num_engines)
+        refuse_lost_names(code, targets, lacking, lambda rank: self.ask(rank, "names"))
         return self.live.execute(targets, code, tag)
 
     @explained_interrupt(f"{_STARTING} The next cell starts those again that are missing.")
@@ -239,6 +241,9 @@ class EnginePool:
 
         Returns:
             What was moved from engines that are given back: (variable, how it lies now).
+
+        Raises:
+            SessionError: some of those have variables that other ranks lack.
         """
         if num_engines > self.num_engines:
             self.prepare(self.ranks)
@@ -246,6 +251,9 @@ class EnginePool:
             return []
         leaving = range(num_engines, self.num_engines)
         has_lost = bool(set(leaving) - set(self.live.registered()))
+        if not has_lost:
+            self.prepare(self.ranks)
+        refuse_to_give_back(num_engines, self.sole_holders(num_engines))
         rows = [] if has_lost else self._withdraw(num_engines)
         self._processes.kill(leaving)
         self.live.wait_until_gone(leaving)
@@ -259,9 +267,24 @@ class EnginePool:
         self.prepare(self.ranks)
         return rows
 
+    def sole_holders(self, num_engines: int) -> dict[int, list[str]]:
+        """After a loss: the ranks that `resize` would give back with variables that others lack, and the names; none
+        are known of a rank that does not answer.
+        """
+        there = set(self.live.registered())
+        if not self.losses.ranks and set(range(num_engines)) <= there:
+            return {}
+        names = {rank: self.ask(rank, "names") for rank in there}
+        others = [set(names.get(rank) or ()) for rank in {*range(num_engines), *self.losses.ranks}]
+        held, leaving = set.intersection(*others), sorted(there & set(range(num_engines, self.num_engines)))
+        return {
+            rank: sorted(set(names[rank] or ()) - held)
+            for rank in leaving
+            if names[rank] is None or not held.issuperset(names[rank])
+        }
+
     def _withdraw(self, num_ranks: int) -> list[tuple[str, str]]:
         """Let the ranks that stay take all that lies on others."""
-        self.prepare(self.ranks)
         tag = self.tag(self.ranks, label="resize")
         request = self.live.apply(self.ranks, engine.withdraw, (num_ranks,), tag)
         outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="resize")
@@ -359,7 +382,8 @@ class EnginePool:
         how = "; ".join(dict.fromkeys(map(self._processes.how_ended, ranks)))
         left = sorted(set(self.live.registered()) - set(ranks), key=lambda rank: rank in self.losses.ranks)
         names = self.ask(left[0], "names") if left else None
-        print(describe_loss(ranks, how, names, are_all_lost=not left), file=sys.stderr)
+        are_all_lost = not left or (left[0] in self.losses.ranks and not names)  # unless cells have run there since
+        print(describe_loss(ranks, how, names, are_all_lost), file=sys.stderr)
 
     def _try_to_leave_world(self) -> None:
         """Let idle engines of other hosts leave their world in order. Busy and broken ones are ended at once."""
@@ -368,25 +392,6 @@ class EnginePool:
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
         listener = OutputListener(self.ranks, self.num_engines)
         try:
-            Run(self._engines, request, listener, _IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
+            Run(self._engines, request, listener, IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
         finally:
             request.release()
-
-
-class _IgnoredProcesses:
-    """Processes of a session that is being closed. They end anyway, so it does nothing."""
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        pass
-
-    def pids(self) -> list[int]:
-        return []
-
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        return []
-
-    def how_ended(self, rank: int) -> str:
-        return ""
-
-    def is_stopped(self, rank: int) -> bool:
-        return False

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +75,30 @@ def describe_loss(ranks: Sequence[int], how: str, names: Sequence[str] | None, a
         return f"{what}; their variables are lost. To bring them back: {COMMAND}"
     if not names:
         return f"{what} without variables"
+    return f"{what}; lost: {_listed(names)}. To bring them back: {COMMAND}"
+
+
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}. To bring them back: {COMMAND}"
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
+
+
+def refuse_to_give_back(num_engines: int, holders: Mapping[int, Sequence[str]]) -> None:
+    """Raise SessionError if engines are to be given back with variables that other ranks lack.
+
+    Args:
+        num_engines: that stay.
+        holders: ranks that have them and would be given back, with the names if these are known.
+    """
+    if not holders:
+        return
+    names = sorted({name for each in holders.values() for name in each})
+    raise SessionError(
+        f"resize({num_engines}): {describe_ranks(holders)}, which would be given back, still "
+        f"{'has' if len(holders) == 1 else 'have'} variables that other ranks lack"
+        f"{f': {_listed(names)}' if names else ''}. No engine was given back. Bring them to all ranks first: "
+        f"{COMMAND}. To give them up: %workbench restart."
+    )
 
 
 class SetupCells:
