@@ -312,18 +312,6 @@ def test_what_only_one_rank_has_made_since_all_were_replaced_reaches_the_other()
     assert run_ranks(program, 2) == [{"library": "rank 0", "k = 4": "rank 0"}] * 2
 
 
-def test_models_that_set_up_cells_do_not_make_are_kept():
-    """Such as of a cell that was edited and run again elsewhere, without a mark."""
-
-    def program():
-        with pytest.raises(
-            SessionError, match=r"make model.weight of shape \(2, 3\), and rank 0 holds one of \(2, 2\)"
-        ):
-            recover({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)})
-
-    run_ranks(program, 3)
-
-
 def test_set_up_cells_keep_their_places_and_fail_with_what_to_do(capsys):
     cells, ran = SetupCells(), []
     cells.record("a", "x = 1", (0, 1))

@@ -268,8 +268,8 @@ class EnginePool:
         return rows
 
     def sole_holders(self, num_engines: int) -> dict[int, list[str]]:
-        """After a loss: the ranks that `resize` would give back with variables that others lack, and the names; none
-        are known of a rank that does not answer.
+        """After a loss: the ranks that `resize` would give back with variables that others lack, and the names; a rank
+        that does not answer is there without names.
         """
         there = set(self.live.registered())
         if not self.losses.ranks and set(range(num_engines)) <= there:

@@ -7,6 +7,8 @@ from torch import nn
 
 import workbench as wb
 from tests.training.saving.test_saving import Run, on
+from workbench.errors import CheckpointError
+from workbench.testing import run_ranks
 
 
 def test_the_history_of_lbfgs_goes_on(tmp_path):
@@ -89,3 +91,24 @@ def test_state_in_lists_and_dictionaries_goes_on(tmp_path, elementwise, saved_by
     losses = on(2, before) + on(2, after)
     truth = on(1, lambda: run_with("data").train(0, 4))
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(truth), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "said"),
+    [
+        ((4, 2), (5, 2), r"table\.0 is \(4, 2\) in the checkpoint, \(5, 2\) in the value"),
+        ((8,), (2, 4), r"table\.0 is \(8,\) in the checkpoint, \(2, 4\) in the value"),
+        (None, (5, 2), "table: 1 missing in the checkpoint: table.0"),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(tmp_path, saved, ours, said):
+    """Global tensors and plain ones, in lists too. Rows were filled as far as they fit."""
+
+    def program():
+        for tensor in (torch.ones(ours), wb.ones(*ours, placement=wb.placement.all("cpu"), sbp="S(0)")):
+            wb.checkpoint.save(tmp_path / "c", table=[torch.zeros(saved)] if saved else [1.0])
+            with pytest.raises(CheckpointError, match=rf"{said}(.|\n)*Nothing was loaded"):
+                wb.checkpoint.load(tmp_path / "c", table=[tensor])
+            assert bool((tensor == 1).all())
+
+    run_ranks(program, 2)

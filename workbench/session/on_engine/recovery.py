@@ -34,7 +34,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.saving import store
 from workbench.training.saving.peer_copies import PeerCopies
-from workbench.training.saving.reading import Checkpoint, find, shape_of
+from workbench.training.saving.reading import Checkpoint, find
 
 Rows = list[tuple[str, str]]
 """(variable, where its value came from, or that it is lost and why)."""
@@ -207,12 +207,15 @@ class Recovery:
         parts = {name: self.fresh[name] for name in [*held, *absent]}
         copies = PeerCopies({name: self.kept[name] for name in held if name in self.kept}, self.world)
         lost = copies.compare({name: parts[name] for name in held})
-        if not self.are_all_new:
-            self._refuse_other_models([name for name in lost if name not in copies.problems])
-        differing = [name for name in lost if self.are_all_new]
-        for name in differing:  # set-up cells make another one
+        differing: Sequence[str] = ()
+        if self.are_all_new:  # an optimizer or a schedule is kept with what it refers to
+            differing = held if any(kind(parts[name]) in ("optimizer", "stateful") for name in lost) else list(lost)
+        elif copies.unlike:
+            _refuse_other_parts(copies.unlike)
+        made = {id(parts[name]) for name in differing}  # where set-up cells make another one
+        for name in (name for name in self.kept if id(self.fresh.get(name)) in made):
             self._set(name, self.kept[name])
-            del lost[name]
+        lost = {name: why for name, why in lost.items() if name not in differing}
         is_whole = not lost
         lost |= dict.fromkeys(absent, "no rank has a copy of it")
         loaded = self._load_checkpoint(parts, lost, held if is_whole else ()) if lost else ()
@@ -226,22 +229,6 @@ class Recovery:
         for name, why in lost.items():
             self.rows.setdefault(name, f"lost: {why}; it is as its set-up cell makes it")
         return loaded
-
-    def _refuse_other_models(self, names: Sequence[str]) -> None:
-        """Raise SessionError, on all ranks, if set-up cells make other models than ranks hold."""
-        found: dict[str, str] = {}
-        for name in names:
-            held, made = (_shapes(of.get(name)) for of in (self.kept, self.fresh))
-            for key in [key for key, shape in held.items() if made.get(key) != shape][:1]:
-                shape = f"{name}.{key} of shape {made[key]}" if key in made else f"no {name}.{key}"
-                found[name] = f"{shape}, and rank {self.world.rank} holds one of {held[key]}"
-        told = {name: text for each in reversed(self._gather(found)) for name, text in each.items()}
-        if told:
-            raise SessionError(
-                f"recover: set-up cells make {'; '.join(told.values())}. A rank that was replaced cannot get such a "
-                f"model, so nothing is recovered yet, and all is kept. Run the cell that made the present model with "
-                f"%%global --setup, then %workbench recover once more. To give that model up: %workbench restart."
-            )
 
     def _load_checkpoint(
         self, parts: Mapping[str, Any], lost: dict[str, str], held: Collection[str]
@@ -360,10 +347,13 @@ class Recovery:
             _set_other_states(others)
 
 
-def _shapes(value: Any) -> dict[str, tuple[int, ...]]:
-    """The logical shapes of a module's tensors."""
-    state = value.state_dict(keep_vars=True) if isinstance(value, torch.nn.Module) else {}
-    return {key: shape_of(tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+def _refuse_other_parts(unlike: Mapping[str, str]) -> None:
+    told = "; ".join(f"{name}: {how}" for name, how in sorted(unlike.items()))
+    raise SessionError(
+        f"recover: set-up cells make other parts than the ranks hold. {told}. So a rank that was replaced cannot get "
+        f"what the others hold: nothing is recovered yet, and all is kept. Run the cells that made the present ones "
+        f"with %%global --setup, then %workbench recover once more. To give these up: %workbench restart."
+    )
 
 
 def _random_states(world: World) -> tuple[list[torch.Tensor], bytes]:

@@ -149,21 +149,37 @@ class Restoring:
             return self._module_problems(part, value)
         if isinstance(value, Optimizer):
             return optimizers.problems(value, self.names, part, self.checkpoint)
-        return []
+        return self._value_problems(part, value) if kind_of(value) == "value" else []
 
     def _module_problems(self, part: str, module: nn.Module) -> list[str]:
         saved, ours = self.checkpoint.below(part), module.state_dict(keep_vars=True)
         known = {id(value) for name, value in ours.items() if (name,) in saved}
         missing = [name for name, value in ours.items() if (name,) not in saved and id(value) not in known]
         unexpected = [name_of(path) for path in saved if name_of(path) not in ours]
-        shapes = [
-            f"{name} is {tuple(saved[name,].size)} in {self.checkpoint.title}, {shape_of(value)} in the model"
-            for name, value in ours.items()
-            if isinstance(value, torch.Tensor)
-            and (name,) in saved
-            and self.checkpoint.is_tensor((part, name))
-            and tuple(saved[name,].size) != shape_of(value)
-        ]
+        tensors: dict[Path, torch.Tensor] = {
+            (part, name): value for name, value in ours.items() if isinstance(value, torch.Tensor)
+        }
+        shapes = [text.removeprefix(f"{part}.") for text in self._other_shapes(tensors, "the model")]
+        return self._listed(part, missing, unexpected, shapes)
+
+    def _value_problems(self, part: str, value: Any) -> list[str]:
+        tensors = {path: leaf for path, leaf in flatten({part: value}).items() if isinstance(leaf, torch.Tensor)}
+        missing = [name_of(path) for path in tensors if path not in self.checkpoint.entries]
+        return self._listed(part, missing, [], self._other_shapes(tensors, "the value"))
+
+    def _other_shapes(self, tensors: Mapping[Path, torch.Tensor], whose: str) -> list[str]:
+        """What is said of tensors whose entries have other shapes."""
+        found = []
+        for path, tensor in tensors.items():
+            if (entry := self.checkpoint.entries.get(path)) is not None:
+                saved = str(tuple(entry.size)) if self.checkpoint.is_tensor(path) else "no tensor"
+                if saved != str(shape_of(tensor)):
+                    found.append(
+                        f"{name_of(path)} is {saved} in {self.checkpoint.title}, {shape_of(tensor)} in {whose}"
+                    )
+        return found
+
+    def _listed(self, part: str, missing: list[str], unexpected: list[str], shapes: list[str]) -> list[str]:
         listed = [("of another shape", shapes)]
         if self.strict:
             listed = [(f"missing in {self.checkpoint.title}", missing), ("unexpected", unexpected), *listed]

@@ -39,6 +39,7 @@ class PeerCopies(Checkpoint):
     Attributes:
         problems: why a part cannot be read, by its name.
         differing: parts of which ranks hold copies that differ; known after ``restore``.
+        unlike: parts to fill that are not like those that ranks hold, and how they differ; known after ``compare``.
     """
 
     title = "the copies that are left"
@@ -48,7 +49,7 @@ class PeerCopies(Checkpoint):
         leaves, own_problems = _plannable(parts)
         self._planner, own = writing.local_plan(leaves, to_lowest=True)
         self._own = {item.index: item for item in own.items}
-        kinds = {part: kind_of(value) for part, value in parts.items()}
+        kinds = {part: (kind_of(value), _make(value)) for part, value in parts.items()}
         gathered = all_gather_object((own, own_problems, kinds), world, _WHAT)
         plans = [plan for plan, _, _ in gathered]
         paths: dict[str, StatePath] = {name: path for plan in plans for name, path in plan.planner_data.items()}
@@ -63,8 +64,11 @@ class PeerCopies(Checkpoint):
         self._givers = [(item, rank) for rank, plan in enumerate(plans) for item in plan.items]
         self._places = {item.index: item.index for item, _ in self._givers}
         self.entries = {paths[name]: entry for name, entry in metadata.state_dict_metadata.items()}
-        self.kinds = {part: kind for _, _, said in gathered for part, kind in said.items() if part not in self.problems}
+        held = {part: each for _, _, said in reversed(gathered) for part, each in said.items()}
+        self.kinds = {part: kind for part, (kind, _) in held.items() if part not in self.problems}
+        self._makes = {part: make for part, (_, make) in held.items()}
         self.differing: tuple[str, ...] = ()
+        self.unlike: dict[str, str] = {}
         self._paths, self._pieces = paths, dict[Any, bytes]()
         self._by_prefix, self._checksums = None, {}
         self._exchange([(item, giver) for item, giver in self._givers if item.tensor_data is None], self._places)
@@ -78,12 +82,15 @@ class PeerCopies(Checkpoint):
         restoring = Restoring(parts, self, self._world, strict=True)
 
         def compare() -> dict[str, str]:
-            found = {part: restoring.problems_of(part) for part in parts}
+            found = {part: [] if part in self.problems else restoring.problems_of(part) for part in parts}
+            for part, value in parts.items():
+                if (make := _make(value)) != (held := self._makes.get(part, make)):
+                    found[part].append(f"{part}: {held} in {self.title}, {make} in what they fill")
             return {part: "; ".join(lines).removeprefix(f"{part}: ") for part, lines in found.items() if lines}
 
-        left = {part: why for part, why in self.problems.items() if part in parts}
         for said in all_gather_object(run_on_all_ranks(compare, self._world, _WHAT), self._world, _WHAT):
-            left = {**said, **left}
+            self.unlike = {**said, **self.unlike}
+        left = {**self.unlike, **{part: why for part, why in self.problems.items() if part in parts}}
         gone = {id(p) for part in left if isinstance(parts[part], nn.Module) for p in parts[part].parameters()}
         for part, value in parts.items():
             within = distinct(value) if isinstance(value, Optimizer) else ()
@@ -147,6 +154,16 @@ class PeerCopies(Checkpoint):
         return self._pieces[place]
 
 
+def _make(value: Any) -> str:
+    """What must be equal so that one part can be filled from another: classes of optimizers and objects with state, and
+    the dtypes of tensors.
+    """
+    if isinstance(value, nn.Module | torch.Tensor):
+        tensors = [value] if isinstance(value, torch.Tensor) else [*value.parameters(), *value.buffers()]
+        return ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+    return ", ".join(type(each).__qualname__ for each in (distinct(value) if isinstance(value, Optimizer) else [value]))
+
+
 def _plannable(parts: Mapping[str, Any]) -> tuple[dict[StatePath, Any], dict[str, str]]:
     """The leaves of all parts that have slices to give, and why others have none."""
     leaves: dict[StatePath, Any] = {}
@@ -161,7 +178,7 @@ def _plannable(parts: Mapping[str, Any]) -> tuple[dict[StatePath, Any], dict[str
     return leaves, problems
 
 
-def _uncovered(plans: Iterable[Any], paths: Mapping[str, StatePath]) -> dict[str, str]:
+def _uncovered(plans: Sequence[Any], paths: Mapping[str, StatePath]) -> dict[str, str]:
     """Parts with tensors of which the ranks do not hold every element."""
     sizes: dict[str, int] = {}
     held: dict[str, dict[tuple[int, ...], int]] = {}
@@ -169,7 +186,11 @@ def _uncovered(plans: Iterable[Any], paths: Mapping[str, StatePath]) -> dict[str
         sizes[item.index.fqn] = item.tensor_data.size.numel()
         chunk = item.tensor_data.chunk
         held.setdefault(item.index.fqn, {})[tuple(chunk.offsets)] = chunk.sizes.numel()
+    given = {item.index.fqn for plan in plans for item in plan.items}
     problems: dict[str, str] = {}
+    for name, path in paths.items():
+        if name not in given:
+            problems.setdefault(str(path[0]), f"of {name} nothing is left")
     for name, size in sizes.items():
         if (found := sum(held[name].values())) < size:
             text = f"of {name} only {found:,} of {size:,} elements are left"
