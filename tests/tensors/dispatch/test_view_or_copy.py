@@ -3,6 +3,7 @@
 Each function is called twice: once its result is written and the operand is read, once the other way round.
 """
 
+import itertools
 import warnings
 
 import pytest
@@ -97,18 +98,57 @@ def write_both_ways(make):
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks", "sbp"), LAYOUTS)
-def test_what_is_a_view_on_one_device_is_one_in_every_layout(num_ranks, ranks, sbp):
+MADE = """
+torch.relu(x.transpose(0, 1))
+torch.square(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+x.transpose(1, 2) * 2
+(x.transpose(0, 1) + x.transpose(0, 1)).transpose(0, 1)
+x.transpose(0, 1).double().float()
+""".strip().splitlines()
+OF_MADE = """
+x.contiguous()
+x.reshape(-1)
+x.transpose(0, 1).contiguous()
+x.transpose(1, 2).reshape(-1)
+x.float()
+x.to(torch.float32)
+x.positive()
+x.conj()
+x[:1].float()
+""".strip().splitlines()
+
+
+def write_and_use(make):
+    """As above, of operands that a function has made, and both are used before and after."""
+    found = {}
+    for made, text, writes_to_result in itertools.product(MADE, OF_MADE, (True, False)):
+        x = call(made, make())
+        y = call(text, x)
+        before = x.sum(2), x.sum(0), y.sum(), (y * y).sum()
+        with torch.no_grad():
+            (y if writes_to_result else x).fill_(9)
+        found[made, text, writes_to_result] = [*before, x.sum(2), x.sum(0), y.sum(), x, y]
+    return found
+
+
+CASES = [(write_both_ways, *layout) for layout in LAYOUTS]
+CASES += [
+    (write_and_use, *layout) for layout in LAYOUTS if layout[2] != "P"
+]  # a function that boxes makes it contiguous
+
+
+@pytest.mark.parametrize(("write", "num_ranks", "ranks", "sbp"), CASES)
+def test_what_is_a_view_on_one_device_is_one_in_every_layout(write, num_ranks, ranks, sbp):
     data = torch.arange(24.0).reshape(2, 2, 3, 2)
 
     def program():
         placement = wb.placement(ranks=ranks)
-        return logical(write_both_ways(lambda: wb.to_global(data, placement, "B").to_global(sbp=sbp)))
+        return logical(write(lambda: wb.to_global(data, placement, "B").to_global(sbp=sbp)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         found = run_ranks(program, num_ranks)
-    expected = write_both_ways(data.clone)
+    expected = write(data.clone)
     for rank in range(num_ranks):
         for case, values in expected.items():
             assert_same(found[rank][case], values, f"{case} in {sbp} on {ranks}, rank {rank}")

@@ -39,8 +39,12 @@ dsplit unbind diagonal unfold real imag get:real get:imag view_as_real view_as_c
 """
 ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
-PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
-"""Functions whose result may: it depends on strides."""
+_PERHAPS = """
+reshape reshape_as flatten ravel contiguous to float double half bfloat16 long int short char byte bool cdouble cfloat
+chalf positive conj resolve_conj resolve_neg
+"""
+PERHAPS_ALIASING = frozenset(_PERHAPS.split())
+"""Functions whose result may: it depends on strides and dtype."""
 _OF_VIEWS = frozenset(
     ["meshgrid", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "linalg_diagonal", "cartesian_prod",
      "sum_to_size"]

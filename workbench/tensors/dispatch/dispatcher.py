@@ -41,6 +41,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
 from workbench.tensors.dispatch.planning import PARAMETER, Plan, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
+from workbench.tensors.dispatch.strides import of_elementwise_placeholder
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
 from workbench.tensors.tensor_state import count_in_inference_mode
 
@@ -313,6 +314,8 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         if plan.may_alias and not plan.num_tags:
             base = operands_of(*given)[0] if plan.copies_view else operands[0]
             remember_placeholder_base(plan.name.folded, plan.views, (func, *given), base, operands[0], result)
+        elif plan.is_elementwise and plan.inputs_match and any(operand._strides for operand in operands):
+            result._strides = of_elementwise_placeholder(plan.views, (func, *given), operands)
     else:
         with local_torch():
             result = plan.local(*args, **kwargs)

@@ -21,7 +21,7 @@ from workbench.tensors.dispatch.aliasing import PERHAPS_ALIASING, copying_as_on_
 from workbench.tensors.dispatch.arguments import Order
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
 from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
-from workbench.tensors.dispatch.strides import has_thin_shards
+from workbench.tensors.dispatch.strides import has_thin_shards, is_thinner, keeping_order
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
 
@@ -51,7 +51,8 @@ class Plan:
         depends_on_data: whether the shapes of the results depend on values.
         order: how keywords of the call move before ``local`` has them; None where they stay.
         infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
-        views: what ``on_one_device`` has found for calls of functions that may give views.
+        is_elementwise: whether a result lies in memory as the operand does.
+        views: what torch has said of views and strides on one device.
     """
 
     out: Spec | None
@@ -66,6 +67,7 @@ class Plan:
     copies_view: bool = False
     inputs_match: bool = False
     depends_on_data: bool = False
+    is_elementwise: bool = False
     order: Order | None = None
     infos: dict[Any, Any] = field(default_factory=dict)
     views: dict[Any, Any] = field(default_factory=dict)
@@ -183,6 +185,9 @@ def _plan_by_rule(
     )
     if stays and by_strides and has_thin_shards(inputs[0]):
         local = copying_as_on_one_device(local or call.func, call)
+    is_elementwise = returns_tensor and not (name.in_place or aliases or by_strides) and _is_elementwise(resolution)
+    if is_elementwise and is_thinner(outputs[0].local_shape, outputs[0].shape):
+        local = keeping_order(local or call.func, outputs[0].local_shape)
     if world.casts is not None:
         local = world.casts(name.folded, local or call.func)
     inputs_match = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
@@ -203,7 +208,16 @@ def _plan_by_rule(
         aliases,
         copies_view,
         inputs_match,
+        is_elementwise=is_elementwise,
     )
+
+
+def _is_elementwise(resolution: Resolution) -> bool:
+    """Whether its equation has no dims but those of all operands."""
+    found = resolution.signatures
+    return isinstance(found, str) and set(found.replace("->", ",").replace("+", "").replace(" ", "").split(",")) == {
+        "..."
+    }
 
 
 def itemsize_of(tensor: GlobalTensor) -> int:

@@ -2,7 +2,7 @@
 
 A shard lies in memory as the whole tensor does, but for the sizes of split dims: the strides of the dims around those
 are longer in the whole. Where memory does not tell (a slice around a split dim), asking is an error. Of dims that have
-one row in every shard torch keeps no order, so a tensor computed from a transposed one counts as contiguous there.
+one row in a shard torch keeps no order: elementwise functions keep it here, and what others compute is contiguous.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def on_meta(tensor: GlobalTensor, may_guess: bool = False) -> torch.Tensor:
         return _meta(spec.shape, tensor._strides or contiguous_strides(spec.shape), 0, dtype)
     logical = logical_strides(spec.local_shape, strides, spec.shape)
     start = _logical_offset(offset, strides, logical, spec.layout, 0 not in spec.local_shape)
-    if not may_guess and logical != contiguous_strides(spec.shape) and _others_are_thinner(spec):
+    if (
+        not may_guess
+        and logical != contiguous_strides(spec.shape)
+        and any(is_thinner(other, spec.local_shape) for other in _shard_shapes(spec))
+    ):
         _refuse(tensor, strides, "other ranks have a single row of a split dim, of which torch keeps no order")
     if start is None and not may_guess:
         _refuse(tensor, strides, f"it is part of a larger tensor, from element {offset} of its memory")
@@ -65,7 +69,7 @@ def on_one_device(known: dict[Any, Views], call: tuple[Any, Any, Any], base: Glo
     if base._view_call is not None:
         return _ask_torch(*call, base)
     with local_torch():
-        key = base._strides if base._spec.is_placeholder else base.stride()
+        key = base.dtype, base._strides if base._spec.is_placeholder else base.stride()
     found = known.get(key)
     if found is None:
         found = known[key] = _ask_torch(*call, base)
@@ -84,15 +88,62 @@ def _ask_torch(func: Callable[..., Any], args: Any, kwargs: Any, base: GlobalTen
         return [share_storage(leaf, meta) for leaf in leaves], strides
 
 
+def of_elementwise_placeholder(known: dict[Any, Any], call: tuple[Any, Any, Any], operands: list[GlobalTensor]) -> Any:
+    """The strides that one device has for what an elementwise function makes of placeholders; None where it is
+    contiguous. ``known`` keeps what torch says.
+    """
+    key = tuple(operand._strides for operand in operands)
+    if key not in known:
+        func, args, kwargs = call
+        with local_torch(), hidden_from_modes(), torch.no_grad():
+            args, kwargs = tree_map(
+                lambda leaf: on_meta(leaf, may_guess=True) if isinstance(leaf, GlobalTensor) else leaf, (args, kwargs)
+            )
+            made = func(*args, **kwargs)
+            known[key] = None if made.is_contiguous() else made.stride()
+    return known[key]
+
+
+def keeping_order(function: Callable[..., Any], shape: Shape) -> Callable[..., Any]:
+    """A local elementwise function whose result, of that shape, has its dims in the order of its operand's. Of dims
+    with one row torch keeps no order, and the whole may have more.
+    """
+    contiguous = contiguous_strides(shape)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        like = args[0]
+        if not isinstance(like, torch.Tensor) or like.shape != shape:
+            like = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == shape), None)
+        if like is None or (given := like.stride()) == contiguous or 0 in given:
+            return result
+        kept, within = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (given[dim], shape[dim] > 1, -dim)):
+            kept[dim], within = within, within * max(shape[dim], 1)
+        found = result.stride()
+        is_known = all(new == old or size < 2 for new, old, size in zip(kept, found, shape, strict=True))
+        return result.as_strided(shape, kept) if is_known and found != tuple(kept) else result
+
+    return run
+
+
 def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two local tensors have one memory. The caller has switched off ``__torch_function__``."""
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
+def is_thinner(part: Shape, other: Shape) -> bool:
+    """Whether ``part`` has one row, or none, of a dim of which ``other`` has more."""
+    return any(size > 1 >= rows for rows, size in zip(part, other, strict=True))
+
+
 def has_thin_shards(spec: Spec) -> bool:
     """Whether a rank has one row, or none, of a dim of which the whole has more."""
-    parts = [spec.layout.local_shape(spec.shape, rank) for rank in spec.layout.placement]
-    return any(size > 1 >= rows for part in parts for rows, size in zip(part, spec.shape, strict=True))
+    return any(is_thinner(shard, spec.shape) for shard in _shard_shapes(spec))
+
+
+def _shard_shapes(spec: Spec) -> list[Shape]:
+    return [spec.layout.local_shape(spec.shape, rank) for rank in spec.layout.placement]
 
 
 def _viewed_on_meta(view: GlobalTensor, may_guess: bool) -> torch.Tensor:
@@ -143,12 +194,6 @@ def _logical_offset(
                 return None if is_filled else 0
             found += passed * logical[dim]
     return found + offset
-
-
-def _others_are_thinner(spec: Spec) -> bool:
-    """Whether another shard has one row, or none, of a dim of which this one has more."""
-    others = [spec.layout.local_shape(spec.shape, rank) for rank in spec.layout.placement]
-    return any(mine > 1 >= theirs for other in others for mine, theirs in zip(spec.local_shape, other, strict=True))
 
 
 def logical_strides(local: Shape, strides: Sequence[int], shape: Shape) -> tuple[int, ...]:
