@@ -169,6 +169,7 @@ def of_training():
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "AnnAssign", DeprecationWarning)  # of Triton, since Python 3.13
     launch.runs_on = lambda device: True
     triton.runtime.driver.set_active(AbsentGpu(int(sys.argv[1])))
     run, JITFunction.run = JITFunction.run, compile_only
