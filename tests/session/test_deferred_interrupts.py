@@ -13,8 +13,8 @@ import pytest
 
 from tests.timeouts import PROGRAM_TIMEOUT_S, WAIT_TIMEOUT_S, wait_until
 from workbench.errors import CellError
-from workbench.session import stopping
-from workbench.session.on_engine import deferred_interrupts
+from workbench.session import protocol, stopping
+from workbench.session.on_engine import current_request, deferred_interrupts
 
 PACKAGE = {
     "__init__.py": "import time\nfrom slow.core import number\ntime.sleep(1)\nfrom slow.parts import more\nvalue = 41",
@@ -90,6 +90,29 @@ def test_python_alone_leaves_the_package_broken(package):
     """The oracle: without the deferral this very program fails as users have seen it."""
     ended = run_alone(package, BODIES["statement"], holds=False)
     assert "has no attribute 'core'" in ended.stderr
+
+
+def test_a_clause_that_was_under_way_is_spared_with_the_errors_in_it_and_later_ones_are_not(monkeypatch):
+    monkeypatch.setattr(current_request, "_spared", [protocol.ERROR])
+    monkeypatch.setattr(deferred_interrupts, "_handled_first", [])
+
+    def interrupt():
+        deferred_interrupts.interrupt(signal.SIGINT, None)
+
+    try:
+        raise ValueError
+    except ValueError:
+        interrupt()
+        try:
+            raise KeyError from None
+        except KeyError:
+            interrupt()
+        interrupt()
+    try:
+        raise ValueError
+    except ValueError:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
 
 
 @pytest.mark.engines
@@ -201,6 +224,17 @@ class TestEngines:
         with pytest.raises(KeyboardInterrupt, match=r"(?s)^(?!.*killed)"):
             session.run(textwrap.dedent(code))
         assert session.run("ended").values == [7, 7]
+
+    @pytest.mark.parametrize("others", ["raise ValueError('yours')", "torch.distributed.barrier()"])
+    def test_a_clause_for_an_error_ends_in_its_time_though_another_rank_has_failed(self, session, others):
+        program = (
+            f"import time\nsaved = False\ntry:\n    if wb.rank() == 0: raise ValueError('mine')\n    {others}\n"
+            "finally:\n    time.sleep(wb.rank())\n    saved = True"
+        )
+        what = "ValueError on rank 1: yours" if "yours" in others else "rank 1 was .* and stopped because of it"
+        with pytest.raises(CellError, match=f"(?s)^ValueError on rank 0: mine.*{what}"):
+            session.run(program)
+        assert session.run("saved").values == [True, True]
 
     @pytest.fixture
     def hanging(self, session, package):

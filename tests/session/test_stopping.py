@@ -12,7 +12,8 @@ from workbench.session.stopping import SILENCE_LIMIT_S, Stop
 RUN = 7
 RUNS = RankStatus(0, True, doing="at cell line 3", run=RUN, is_handling=True)
 IMPORTS = RankStatus(0, True, run=RUN, is_handling=True, importing="slow")
-HANDLES = RankStatus(0, True, run=RUN, is_handling=True, handles_interrupt=True)
+HANDLES = RankStatus(0, True, run=RUN, is_handling=True, handles="interrupt")
+HANDLES_ERROR = RankStatus(0, True, run=RUN, is_handling=True, handles="error")
 IS_AHEAD = RankStatus(0, True, run=RUN - 1)
 """It has yet to get the request."""
 HAS_REPLIED = RankStatus(0, True, run=RUN)
@@ -37,8 +38,9 @@ def _idle_machine(monkeypatch):
 class Played:
     """A stop of two ranks, followed by a clock that ticks every 10 ms."""
 
-    def __init__(self, statuses, nannies=()):
-        self.engines, self.outcome, self.said = PlayedEngines(statuses, nannies), Outcome((0, 1)), []
+    def __init__(self, statuses, nannies=(), reason="interrupt"):
+        self.engines, self.said = PlayedEngines(statuses, nannies), []
+        self.outcome = Outcome((0, 1), stop_reason=reason)
         self.pending, self.now = [0, 1], 100.0
         self.stop = Stop(self.engines, self.engines, RUN, self.pending, self.outcome, self.now, self.said.append)
 
@@ -136,16 +138,16 @@ def test_a_rank_that_handles_its_interrupt_has_time_and_another_interrupt_reache
         "workbench: rank 0 must end an except or finally clause first (at most 60 s). Another interrupt ends it now."
     ]
     played.pending = [0]
-    assert {told["urgent"] for told in played.engines.arguments("interrupt")} == {False}
+    assert [told["spared"] for told in played.engines.arguments("interrupt")][-1] == ["interrupt"]
     played.stop.hurry(played.now)
-    assert played.run(STEPS_S - 0.1) == [1] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(STEPS_S - 0.1) == [1] and played.engines.arguments("interrupt")[-1]["spared"] == []
     assert played.run(0.3) == [0, 1] and played.outcome.unended == {0: "an except or finally clause"}
 
 
 def test_a_handler_without_end_is_interrupted_again_before_it_is_killed(monkeypatch):
     monkeypatch.setattr(stopping, "FINISH_LIMIT_S", 4.0)
     played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
-    assert played.run(4.0 + STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(4.0 + STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["spared"] == []
     assert played.run(2 * STEPS_S) == [0, 1]
 
 
@@ -154,17 +156,25 @@ def test_a_notebook_that_comes_late_interrupts_a_handler_before_it_kills():
     played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
     played.run(1.0)
     played.now += 70.0
-    assert played.run(STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["urgent"]
+    assert played.run(STEPS_S) == [] and played.engines.arguments("interrupt")[-1]["spared"] == []
     assert played.run(2 * STEPS_S) == [0, 1]
 
 
 def test_handlers_may_exchange_while_all_ranks_are_there():
     played = Played({0: HANDLES, 1: HANDLES}, nannies={0, 1})
     played.run(2.0)
-    assert [told["spare_handlers"] for told in played.engines.arguments("abort")] == [True, True]
+    assert [told["all_are_there"] for told in played.engines.arguments("abort")] == [True, True]
     played.pending = [0]
     played.run(2.0)
-    assert not played.engines.arguments("abort")[-1]["spare_handlers"]
+    assert not played.engines.arguments("abort")[-1]["all_are_there"]
+
+
+@pytest.mark.parametrize(("reason", "killed"), [("failure", [1]), ("timeout", [0, 1])])
+def test_a_rank_that_handles_an_error_has_time_when_another_one_fails(reason, killed):
+    played = Played({0: HANDLES_ERROR, 1: RUNS}, nannies={0, 1}, reason=reason)
+    assert played.run(STEPS_S + 5.0) == killed
+    for operation in ("interrupt", "abort"):
+        assert ("error" in played.engines.arguments(operation)[-1]["spared"]) == (reason == "failure")
 
 
 def test_a_reply_that_comes_before_the_answer_loses_no_place():

@@ -205,10 +205,16 @@ def test_a_rank_that_is_killed_says_what_it_did_not_end():
 
 
 def test_an_interrupt_does_not_hide_that_a_save_failed_for_which_it_was_caught():
-    save = dataclasses.replace(failure("OSError", "no space left"), chain=("KeyboardInterrupt: ",))
+    save = dataclasses.replace(failure("OSError", "no space left"), in_handler=True)
     failures = {0: failure("KeyboardInterrupt", "", was_stopped=True), 1: save}
     said = str(Interrupted.during(outcome(failures, stopped=(0, 1), stop_reason="interrupt"))).splitlines()
     assert said[-1] == "OSError on rank 1: no space left (in an except or finally clause that handled the interrupt)"
+
+
+def test_an_interrupt_does_not_hide_that_a_rank_had_failed_before_it():
+    failures = {0: failure("KeyboardInterrupt", "", was_stopped=True), 1: failure("OSError", "no space left")}
+    said = str(Interrupted.during(outcome(failures, stopped=(0, 1), stop_reason="interrupt"))).splitlines()
+    assert said[-1] == "OSError on rank 1: no space left"
 
 
 def test_a_run_that_a_restart_ended_says_so():

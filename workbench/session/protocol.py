@@ -26,6 +26,8 @@ CONTROL_REPLY = "workbench_reply"
 #: The name of a wait begins with one of them. Ranks that share memory: their messages arrive at once. Over a network.
 #: In plain torch.distributed: nobody but the notebook finds out that such a wait has no end. Of a stopped process.
 LOCAL, REMOTE, PLAIN, STOPPED = "near", "far", "plain", "stopped"
+#: What an ``except`` or ``finally`` clause handles.
+INTERRUPT, ERROR = "interrupt", "error"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
 #: A larger value of a cell's last expression is not sent with the cell's reply.
@@ -96,6 +98,7 @@ class Failure:
     time_s: float  #: seconds since the epoch on the engine's host
     was_stopped: bool = False  #: ended by an interrupt or an abort, not by its own mistake
     chain: tuple[str, ...] = ()  #: "KeyError: 'x'" of the exceptions that led to this one
+    in_handler: bool = False  #: raised by an ``except`` or ``finally`` clause that handled an interrupt
     syntax: str = ""  #: for syntax errors: the marked line, as Python shows it
     broke_off_step: bool = False  #: in the middle of a schedule, so its messages may be in transit
 
@@ -166,7 +169,7 @@ class RankStatus:
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
     run: int = 0  #: the number of the last request of a session that it has begun
     is_handling: bool = False  #: whether a request has begun whose reply it has not sent
-    handles_interrupt: bool = False  #: whether an ``except`` or ``finally`` clause runs for an interrupt
+    handles: str = ""  #: what the ``except`` or ``finally`` clause that runs is for: `INTERRUPT`, `ERROR`, or nothing
 
 
 @dataclass(frozen=True, slots=True)

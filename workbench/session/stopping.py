@@ -96,6 +96,8 @@ class Stop:
         self._known: dict[int, protocol.RankStatus] = {}  # what ranks have answered last
         self._signals: list[tuple[int, ControlCall]] = []
         self._is_patient, self._has_reported = True, False
+        #: what a clause may handle so that it has its time; ranks that fail together each have an error of their own
+        self._spared = [protocol.INTERRUPT] + [protocol.ERROR] * (outcome.stop_reason == "failure")
         outcome.stopped = tuple(sorted(ranks))
 
     def step(self, now: float, pending: Collection[int]) -> None:
@@ -107,13 +109,13 @@ class Stop:
         if step == "interrupt":
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             silent = [rank for rank in ranks if self._is_silent(rank)]
-            self._ask(ranks, "interrupt", run=self._run, urgent=not self._is_patient)
+            self._ask(ranks, "interrupt", run=self._run, spared=self._spared if self._is_patient else [])
             self._signals += self._engines.signal(silent, "SIGINT").items()
         elif step == "abort":
             reason = f"stopped by the notebook ({self._outcome.stop_reason})"
-            spare = self._is_patient and ranks == sorted(self._outcome.ranks)  # handlers that wait for one another
-            pids = self._processes.pids()
-            self._engines.control(ranks, "abort", run=self._run, reason=reason, pids=pids, spare_handlers=spare)
+            others = {"pids": self._processes.pids(), "all_are_there": ranks == sorted(self._outcome.ranks)}
+            spared = self._spared if self._is_patient else []
+            self._engines.control(ranks, "abort", run=self._run, reason=reason, spared=spared, **others)
         elif step == "ask":
             self._ask(ranks, "status")
         elif step == "kill":
@@ -174,7 +176,9 @@ class Stop:
         # also while it is silent: its answer waits for a core when the machine is busy, and the nanny's does not tell
         on_way = [rank for rank, status in found.items() if not status.is_handling]
         # also while it is silent: the loading of a library, and code of a handler, may hold the interpreter
-        unended = {rank: _unended(status) for rank, status in found.items() if status.is_handling and _unended(status)}
+        unended = {
+            rank: what for rank, status in found.items() if status.is_handling and (what := self._unended(status))
+        }
         stopped_s = now - self._started_s
         on_way = on_way if self._is_patient and stopped_s < SILENCE_LIMIT_S else []
         if self._is_patient and stopped_s >= FINISH_LIMIT_S and _HANDLER in unended.values():
@@ -212,7 +216,6 @@ class Stop:
         self._outcome.killed = tuple(sorted({*self._outcome.killed, *alive}))
         self._processes.kill(ranks)
 
-
-def _unended(status: protocol.RankStatus) -> str:
-    """What a rank must end before an interrupt can end its run, in words; empty if it need not."""
-    return _IMPORT if status.importing else _HANDLER if status.handles_interrupt else ""
+    def _unended(self, status: protocol.RankStatus) -> str:
+        """What a rank must end before an interrupt can end its run, in words; empty if it need not."""
+        return _IMPORT if status.importing else _HANDLER if status.handles in self._spared else ""

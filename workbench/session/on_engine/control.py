@@ -4,7 +4,7 @@ Operations:
 
 * ``status``: a `RankStatus` with the main thread's stack.
 * ``activity``: a `RankActivity`, cheap enough to be asked every second.
-* ``interrupt``: the same, and interrupt a run.
+* ``interrupt``: the state of before, and interrupt a run.
 * ``abort``: end a run's waits for other ranks.
 * ``command``: let a training run pause, resume, change its strategy or stop.
 * ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
@@ -83,29 +83,31 @@ def status() -> protocol.RankStatus:
         importing=importing,
         run=run,
         is_handling=is_handling,
-        handles_interrupt=engine_imports.handles_interrupt(),
+        handles=engine_imports.handles(),
     )
 
 
-def interrupt(run: int, urgent: bool = False) -> protocol.RankStatus:
+def interrupt(run: int, spared: Sequence[str]) -> protocol.RankStatus:
     """Interrupt a run; returns the state of before. Does nothing to a later run; see `current_request.stop`."""
     found = status()
-    current_request.stop(run, urgent)
+    current_request.stop(run, spared)
     return found
 
 
-def abort(run: int, reason: str, pids: Sequence[int] = (), spare_handlers: bool = False) -> None:
+def abort(run: int, reason: str, pids: Sequence[int], spared: Sequence[str], all_are_there: bool) -> None:
     """End the main thread's wait for other ranks, unless a later run has begun: that has another world.
 
     Args:
         pids: the processes of the engines on this host.
-        spare_handlers: do nothing while the main thread handles an interrupt. It may wait for ranks that do so, too.
+        spared: do nothing while an ``except`` or ``finally`` clause handles one of these, and does not wait.
+        all_are_there: such a clause may also wait for the other ranks, which run theirs.
     """
     with current_request.unless_later(run) as is_in_time:
-        if not is_in_time or (spare_handlers and engine_imports.handles_interrupt()):
+        world = _world()
+        is_spared = engine_imports.handles() in spared
+        if not is_in_time or (is_spared and (all_are_there or not engine_activity.activity(world).waits)):
             return
         engine_waits.abort(reason)
-        world = _world()
         if world is not None:
             world.abort(reason)
         engine_connections.break_to(pids)

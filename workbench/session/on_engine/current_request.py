@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+
+from workbench.session import protocol
 
 _turn = threading.RLock()
 _run = 0
 _is_handling = False
 _run_to_stop = 0
-_is_urgent = False
+_ALL = (protocol.INTERRUPT, protocol.ERROR)
+_spared: Collection[str] = _ALL
 
 
 @contextmanager
@@ -27,9 +30,9 @@ def beginning(run: int) -> Iterator[bool]:
     Args:
         run: of the request's tag; 0 for a request of another client.
     """
-    global _run, _is_handling, _is_urgent
+    global _run, _is_handling, _spared
     with _turn:
-        _run, _is_handling, _is_urgent = run or _run, True, False
+        _run, _is_handling, _spared = run or _run, True, _ALL
         yield run != 0 and run == _run_to_stop
 
 
@@ -45,22 +48,26 @@ def state() -> tuple[int, bool]:
         return _run, _is_handling
 
 
-def is_urgent() -> bool:
-    """Whether the present request is to end even where it handles an interrupt."""
-    return _is_urgent
+def spared() -> Collection[str]:
+    """What an ``except`` or ``finally`` clause of the present request may handle so that no interrupt ends it.
+
+    Until `stop` says it, all is spared: a signal that comes earlier is from a nanny whose engine has yet to take the
+    message.
+    """
+    return _spared
 
 
-def stop(run: int, urgent: bool = False) -> None:
+def stop(run: int, spared: Collection[str]) -> None:
     """Interrupt the main thread if it handles this run or an earlier one. A run that has not begun is stopped then.
 
-    Call it on the control thread. ``urgent``: interrupt also what handles an earlier interrupt.
+    Call it on the control thread.
     """
-    global _run_to_stop, _is_urgent
+    global _run_to_stop, _spared
     with unless_later(run) as is_in_time:
         if _run < run:
             _run_to_stop = run
         if is_in_time and _is_handling:
-            _is_urgent = urgent
+            _spared = spared
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 

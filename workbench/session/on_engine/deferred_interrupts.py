@@ -5,7 +5,8 @@ ends this instead: nobody gets a reply, and the engine, which seems to be stuck,
 such an interrupt waits for the code of the request, or is forgotten with a request that has run.
 
 An interrupt that is being handled is not followed by another one: an ``except`` or ``finally`` clause that saves
-something has its time, until somebody asks for its end, too.
+something has its time, until somebody asks for its end, too. Where ranks are stopped because one has failed, a clause
+of another one for an error of its own has this time, too.
 
 A package whose import breaks off may never work in this process again.
 
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from workbench.session import protocol
 from workbench.session.on_engine import current_request
 from workbench.session.on_engine.shell import current_tag
 
@@ -47,6 +49,8 @@ _names: list[str] = []
 _is_interrupted = False
 _interruptible: set[CodeType] = set()
 """Functions whose callers catch an interrupt; where there are none, all code is interruptible."""
+_handled_first: list[BaseException] = []
+"""The error that was handled when the first signal of this request came, and those that led to it."""
 
 
 def install(kernel: Any) -> None:
@@ -66,6 +70,7 @@ def install(kernel: Any) -> None:
 
     def after() -> None:
         current_request.end()
+        _handled_first.clear()
         idle_since_s[0] = time.monotonic()
 
     kernel.pre_handler_hook, kernel.post_handler_hook = before, after
@@ -137,10 +142,18 @@ def importing() -> str:
     return ""
 
 
-def handles_interrupt() -> bool:
-    """Whether the main thread runs an ``except`` or ``finally`` clause for an interrupt. Call it from any thread."""
+def handles() -> str:
+    """What the main thread runs an ``except`` or ``finally`` clause for: an interrupt, an error, or nothing.
+
+    Call it from any thread.
+    """
+    error = _handled()
+    return protocol.INTERRUPT if was_interrupted(error) else protocol.ERROR if error is not None else ""
+
+
+def _handled() -> BaseException | None:
     found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    return was_interrupted(found[1] if isinstance(found, tuple) else found)  # a tuple before Python 3.12
+    return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
 
 
 def was_interrupted(error: BaseException | None) -> bool:
@@ -162,17 +175,27 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Handle SIGINT: raise KeyboardInterrupt, or record it for the end of the import or the code of the request.
 
-    While an earlier one is handled it does nothing, unless the run is to end at once.
+    It does nothing in a clause that the stop of the run spares.
 
     Raises:
         KeyboardInterrupt: the main thread imports no module now, and runs the code of a request.
     """
     global _is_interrupted
-    if handles_interrupt() and not current_request.is_urgent():
+    if _is_spared():
         return
     if not _names and _is_in_code(frame):
         raise KeyboardInterrupt
     _is_interrupted = True
+
+
+def _is_spared() -> bool:
+    """Whether a clause has its time. Those for errors that come later have none: a loop may handle one after another,
+    as one that polls a queue."""
+    kind, found = handles(), list(causes(_handled()))
+    if kind == protocol.ERROR and not _handled_first:
+        _handled_first.extend(found)
+    is_under_way = kind == protocol.INTERRUPT or not {*map(id, found)}.isdisjoint(map(id, _handled_first))
+    return is_under_way and kind in current_request.spared()
 
 
 def _is_in_code(frame: FrameType | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from workbench.errors import CollectiveAborted
 from workbench.session import protocol, user_modules
 from workbench.session.on_engine import connections
-from workbench.session.on_engine.deferred_interrupts import causes
+from workbench.session.on_engine.deferred_interrupts import causes, was_interrupted
 from workbench.session.on_engine.shell import current_tag, send, shell
 
 _LINES_AROUND = 2
@@ -84,6 +84,7 @@ def failure_of(error: BaseException) -> protocol.Failure:
         time_s=time.time(),
         was_stopped=_is_stop(error) or connections.are_broken(),
         chain=tuple(_chain(error)),
+        in_handler=was_interrupted(error) and not isinstance(error, KeyboardInterrupt),
         syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
         broke_off_step=_broke_off_step(),
     )

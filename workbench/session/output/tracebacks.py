@@ -148,16 +148,12 @@ def consequences(outcome: Outcome) -> list[str]:
                 f"{describe_ranks(ranks)} {reason} an interrupt{at} and had to be killed: "
                 f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
             )
+    hidden = "in an except or finally clause that handled the interrupt"
     return lines + [
-        f"{headline([rank], failure)} (in an except or finally clause that handled the interrupt)"
+        headline([rank], failure) + f" ({hidden})" * failure.in_handler
         for rank, failure in sorted(outcome.failures.items())
-        if (failure.was_stopped or outcome.stop_reason == "interrupt") and _failed_in_handler(failure)
+        if (failure.in_handler if failure.was_stopped else outcome.stop_reason == "interrupt")
     ]
-
-
-def _failed_in_handler(failure: protocol.Failure) -> bool:
-    """Whether an interrupt came, and what handled it has failed, such as a save."""
-    return failure.kind != "KeyboardInterrupt" and any(led.startswith("KeyboardInterrupt") for led in failure.chain)
 
 
 def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
