@@ -31,6 +31,16 @@ from workbench.session.protocol import Failure
         ("globals().update(x=1)\nx", ["globals"]),
         ("match x:\n    case [a, *b]: pass\n    case {'k': c, **d}: pass\nprint(a, b, c, d)", ["print"]),
         ("ok and (n := 3)\nn", ["ok"]),
+        ("any((hit := x) for x in xs)\nhit, x", ["any", "xs", "x"]),
+        ("x\ndef build():\n    global model, x\nbuild()\nmodel, y", ["x", "y"]),
+        ("class A:\n    def f(self):\n        global n\n        n = 1\nA().f()\nn", []),
+        ("if big:\n    def f():\n        global n\nn", ["big"]),
+        ("def put(): globals()['n'] = 3\nput()\nn", []),
+        ("locals()['n'] = y\nn", ["y", "locals"]),
+        ("vars(a)\nvars().update(n=1)\nn", ["vars", "a"]),
+        ("get_ipython().user_ns['n'] = y\nn", ["y", "get_ipython"]),
+        ("get_ipython().push({'n': y})\nn", ["get_ipython"]),
+        ("files = !ls\nn", ["get_ipython", "n"]),
     ],
 )
 def test_names_that_a_cell_is_sure_to_read(code, names):

@@ -63,7 +63,7 @@ def explain_lost_names(
 def first_reads(code: str) -> list[str]:
     """Names that the cell is sure to read before it sets them, in their order. What may not run does not count: bodies
     of functions, branches, elements of comprehensions, and all behind code that may set any name: ``import *``,
-    ``exec``, ``globals()``, and magics.
+    ``exec``, ``globals()``, ``get_ipython().push``, and magics.
 
     >>> first_reads("loss = model(x)\\nif big: y = z\\nprint(loss, y)")
     ['model', 'x', 'big', 'print']
@@ -96,9 +96,10 @@ def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
             made |= _names_made(node)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             _read(node.generators[0].iter, found, made)
+            made |= _names_made_around(node)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             _read_all(node.decorator_list, found, made)
-            made.add(node.name)
+            made |= {node.name} | _names_made_around(node)
         case ast.Name() | ast.Import() | ast.ImportFrom() | ast.Try() | ast.TryStar() | ast.Match():
             made |= _names_made(node)
         case ast.Lambda() | None:
@@ -127,14 +128,31 @@ def _names_made(node: ast.AST) -> set[str]:
                 made.add(name)
             case ast.alias(name=name, asname=alias):
                 made.add(alias or name.partition(".")[0])
+            case ast.Global(names=names):
+                made.update(names)
+    return made
+
+
+def _names_made_around(node: ast.AST) -> set[str]:
+    """Names that a function, class or comprehension may set outside of it. Raises _MakesAnyName as `_names_made`."""
+    made = set()
+    for each in ast.walk(node):
+        _check_names_are_known(each)
+        match each:
+            case ast.Global(names=names):
+                made.update(names)
+            case ast.NamedExpr(target=ast.Name(id=name)):
+                made.add(name)
     return made
 
 
 def _check_names_are_known(node: ast.AST) -> None:
     """Raise _MakesAnyName if the node by itself may set names that it does not spell."""
     match node:
-        case ast.alias(name="*") | ast.Call(func=ast.Name(id="exec" | "globals")):
+        case ast.alias(name="*") | ast.Call(func=ast.Name(id="exec" | "globals" | "locals")):
             raise _MakesAnyName
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)):
-            if method.startswith("run_"):
+        case ast.Call(func=ast.Name(id="vars"), args=[], keywords=[]):
+            raise _MakesAnyName
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=name):
+            if name not in ("system", "getoutput"):  # what `!command` becomes
                 raise _MakesAnyName
