@@ -160,7 +160,7 @@ def test_each_value_comes_from_where_it_can():
             "lines": ((i for i in ()), (i for i in ()), "as its set-up cell makes it: it cannot be pickled"),
             "large": (torch.ones(5_000_000), None, "lost: it cannot be pickled (larger than"),
             "Local": (old_class, None, "lost: a class"),
-            "forgotten": (nn.Linear(2, 2), None, "lost: no set-up cell makes it"),
+            "forgotten": (nn.ReLU(), None, "lost: no set-up cell makes it"),
             "shards": (wb.ones(6, placement=ranks, sbp="S(0)"), None, "lost: no set-up cell makes it"),
             "changed": (
                 wb.ones(6, placement=ranks, sbp="S(0)"),

@@ -121,7 +121,9 @@ def test_an_engine_that_is_lost_while_others_start_is_named(own_session, monkeyp
         return ids
 
     own_session._setup = SetupCells()
-    own_session.run("kept = 5")
+    own_session.run(
+        "kept = 5\nfor name in ('net', 'model', 'optimizer'): globals().pop(name, None)"
+    )  # no cell makes them
     monkeypatch.setattr(processes, "start_engines", start)
     report = own_session.resize(3)
     assert started == [[2], [0], [2]]

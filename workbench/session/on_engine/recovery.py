@@ -26,7 +26,7 @@ import torch
 from workbench.errors import CheckpointError, SessionError
 from workbench.session import user_modules
 from workbench.session.on_engine import completion as engine_assist
-from workbench.session.on_engine.sent_values import is_same, kind, pack, renewed, shown, spread, unpack
+from workbench.session.on_engine.sent_values import is_same, kind, pack, renewed, shown, spread, unpack, with_own_state
 from workbench.session.on_engine.shell import shell
 from workbench.session.ranks import describe_ranks
 from workbench.tensors import default_generator
@@ -165,6 +165,7 @@ class Recovery:
     def run(self, random_states: Any) -> Rows:
         """Set the variables. Returns what became of each, equal on all ranks. All ranks call it."""
         told = self._gather({name: self._tell(name) for name in {*self.kept, *self.fresh}})
+        self._refuse_models_without_setup(told)
         nothing = _Told("", "", False)
         parts, values, absent = list[str](), list[str](), list[str]()
         for name in sorted({name for each in told for name in each}):
@@ -230,6 +231,18 @@ class Recovery:
             self.rows.setdefault(name, f"lost: {why}; it is as its set-up cell makes it")
         return loaded
 
+    def _refuse_models_without_setup(self, told: Sequence[Mapping[str, _Told]]) -> None:
+        """Raise SessionError, on all ranks, if set-up cells leave models or optimizers out that ranks hold."""
+        made = {name for rank, each in enumerate(told) if rank not in self.holders for name in each}
+        same = [name for name, value in self.kept.items() if self.fresh.get(name, value) is value and name not in made]
+        found = self._gather(with_own_state(same, self.kept) if len(self.holders) < len(told) else [])
+        if any(found):
+            raise SessionError(
+                f"recover: no set-up cell makes {', '.join(sorted(set().union(*found)))}, and a rank that was replaced "
+                f"lacks this, so nothing is recovered yet, and all is kept. Run the cells that made it with %%global "
+                f"--setup, then %workbench recover once more. To give it up: set it to None in such a cell."
+            )
+
     def _load_checkpoint(
         self, parts: Mapping[str, Any], lost: dict[str, str], held: Collection[str]
     ) -> Collection[str]:
@@ -292,7 +305,9 @@ class Recovery:
         }
         sent, names_shown = self._gather((own, {name: shown(name, self.kept[name]) for name in own}))[giver]
         unpacked, problems = self._unpack(sent)
-        told = self._gather({name: self._tell_value(name, problems.get(name, "")) for name in names})
+        told = self._gather(
+            {name: _ToldValue(name in self.kept, name in self.fresh, problems.get(name, "")) for name in names}
+        )
         for name in names:
             having = [rank for rank in self.holders if told[rank][name].is_kept]
             problem = next((each[name].problem for each in told if each[name].problem), "")
@@ -330,9 +345,6 @@ class Recovery:
             if name in self.kept and self.world.rank != min(self.holders) and not is_same(self.kept[name], value):
                 problems[name] = _DIFFERS
         return values, problems
-
-    def _tell_value(self, name: str, problem: str) -> _ToldValue:
-        return _ToldValue(name in self.kept, name in self.fresh, problem)
 
     def _restore_random(self, states: Any, was_loaded: bool) -> None:
         """Let random numbers go on as if nothing had happened, or from where a checkpoint left them."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +42,23 @@ def spread(variables: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def with_own_state(names: Collection[str], variables: Mapping[str, Any]) -> list[str]:
+    """Those of the names whose value is an optimizer, or a module with tensors, and belongs to nothing else: no other
+    variable's module, list or dict has it in it, and no variable of another name is the same.
+    """
+    elsewhere = set[int]()
+    for name, value in variables.items():
+        inner: Iterable[Any] = value.values() if isinstance(value, dict) else ()
+        inner = value.modules() if isinstance(value, nn.Module) else value if isinstance(value, list | tuple) else inner
+        elsewhere |= {id(each) for each in inner if each is not value} | ({id(value)} if name not in names else set())
+    alone = {name: variables[name] for name in names if id(variables[name]) not in elsewhere}
+    return [name for name, value in alone.items() if kind(value) == "optimizer" or _has_tensors(value)]
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
 
 
 def is_same(one: Any, other: Any) -> bool:
