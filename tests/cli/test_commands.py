@@ -14,6 +14,7 @@ import pytest
 
 from workbench import cli
 from workbench.cli import lab, outputs
+from workbench.cli.compare import telling_mistakes_of
 from workbench.core.extras import packages_of
 from workbench.errors import CommandError, StrategyError
 
@@ -217,6 +218,26 @@ def test_an_error_of_its_data_set_too(command: str, file: Path, capsys: pytest.C
     assert cli.main(command.format(file).split()) == cli.USER_ERROR
     said = capsys.readouterr().err
     assert said.count("  File") == 1 and "line 2, in dataset" in said
+
+
+@RUNS_A_FILE
+def test_an_error_of_its_model_too(command: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("dataset = [1] * 64, [1] * 64\nloss_fn = len\ndef model_fn(): return open('no.csv')\n")
+    assert cli.main(command.format(file).split()) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert said.count("  File") == 1 and "line 3, in model_fn" in said
+
+
+def test_errors_of_our_own_are_not_those_of_a_file(file: Path) -> None:
+    with pytest.raises(KeyError), telling_mistakes_of(file):
+        raise KeyError
+
+
+@pytest.mark.parametrize("command", ["demo", "compare no.py"])
+def test_two_outputs_are_two_files(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "report")
+    assert cli.main([*command.split(), "--out", path, "--json", path]) == cli.USER_ERROR
+    assert f"--out and --json are both {path}, and one would replace the other." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["random", "time", "__main__"])

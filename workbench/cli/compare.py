@@ -88,17 +88,19 @@ def telling_mistakes_of(path: Path) -> Iterator[None]:
     """Around code that runs a user's file.
 
     Raises:
-        CommandError: for each error of the file, with the lines from the file on.
+        CommandError: for each error of the file, with the lines from the file on. Errors of other code pass.
     """
     try:
         yield
     except SyntaxError as error:
-        line = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        raise CommandError(line) from None
-    except Exception as error:  # noqa: BLE001 - a user's file may raise any
+        line = f"{error.filename or path}, line {error.lineno or 1}: {error.msg}: {(error.text or '').strip()}"
+        raise CommandError(line.removesuffix(": ")) from None
+    except Exception as error:
         lines = error.__traceback__
         while lines is not None and Path(lines.tb_frame.f_code.co_filename).resolve() != path.resolve():
             lines = lines.tb_next
+        if lines is None:
+            raise
         told = "".join(traceback.format_exception(type(error), error, lines)).rstrip()
         raise CommandError(f"{path} raised an error.\n{told}") from None
 
@@ -121,4 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare the strategies on the file's model; the exit code is 0 if all equal one device."""
     results.check_outputs(args)
-    return results.compare_and_present(load_job(args.file), args.strategies, args)
+    job = load_job(args.file)
+    with telling_mistakes_of(args.file):
+        return results.compare_and_present(job, args.strategies, args)

@@ -13,6 +13,7 @@ The model is the name of a transformer (workbench plan --models), or a file that
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from workbench.core.recompute_kinds import KINDS
 from workbench.cost.software import OPTIMIZERS
 from workbench.errors import CommandError
 
-_SWITCH: dict[str, bool | str] = {"no": False, "yes": True, "0": False, "1": True, "false": False, "true": True}
-_WORDS = {"sequence": _SWITCH, "recompute": _SWITCH | {word: word for word in ("none", *KINDS)}}
-"""What constraints of words take; others take numbers, and those of ``_CHECKED_LATER`` what the search knows."""
-_CHECKED_LATER = ("schedule", "offload")
+_SWITCH = {"no": False, "yes": True, "false": False, "true": True}
+_WORDS = {"sequence": _SWITCH | {"0": False, "1": True}, "recompute": _SWITCH}
+"""Words for yes and no. Other constraints take numbers, and those of ``_CHECKED_LATER`` what the search knows."""
+_CHECKED_LATER = ("schedule", "offload", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
                         help="limits the search: numbers of pipeline=, data=, model=, micro_batches=, zero=, shards=, "
                              "context=, overlap=, heads=; words of schedule=, recompute= "
-                             f"(none, {', '.join(KINDS)}), offload= (none, {', '.join(CHOICES)}), "
-                             "sequence= (no, yes); rows of layers=. Several: zero=1,2")  # fmt: skip
+                             f"(none, {', '.join(KINDS)}, or a number of blocks), "
+                             f"offload= (none, {', '.join(CHOICES)}), sequence= (no, yes); "
+                             "rows of layers=. Several: zero=1,2")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="the other choices of a layer, and their costs")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why the plan is not this strategy")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategy there, e.g. plan.strategy")
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("which model? Give a file or a name; workbench plan --models lists the names.")
     from workbench.cost.hardware_files import load_hardware
 
-    hardware, constraints = load_hardware(args.hardware), dict(parse_constraint(text) for text in args.constraint)
+    hardware, constraints = load_hardware(args.hardware), _constraints(args.constraint)
     check_output("--out", args.out)
     # report mistakes in the options first: torch and the model's trace take seconds
     from workbench.session.planning import plan
@@ -95,6 +97,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _constraints(texts: Sequence[str]) -> dict[str, Any]:
+    """The options ``--constraint`` by name.
+
+    Raises:
+        CommandError: one of them has another form, or the name of an earlier one.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, value = parse_constraint(text)
+        if name in found:
+            raise CommandError(f"--constraint {text!r}: {name} is given twice. Give several values in one: zero=1,2.")
+        found[name] = value
+    return found
+
+
 def parse_constraint(text: str) -> tuple[str, Any]:
     """``zero=1,2`` -> ("zero", (1, 2)), of which the search chooses.
 
@@ -106,11 +123,11 @@ def parse_constraint(text: str) -> tuple[str, Any]:
         raise CommandError(f"--constraint {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
     if name == "layers":
         return name, value
-    words, known = [word.strip() for word in value.split(",")], _WORDS.get(name)
-    if known is not None and not known.keys() >= set(words):
+    words, known = [word.strip() for word in value.split(",")], _WORDS.get(name, {})
+    if name == "sequence" and not known.keys() >= set(words):
         raise CommandError(f"--constraint {text!r}: {name} is one of {', '.join(known)}.")
-    values = tuple(known[word] if known else int(word) if word.isdecimal() else word for word in words)
-    if known is None and name not in _CHECKED_LATER and not all(isinstance(one, int) for one in values):
+    values = tuple(known.get(word, int(word) if word.isdecimal() else word) for word in words)
+    if name not in _CHECKED_LATER and not all(isinstance(one, int) for one in values):
         raise CommandError(f"--constraint {text!r}: {name} is a number, or several: {name}=1,2.")
     return name, values if len(values) > 1 else values[0]
 
@@ -120,18 +137,20 @@ def _model(name: str) -> Any:
     path = Path(name)
     if path.suffix != ".py" and not path.exists():
         return name
-    from workbench.cli.compare import dataset_of, run_file
+    from workbench.cli.compare import dataset_of, run_file, telling_mistakes_of
     from workbench.session.planning import layer_costs
+    from workbench.ui.planning.offline_trainer import costs_of
 
     module = run_file(path)
     if not hasattr(module, "model_fn") or not (hasattr(module, "inputs") or hasattr(module, "dataset")):
         raise CommandError(f"{path}: the file needs model_fn, and dataset or inputs; see workbench plan --help.")
     loss_fn = getattr(module, "loss_fn", None)
-    if hasattr(module, "inputs"):
-        return layer_costs(module.model_fn, module.inputs, loss_fn=loss_fn, targets=getattr(module, "targets", None))
-    from workbench.ui.planning.offline_trainer import costs_of
-
-    return costs_of(module.model_fn, dataset_of(module), loss_fn, getattr(module, "collate_fn", None))
+    dataset = None if hasattr(module, "inputs") else dataset_of(module)
+    with telling_mistakes_of(path):
+        if dataset is None:
+            targets = getattr(module, "targets", None)
+            return layer_costs(module.model_fn, module.inputs, loss_fn=loss_fn, targets=targets)
+        return costs_of(module.model_fn, dataset, loss_fn, getattr(module, "collate_fn", None))
 
 
 def _list_models() -> int:

@@ -86,12 +86,14 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Check that the output files can be made, before anything is trained.
 
     Raises:
-        CommandError: a module is missing, or a file cannot be written.
+        CommandError: a module is missing, a file cannot be written, or both are the same.
     """
     if args.out is not None:
         require("lab", "plotly")
     for option, path in (("--out", args.out), ("--json", args.json)):
         check_output(option, path)
+    if args.json is not None and args.out is not None and args.out.resolve() == args.json.resolve():
+        raise CommandError(f"--out and --json are both {args.out}, and one would replace the other. Give two files.")
 
 
 def compare_and_present(

@@ -63,15 +63,16 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{path}: {', '.join(missing)} not defined there; see workbench script --help.")
     from workbench.session.scripts import script
 
-    text = script(
-        args.strategy,
-        args.ranks,
-        **{role: f"{path.stem}:{role}" for role in _ROLES if hasattr(module, role)},
-        batch_size=args.batch,
-        steps=args.steps,
-        seed=args.seed,
-        library="torch" if args.torch else "workbench",
-    )
+    with telling_mistakes_of(path):
+        text = script(
+            args.strategy,
+            args.ranks,
+            **{role: f"{path.stem}:{role}" for role in _ROLES if hasattr(module, role)},
+            batch_size=args.batch,
+            steps=args.steps,
+            seed=args.seed,
+            library="torch" if args.torch else "workbench",
+        )
     if args.out is None:
         print(text, end="")
         return 0

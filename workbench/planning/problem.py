@@ -146,7 +146,10 @@ class Problem:
         kinds = [recompute_kind(value) or "none" for value in self.constraints.values("recompute")]
         offloads = [offload_kind(value) or "none" for value in self.constraints.values("offload")]
         self._refuse_unknown("offload", ("none", *CHOICES), offloads)
-        self._refuse_unknown("recompute", ("none", *KINDS), [kind for kind in kinds if not kind.isdecimal()])
+        for one in kinds:
+            if one not in ("none", *KINDS) and not (one.isdecimal() and int(one) > 0):
+                words = ", ".join(("none", *KINDS))
+                raise StrategyError(f"recompute={one!r}: it is one of {words}, or a number of blocks from 1 on.")
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
         for value in given:
