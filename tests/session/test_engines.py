@@ -361,10 +361,14 @@ class TestStatus:
             call.cancel()
 
 
-def test_restart_of_one_rank_keeps_the_other(session):
+def test_restart_of_one_rank_keeps_the_other(session, capfd):
     session.run("kept = 3")
     before = [status.pid for status in session.status()]
+    calls = [session.submit(time.sleep, seconds) for seconds in (100, 0.3)]
+    wait_until(lambda: session._pool.active, "the first call")
     session.restart([1])
+    assert "this waits its turn" in capfd.readouterr().err
+    assert calls[0].exception() is not None and calls[1].result(WAIT_TIMEOUT_S) == [None, None]
     after = [status.pid for status in session.status()]
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     assert session.run("'kept' in globals()").values == [True, False]

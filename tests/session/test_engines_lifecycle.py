@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -125,6 +126,18 @@ def test_children_that_end_at_once_are_reaped_by_handlers_that_interrupt_each_ot
     assert list(codes.values()) == [3, 4]
     for child in children:
         child.returncode = codes[child.pid]
+
+
+def test_a_failed_start_quotes_no_engine_of_before():
+    processes = launch.LocalProcesses(SessionFolder.create(), 1)
+    processes._launchers = {0: SimpleNamespace(get_output=lambda: "of before", forks=None)}
+    processes._find_fork_server = lambda: None
+    processes._forks = SimpleNamespace(
+        is_ready=lambda: False, has_ended=lambda: True, output=lambda: "ImportError: of now"
+    )
+    with pytest.raises(EngineStartError, match=r"(?s)^(?!.*of before).*ImportError: of now"):
+        processes.start_engines(None, [0], lambda number: None)
+    processes.folder.remove()
 
 
 @pytest.mark.slow  # two processes that fork engines load torch

@@ -140,11 +140,14 @@ def test_an_engine_that_is_lost_while_others_start_is_named(own_session, monkeyp
 
 
 def test_an_interrupted_resize_adds_nothing(own_session, monkeypatch):
-    def start(client, ranks, on_progress):
+    def wait_for(client, ranks, on_progress):
+        started.append(processes.engines[ranks[0]])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own_session._pool._processes, "start_engines", start)
-    before = own_session.num_engines
+    processes, started, before = own_session._pool._processes, [], own_session.num_engines
+    monkeypatch.setattr(processes, "_wait_for", wait_for)
     with pytest.raises(KeyboardInterrupt, match="The session is as it was"):
         own_session.resize(before + 1)
+    assert len(processes.pids()) == processes.num_ranks == before
+    wait_until(lambda: not started[0].is_running() or started[0].status() == "zombie", "the end of the new engine")
     assert own_session.num_engines == before and own_session.run("wb.world_size()").values == [before] * before

@@ -76,10 +76,10 @@ def test_quotes_belong_to_no_option():
 
 @pytest.mark.parametrize("asked", [{"engines": 3}, {"device": "cuda"}, {"keep": True}, {"hosts": "a,b"}])
 def test_start_says_what_a_running_session_is_not(monkeypatch, asked, capsys):
-    running = type("Running", (), {"num_engines": 2, "device": "cpu", "keep": False})()
+    running = SimpleNamespace(num_engines=2, device="cpu", keep=False, places={"profile": "p"})
     monkeypatch.setattr(magic_commands.cluster, "find_current", lambda: running)
     none = dict.fromkeys(("engines", "profile", "hosts", "slurm", "python"))
-    magic_commands.start(SimpleNamespace(**none, device="auto", keep=False))
+    magic_commands.start(SimpleNamespace(**none | {"profile": "p"}, device="auto", keep=False))
     assert "a session with 2 engines on cpu is running already" in capsys.readouterr().out
     with pytest.raises(UsageError, match=f"start --{next(iter(asked))}.*was not started so"):
         magic_commands.start(SimpleNamespace(**{**none, "device": "cpu", "keep": False, **asked}))

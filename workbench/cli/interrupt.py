@@ -1,6 +1,7 @@
 """Interrupt the cell that a notebook's engines run, as the notebook's own interrupt does.
 
-A rank that does not react within two seconds is killed and loses its variables; an import in progress ends first.
+A rank that does not react within two seconds is killed and loses its variables. An import, and an except or
+finally clause that handles an interrupt, end first.
 """
 
 from __future__ import annotations

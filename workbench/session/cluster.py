@@ -57,6 +57,7 @@ class Session:
     ) -> None:
         processes, shared_device, folder = choose_processes(engines, profile, device, keep)
         self._use(EnginePool(processes, shared_device, folder), folder, keep)
+        self.places["profile"] = profile
         try:
             self._pool.start()
             check_devices(device, self._pool.devices())
@@ -89,6 +90,7 @@ class Session:
         self.logs = OutputLogs(folder.path / "output")
         self._owner_pid = os.getpid()
         self._requests, self._closed = RequestQueue(), False
+        self.places: dict[str, str | None] = {}  # options that say where engines run
         self._subscribers, self._setup = list[OnPublished](), SetupCells()
         atexit.register(self._end)
 
@@ -258,22 +260,20 @@ class Session:
         """Stop the engines' present work, a call of `submit` or a cell of another thread, and wait until it has ended.
         Returns how each rank ended; empty if nothing ran.
         """
-        active = list(self._pool.active)
-        for run in active:
+        for run in (active := list(self._pool.active)):
             run.stop()
         for run in active:
             run.ended.wait()
         return active[0].outcome if active else Outcome(())
 
     def restart(self, ranks: Iterable[int] | None = None) -> None:
-        """Replace engines by new ones; default: all. Their work ends, and their variables are lost.
-
-        Other ranks keep their variables. All ranks join a new world.
+        """Replace engines by new ones; default: all. What they run now ends, and their variables are lost. Requests
+        that wait run first. Other ranks keep their variables. All ranks join a new world.
         """
         targets = self._check(ranks)
-        for run in list(self._pool.active):
+        for run in (active := list(self._pool.active)):
             run.stop("restart", replaced=targets)
-        with self._requests.exclusive():
+        with self._requests.exclusive(on_wait=self._report_wait if len(self._requests) > len(active) else lambda: None):
             self._pool.replace(targets)
 
     def recover(self) -> Recovered:

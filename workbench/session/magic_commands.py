@@ -6,7 +6,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from IPython.core.error import UsageError
 
@@ -30,8 +29,6 @@ OPTIONS = {
 }
 """The options of each command that takes some."""
 _WAYS = ("profile", "hosts", "python", "slurm")
-_started_by: WeakKeyDictionary[cluster.Session, dict[str, str | None]] = WeakKeyDictionary()
-"""The options of ``start`` about hosts, for sessions that it started."""
 
 
 def check_options(line: str, command: str) -> None:
@@ -76,15 +73,13 @@ def start(options: Namespace) -> None:
             "Go on with them: %workbench attach. End them: %workbench clean. "
             "Leave them alone and start others: %workbench start --new"
         )
-    ways = {way: getattr(options, way) for way in _WAYS}
     session = cluster.Session(options.engines, _profile(options), device=options.device, keep=options.keep)
-    _started_by[session] = ways
+    session.places = {way: getattr(options, way) for way in _WAYS} | session.places
 
 
 def _disagreements(running: cluster.Session, options: Namespace) -> list[str]:
     """The options with which the session that runs does not agree."""
-    ways = _started_by.get(running, {})
-    asked: dict[str, tuple[Any, Any]] = {way: (getattr(options, way), ways.get(way)) for way in _WAYS}
+    asked: dict[str, tuple[Any, Any]] = {way: (getattr(options, way), running.places.get(way)) for way in _WAYS}
     asked["engines"] = (options.engines, running.num_engines)
     asked["device"] = (None if options.device == "auto" else options.device, running.device)
     others = [f"--{name} {wanted}" for name, (wanted, has) in asked.items() if wanted not in (None, has)]

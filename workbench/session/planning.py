@@ -169,11 +169,11 @@ def plan(
         software: properties of the training program; default: the engines of this package.
         compile: the step is compiled (``wb.capture``): functions between two products are one program.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
-            ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, False, "attention",
-            "cheap" or a number of blocks), ``offload=`` ("optimizer", "activations", "optimizer+activations", ""
-            for nothing, or several to let the search choose), ``sequence=`` (True or False), ``overlap=`` (one number
-            or several), ``layers="head: data@1"``, and ``heads=``, numbers that
-            the model degree must divide, for a model that does not name its heads.
+            ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, "attention",
+            "cheap", a number of blocks, or "none"), ``offload=`` ("optimizer", "activations", "optimizer+activations",
+            "none", or several to let the search choose), ``sequence=`` (True or False), ``overlap=`` (one number or
+            several), ``layers="head: data@1"``, and ``heads=``, numbers that the model degree must divide, for a model
+            that does not name its heads.
 
     Raises:
         StrategyError: constraints that conflict, a model that fits nowhere, or a module without ``inputs``.

@@ -15,6 +15,10 @@ class RequestQueue:
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
 
+    def __len__(self) -> int:
+        """The number of requests that run or wait."""
+        return len(self._queue)
+
     def enqueue(self) -> object:
         """A ticket behind all that are waiting."""
         ticket = object()

@@ -1,7 +1,8 @@
 """Follows one request to the engines, from sending to its last reply. It never waits for a rank that cannot reply.
 
 When a rank fails, is interrupted or runs out of time, a `Stop` stops the ranks that still run. So control returns
-within about two seconds, whatever the engines are doing. Only an import, and messages on a busy machine, take longer.
+within about two seconds, whatever the engines are doing. Only imports, clauses that handle an interrupt or an error,
+and messages on a busy machine take longer.
 """
 
 from __future__ import annotations

@@ -221,6 +221,8 @@ class LocalProcesses:
 
     def _launch(self, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Start the processes of engines. They connect once the controller has written its address."""
+        for rank in ranks:
+            self._launchers.pop(rank, None)  # what engines before them wrote explains no failure from now on
         self._find_fork_server()
         self._wait_for_fork_server(ranks, on_progress)
         started: dict[int, RankEngineLauncher] = {}
@@ -229,8 +231,6 @@ class LocalProcesses:
         try:
             self._cluster.start_engines_sync(len(ranks), started=started, delay=0, **places, **options)
         except EOFError:
-            for rank in ranks:
-                self._launchers.pop(rank, None)  # what they wrote is older than the server's end
             raise EngineStartError(self._start_failure(ranks, "ended before they were ready")) from None
         self._launchers.update(started)
         fork_server.release(self, still_used=[each.forks for each in self._launchers.values()])

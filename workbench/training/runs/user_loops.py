@@ -65,8 +65,8 @@ def log(
 
     A step lasts from one call to the next. About three times a second, one exchange of all ranks sends the steps. A
     loss stays on its device until then, so reading it does not slow the loop. When the cell ends, also by an error, the
-    remaining steps are reported. Another ``model`` or ``to`` begins another loop. Without a notebook and without
-    ``to`` it does nothing.
+    remaining steps are reported. Another ``model`` or ``to`` begins another loop. Without a notebook it
+    does nothing until a call has a ``to``.
 
     Args:
         loss: loss of the step: a number, or a tensor with one element, global or not. Its value at the call counts: the
