@@ -49,7 +49,7 @@ def test_nan_from_the_first_step_on_is_no_evidence():
 def test_a_loss_that_breaks_after_the_check_is_said_beside_the_tick(loss: float):
     found = LossPair([0.5, 0.4, 0.3, loss], [0.5, 0.4], 2).described(EQUAL)
     assert found.equal and found.note == f"then {loss}"
-    assert found.text.endswith(f"the loss is {loss} from step 4 on, where one device was not trained")
+    assert found.text.endswith(f"the loss is {loss} from step 4 on, after the compared steps")
 
 
 def test_a_run_that_is_not_checked_says_it_too():

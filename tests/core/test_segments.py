@@ -37,6 +37,15 @@ def test_what_was_not_compared_with_one_device_says_so():
     assert before.equal is True and after.equal is None and after.verdict is UNKNOWN and after.loss_difference is None
     early = replace(RUN, segments=(FAST, replace(SLOW, first_step=4)))
     assert [part.equal for part in by_strategy([early])] == [True, True], "the compared steps are of both"
+    early = replace(early, verdict=replace(RUN.verdict, num_steps=4))
+    assert [part.equal for part in by_strategy([early])] == [True, None], "the change has ended the comparison"
+
+
+def test_the_last_part_has_the_final_loss():
+    parts = by_strategy([replace(RUN, settings={"steps": 100})])
+    assert [part.final_loss for part in parts] == [None, 99]
+    stopped = by_strategy([replace(RUN, settings={"steps": 101})])
+    assert [part.final_loss for part in stopped] == [None, None]
 
 
 def test_other_runs_stay_as_they_are_and_empty_parts_are_left_out():

@@ -68,3 +68,40 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005, math.nan)], 2, observer)
     assert verdict.equal is None and "stopped" in verdict.text and verdict.note == "then nan"
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]
+
+
+FAR = TensorChange("w", 0.5, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("to", ["*: data | mb=4", "*: data | bf16"])
+def test_a_change_of_what_one_device_would_compute_ends_the_comparison(step: int, to: str):
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(2.0, 1.0, 0.5, 0.25)
+    losses = [2.0, 1.0, 0.5, 0.25][:step] + [9.0] * (4 - step)
+    own = replace(report(*losses), changes=[(step, to)], tensors=(FAR,) if step < 2 else ())
+    verdict = checker.verdict(Strategy("*: data"), [own], 4)
+    assert (verdict.equal, verdict.note) == {0: (None, ""), 1: (True, "1 step"), 3: (True, "3 steps")}[step]
+    assert verdict.text.endswith(f"until the change before step {step + 1}: one device had mb=1, fp32")
+    assert verdict.num_steps == step and not session.calls
+
+
+@pytest.mark.parametrize("then", [(), ((3, "*: data | mb=4"),)])
+def test_a_mistake_after_a_change_that_one_device_does_not_see_is_found(then: tuple[tuple[int, str], ...]):
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(2.0, 1.0, 0.5, 0.25)
+    checker._reports[OneDevice(variant="perturbed")] = report(2.0, 1.0, 0.5, 0.25)
+    own = replace(report(2.0, 1.0, 0.6, 0.25), changes=[(2, "*: model"), *then])
+    verdict = checker.verdict(Strategy("*: data"), [own], 4)
+    assert verdict.equal is False and "the loss of step 3 differs" in verdict.text
+    assert "; float64 was not tried: the strategy changed after step 2" in verdict.text and not session.calls
+
+
+def test_weights_after_the_compared_steps_say_nothing():
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(2.0)
+    verdict = checker.verdict(Strategy("*: data"), [replace(report(2.0, 1.0), tensors=(FAR,))], 1)
+    assert verdict.equal and verdict.text == "every loss lies within the tolerance" and not session.calls

@@ -320,7 +320,8 @@ class RunRecord(JsonRecord):
     @property
     def final_loss(self) -> float | None:
         """The loss of the last step; None where the run ended before it, as one device does after its check."""
-        is_whole = len(self.losses) == self.settings.get("steps", len(self.losses))
+        num_steps = self.first_step + len(self.losses)
+        is_whole = num_steps == self.settings.get("steps", num_steps)
         return self.losses[-1] if self.losses and is_whole and self.error is None else None
 
     @property

@@ -28,7 +28,7 @@ class LossPair:
 
     >>> pair = LossPair([0.5, 0.25, math.nan], [0.5, 0.25], 2)
     >>> pair.described(Verdict(True, text="equal")).text
-    'equal; the loss is nan from step 3 on, where one device was not trained'
+    'equal; the loss is nan from step 3 on, after the compared steps'
     """
 
     own: Sequence[float]
@@ -84,4 +84,4 @@ class LossPair:
         text = f"the loss is {self.own[step]} from step {step + 1} on"
         if not self.num_common:
             return verdict.with_note(str(self.own[step]), text)
-        return verdict.with_note(f"then {self.own[step]}", f"{text}, where one device was not trained")
+        return verdict.with_note(f"then {self.own[step]}", f"{text}, after the compared steps")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from workbench.core.metrics import RunRecord, Segment
-from workbench.core.verdict import CHECKED_STEPS, UNKNOWN
+from workbench.core.verdict import UNKNOWN
 
 ARROW = "\u2192"
 
@@ -50,6 +50,6 @@ def _part(run: RunRecord, number: int, segment: Segment, stop: int) -> RunRecord
         first_step=start,
         run_id=f"{run.run_id}#{number + 1}" if run.run_id else "",
     )
-    if start < CHECKED_STEPS:
+    if start < run.verdict.num_steps:
         return part
     return replace(part, loss_difference=None, weight_difference=None, equal=None, verdict=UNKNOWN)

@@ -146,7 +146,7 @@ class Verdict(JsonRecord):
         equal: None where there was nothing to compare.
         by: what decided: ``"tolerance"``, ``"noise"``, ``"float64"``, or ``"fp32"`` for the same strategy in fp32.
         first_step: difference of the first loss.
-        largest: largest difference of a loss in the first ``CHECKED_STEPS`` steps.
+        largest: largest difference of a loss in the compared steps.
         growth: by which factor the difference of the loss grows in a step, None where there are too few to say.
         noise: the largest difference of a loss between one device and itself with perturbed rounding; None if the
             verdict did not need it.
@@ -154,6 +154,8 @@ class Verdict(JsonRecord):
         text: a sentence: what differs, by how much, and what rounding explains.
         grown: whether rounding has grown beyond the tolerance.
         note: what the mark alone would hide, in a few words: ``"then nan"``, ``"5 steps"`` (``core.not_finite``).
+        num_steps: the number of first steps that were to be compared. A change to a strategy that another one-device
+            run belongs to ends them.
     """
 
     equal: bool | None
@@ -166,6 +168,7 @@ class Verdict(JsonRecord):
     text: str = ""
     grown: bool = False
     note: str = ""
+    num_steps: int = CHECKED_STEPS
 
     def with_note(self, note: str, text: str) -> Verdict:
         """The verdict with one more note, and a sentence of it."""
@@ -181,8 +184,8 @@ UNKNOWN = Verdict(None)
 class Case:
     """A run's distance from one device, and the evidence about it so far.
 
-    ``no_float64`` says why the model could not run in float64; empty if it can, or before a try. ``equal_in`` is
-    a finer precision in which the same strategy was equal.
+    ``no_float64`` says why there are no results in float64, in a sentence; empty if there are, or before a try.
+    ``equal_in`` is a finer precision in which the same strategy was equal.
     """
 
     found: Distance
@@ -332,11 +335,11 @@ class Case:
 
     def _text(self, equal: bool, by: str, reason: str) -> str:
         if by == "tolerance":
-            return "every loss and every weight lies within the tolerance"
+            return f"every loss{' and every weight' if self.found.tensors else ''} lies within the tolerance"
         exact = f"; in float64 {_largest(self.exact):.0e} is left" if self.exact is not None else ""
         exact = f"; the same strategy in {self.equal_in} is equal" if by == self.equal_in else exact
         if not equal:
-            failed = f"; the model does not run in float64: {self.no_float64}" if self.no_float64 else ""
+            failed = f"; {self.no_float64}" if self.no_float64 else ""
             return f"{reason or 'in float64 it differs'}{exact}{failed}"
         growth = _growth(self.found.losses)
         grown = f", and grows {growth:.1f} times in a step" if growth is not None and growth > 1 else ""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from workbench.core.metrics import StepBlock, difference
 from workbench.core.not_finite import LossPair
 from workbench.core.strategy import Strategy
-from workbench.core.verdict import TOLERANCES, UNKNOWN, Case, Distance, Verdict
+from workbench.core.verdict import TOLERANCES, UNKNOWN, WEIGHT_STEPS, Case, Distance, Verdict
 from workbench.errors import SessionError
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.remote_call import RemoteCall
 from workbench.training.runs.job import RankResult
+from workbench.units import counted
 
 _POLL_S = 0.1
 
@@ -86,11 +87,36 @@ class Checker:
         compiles: bool = False,
         seed: int = 0,
     ) -> Verdict:
-        """Whether the run with these reports, of this seed, equals one device in its first ``num_steps`` steps.
+        """Whether the run with these reports, of this seed, equals one device in its first ``num_steps`` steps, or
+        until it changed to a strategy that another one-device run belongs to.
 
         Further runs, on one device with perturbed weights and of both in float64, are made only if the question is open
         without them and ``observer`` has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
         """
+        which, changes = one_device_of(strategy, seed), reports[0].changes
+        others = (step for step, text in changes if one_device_of(Strategy(text), seed) != which)
+        steps = min(num_steps, next(others, num_steps))
+        if steps < min(WEIGHT_STEPS, len(reports[0].losses)):  # the weights are those of a later step
+            reports = [replace(report, tensors=()) for report in reports]
+        verdict = replace(self._verdict(strategy, reports, steps, observer, compiles, seed), num_steps=steps)
+        if steps == num_steps:
+            return verdict
+        return verdict.with_note(
+            counted(steps, "step") if verdict.equal is not None else "",
+            f"compared until the change before step {steps + 1}: one device had mb={which.num_micro_batches}, "
+            f"{which.precision}",
+        )
+
+    def _verdict(
+        self,
+        strategy: Strategy,
+        reports: Sequence[RankResult],
+        num_steps: int,
+        observer: RunObserver | None,
+        compiles: bool,
+        seed: int,
+    ) -> Verdict:
+        """See ``verdict``; in these steps there is one reference."""
         which = one_device_of(strategy, seed)
         reference = self.known(which)
         if reference is None or not num_steps:
@@ -159,7 +185,7 @@ class Checker:
         """The case with the strategy's results in fp32 or float64, or with the reason why there are none."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
         if changed < num_steps:
-            return replace(case, no_float64=f"the strategy changed after step {changed}")
+            return replace(case, no_float64=f"float64 was not tried: the strategy changed after step {changed}")
         which = OneDevice(strategy.options.num_micro_batches, variant="float64", seed=seed)
         wide = strategy.with_options(precision="fp32")
         known_steps, exact = self._exact.get((str(wide), compiles), (0, Distance()))
@@ -175,7 +201,8 @@ class Checker:
         except RunStopped:
             raise
         except SessionError as error:
-            return replace(case, no_float64=str(error).strip().splitlines()[-1])
+            reason = str(error).strip().splitlines()[-1]
+            return replace(case, no_float64=f"the model does not run in float64: {reason}")
         exact = _distance(found, reference, num_steps)
         self._exact[str(wide), compiles] = num_steps, exact
         return replace(case, exact=exact)

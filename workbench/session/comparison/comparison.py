@@ -17,7 +17,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.presets import preset_name
 from workbench.core.seeds import with_seed
 from workbench.core.strategy import Strategy
-from workbench.core.verdict import CHECKED_STEPS
+from workbench.core.verdict import CHECKED_STEPS, WEIGHT_STEPS
 from workbench.errors import NotStartedError, RunError, SessionError
 from workbench.session import user_modules
 from workbench.session.cluster import Session
@@ -265,6 +265,7 @@ class Comparison:
         found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
         verdict = checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
+        weights = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
         return replace(
             found,
             predicted=planned.predicted,
@@ -272,7 +273,7 @@ class Comparison:
             started=planned.started,
             changes=tuple(reports[0].changes),
             loss_difference=verdict.largest,
-            weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
+            weight_difference=weights if verdict.num_steps >= min(WEIGHT_STEPS, len(found.losses)) else None,
             equal=verdict.equal,
             verdict=verdict,
             segments=segments_of(planned, found, reports, run.announced),
