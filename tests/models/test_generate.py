@@ -118,7 +118,7 @@ def test_every_mode_of_every_model_gives_the_words_of_one_device(name, strategy)
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("pipeline", 2), ("*: data | zero=3", 2)])
 def test_stages_and_zero_give_the_words_of_one_device(strategy, num_ranks):
-    assert_words_are_those_of_one_device("llama", strategy, num_ranks, [GREEDY, SAMPLED])
+    assert_words_are_those_of_one_device("llama", strategy, num_ranks, [GREEDY, SAMPLED, MODES["beams"]])
 
 
 @pytest.mark.parametrize("strategy", ["*: data", "*: model"])

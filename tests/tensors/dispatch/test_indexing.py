@@ -1,9 +1,11 @@
-"""Reads and writes by index whose sizes differ from those of the tensor that is read or written."""
+"""Reads and writes by index: sizes unlike those of the tensor that is read or written, and indices on other ranks."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import workbench as wb
+from workbench.errors import LayoutError
 from workbench.testing import run_ranks
 
 
@@ -127,3 +129,58 @@ def test_values_of_another_dtype_are_converted_or_refused_as_on_one_device(name)
     start = torch.arange(12).reshape(4, 3)
     found = run_ranks(lambda: assigned(wb.tensor(start, placement=wb.placement.all(), sbp="S(0)")))
     assert found == [assigned(start.clone())] * 2
+
+
+def _count(x, index, mask):
+    counts = torch.zeros_like(x)
+    counts[index, index] += 1
+    counts[mask] *= 2
+    return counts
+
+
+READS = {
+    "getitem": lambda x, index, mask: x[:, index] * x[mask].sum(),
+    "counts": _count,
+    "index_select": lambda x, index, mask: x.index_select(1, index) + torch.index_select(x, dim=1, index=index),
+    "gather": lambda x, index, mask: x.gather(0, index[:, None]) + torch.take_along_dim(x, index[None], 1).sum(),
+    "take": lambda x, index, mask: x.take(index),
+    "masked_select": lambda x, index, mask: x.masked_select(mask[:, None]),
+    "masked_fill": lambda x, index, mask: x.masked_fill(mask[:, None], 2.0),
+    "where": lambda x, index, mask: torch.where(mask[:, None], x, -x),
+    "scatter": lambda x, index, mask: x.scatter(1, index[:, None], 2.0).index_fill(0, index, 3.0),
+    "index_add": lambda x, index, mask: x.index_add(0, index, x[:2]),
+    "embedding": lambda x, index, mask: F.embedding(index, x) + torch.embedding(x, index),
+    "embedding of more": lambda x, index, mask: F.embedding(mask.long(), weight=x),
+    "bags": lambda x, index, mask: F.embedding_bag(index, x, index * 0 + torch.arange(2), mode="sum"),
+    "plain": lambda x, index, mask: torch.arange(4.0)[index].sum() * x[index, index] * mask[0],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("name", READS)
+def test_indices_and_masks_go_where_the_data_lie(name):
+    data = torch.arange(1.0, 17).view(4, 4)
+    others = torch.tensor([3, 1]), torch.tensor([True, False, True, True])
+    x = data.clone().requires_grad_()
+    expected = READS[name](x, *others)
+    expected.square().sum().backward() if expected.requires_grad else None
+
+    def program():
+        here, there = wb.placement(ranks=[0, 1]), wb.placement(ranks=[2])
+        x = wb.tensor(data, placement=here, sbp="S(0)").requires_grad_()
+        found = READS[name](x, *[wb.tensor(each, placement=there, sbp="B") for each in others])
+        found.square().sum().backward() if found.requires_grad else None
+        return found.placement == here, found.full_tensor(), x.grad is not None and x.grad.full_tensor()
+
+    for stays, found, grad in run_ranks(program, 3):
+        assert stays and torch.equal(found, expected)
+        assert x.grad is None or torch.equal(grad, x.grad)
+
+
+def test_an_unnamed_operand_on_another_placement_is_told_by_its_argument():
+    def program():
+        x, y = (wb.ones(2, placement=wb.placement(ranks=[rank]), sbp="B") for rank in (0, 1))
+        with pytest.raises(LayoutError, match=r"Write x\.to_global\(.*\) first, where x is the tensor of argument 1"):
+            (x + 0) * y
+
+    run_ranks(program, 2)

@@ -66,10 +66,12 @@ def refuse_two_placements(
     there, known = second._spec.layout.placement, name_in_user_code(second, "")
     where = f"{known}.placement" if known else f"wb.{there}"
     entries = ", ".join(["B"] * there.num_axes)
+    name = name_in_user_code(first, "")
+    which = "" if name else f", where x is the tensor of {argument_text(func, args, kwargs, first)}"
     raise LayoutError(
         f"{fold_name(func).folded}: operands lie on different placements, {' and '.join(texts)}. A function runs on "
         f"one placement, so that it is clear who computes and what moves. Write "
-        f'{name_in_user_code(first, "x")}.to_global(placement={where}, sbp="{entries}") first.'
+        f'{name or "x"}.to_global(placement={where}, sbp="{entries}") first{which}.'
     )
 
 

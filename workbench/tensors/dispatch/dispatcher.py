@@ -39,7 +39,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
     write_placeholder,
 )
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
-from workbench.tensors.dispatch.planning import PARAMETER, Plan, dtype_of, key_of, make_plan, operands_of
+from workbench.tensors.dispatch.planning import PARAMETER, Plan, data_of, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
 from workbench.tensors.dispatch.strides import of_elementwise_placeholder
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
@@ -239,8 +239,8 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     Plain tensors count as broadcast on the placement of the global ones. The target of a write stays where it is, and
     the other operands go there. The same ranks in another order or grid (shards under ZeRO differ in both) take that of
     the first operand. Between the stages of a parallelized module, operands go to the latest stage among them.
-    Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands are, and two placements
-    of larger tensors are an error.
+    Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands are, and so do indices
+    and masks. Two placements of other tensors are an error.
     """
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -257,10 +257,10 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if placements <= set(world.context.call.stage_order):
             placement = max(placements, key=world.context.call.stage_order.index)
         else:
-            larger = [tensor for tensor in known if tensor._spec.shape] or known[:1]
-            placement, why = larger[0]._spec.layout.placement, "an operation with a number on other ranks"
-            if not all(placement.has_ranks_of(tensor._spec.layout.placement) for tensor in larger):
-                refuse_two_placements(func, args, kwargs, larger)
+            data = data_of(func, args, known)
+            placement, why = data[0]._spec.layout.placement, "an operation with numbers or indices on other ranks"
+            if not all(placement.has_ranks_of(tensor._spec.layout.placement) for tensor in data):
+                refuse_two_placements(func, args, kwargs, data)
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf

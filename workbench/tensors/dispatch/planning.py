@@ -20,7 +20,7 @@ from workbench.core.sbp import NdSbp, Partial, Split, partial_sum
 from workbench.tensors.dispatch.aliasing import PERHAPS_ALIASING, copying_as_on_one_device, may_alias
 from workbench.tensors.dispatch.arguments import Order
 from workbench.tensors.dispatch.placeholder_calls import NeedsDataError, autocast_state, infer_outputs
-from workbench.tensors.dispatch.registry import RULES, Call, Name, Resolution, fold_name
+from workbench.tensors.dispatch.registry import INDICES, RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.dispatch.strides import has_thin_shards, is_thinner, keeping_order
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.world import World
@@ -76,6 +76,13 @@ class Plan:
 def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
     """The global tensors among the arguments, in order."""
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+
+
+def data_of(func: Any, args: Any, operands: list[GlobalTensor]) -> list[GlobalTensor]:
+    """The operands that say where a call runs: all but numbers, indices and masks. The first if there are none."""
+    positions = INDICES.get(func, INDICES.get(fold_name(func).folded, ()))
+    indices = {id(operand) for at in positions for operand in operands_of(args[at : at + 1], {})}
+    return [each for each in operands if each._spec.shape and id(each) not in indices] or operands[:1]
 
 
 def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:

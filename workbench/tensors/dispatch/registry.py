@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
@@ -70,7 +71,7 @@ class Resolution:
 
 
 RuleFunction = Callable[[Call], Resolution | None]
-F = TypeVar("F", bound=Callable[..., Any])
+Registered = TypeVar("Registered", bound=Callable[..., Any])
 RULES: dict[str, RuleFunction] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
@@ -82,13 +83,23 @@ USER_FUNCTION_NAMES: dict[Any, str] = {}
 """Names of users' Python functions; torch may have another function of the same name."""
 VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
 """Functions whose rule depends on a float only by whether it is zero or infinite; all equations are among them."""
+INDICES: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys(("where", F.embedding), (0,)),
+    **dict.fromkeys(("getitem", "take", "put", "index_put", "embedding"), (1,)),
+    **dict.fromkeys(("masked_fill", "masked_scatter", "masked_select"), (1,)),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), (2,)),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), (2,)),
+    F.embedding_bag: (0, 2),
+}
+"""By folded name, or by function where another one has the name too: the positions of indices and masks. They say which
+of the data a call reads or writes, and go where the data lie."""
 
 
-def _registers(table: dict[str, F]) -> Callable[..., Callable[[F], F]]:
+def _registers(table: dict[str, Registered]) -> Callable[..., Callable[[Registered], Registered]]:
     """A decorator that takes names, and registers a function under them."""
 
-    def under(*names: str) -> Callable[[F], F]:
-        def register(function: F) -> F:
+    def under(*names: str) -> Callable[[Registered], Registered]:
+        def register(function: Registered) -> Registered:
             table.update(dict.fromkeys(names, function))
             return function
 
