@@ -34,14 +34,14 @@ def on_control_thread(function, *arguments):
 
 def test_a_run_that_is_handled_is_interrupted(signals):
     begin(7)
-    on_control_thread(current_request.stop, 7)
+    on_control_thread(current_request.stop, 7, ())
     assert signals == [1] and current_request.state() == (7, True)
 
 
 def test_a_stop_that_comes_before_its_request_is_not_lost(signals):
     begin(6)
     current_request.end()
-    on_control_thread(current_request.stop, 7)
+    on_control_thread(current_request.stop, 7, ())
     assert signals == []
     assert begin(7) and not begin(8)
 
@@ -49,15 +49,15 @@ def test_a_stop_that_comes_before_its_request_is_not_lost(signals):
 def test_a_stop_that_comes_after_the_reply_reaches_no_later_request(signals):
     begin(7)
     current_request.end()
-    on_control_thread(current_request.stop, 7)
+    on_control_thread(current_request.stop, 7, ())
     assert not begin(8)
-    on_control_thread(current_request.stop, 7)
+    on_control_thread(current_request.stop, 7, ())
     assert signals == []
 
 
 def test_what_is_left_of_an_earlier_request_is_interrupted_too(signals):
     begin(6)
-    on_control_thread(current_request.stop, 7)
+    on_control_thread(current_request.stop, 7, ())
     assert signals == [1] and begin(7)
 
 
@@ -88,7 +88,7 @@ def test_a_late_abort_leaves_the_next_world_alone(monkeypatch):
     monkeypatch.setattr(control, "_world", lambda: SimpleNamespace(abort=aborted.append))
     monkeypatch.setattr(control.engine_waits, "abort", aborted.append)
     begin(7)
-    control.abort(7, "first")
+    control.abort(7, "first", (), (), False)
     begin(8)
-    control.abort(7, "late")
+    control.abort(7, "late", (), (), False)
     assert aborted == ["first", "first"]
