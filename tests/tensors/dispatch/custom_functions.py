@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import Function, once_differentiable
 
 
@@ -161,4 +162,31 @@ class Capturing(Function):
 
     @staticmethod
     def backward(ctx, grad):
+        return grad, None
+
+
+class GatherLayer(Function):
+    """As SimCLR's: one tensor per process."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.zeros_like(x) for _ in range(2)]
+        dist.all_gather(parts, x)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
+
+
+class SumOfGradients(Function):
+    """Its backward alone exchanges; a random forward is examined without a backward."""
+
+    @staticmethod
+    def forward(ctx, x, noise):
+        return x + noise * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad)
         return grad, None

@@ -183,6 +183,25 @@ def test_a_captured_global_tensor_is_refused(sbp: str):
     run_ranks(program, 2)
 
 
+@GATHERS
+@pytest.mark.parametrize("sbp", ["S(0)", "B"])
+def test_an_exchange_is_refused_on_all_ranks(sbp: str):
+    """It would join copies, and wait on ranks without a part."""
+    message = r"^tests.*{0}.apply: .*calls torch.distributed.{1}\. .*Leave the function.*wb.local_map\({0}.apply, in"
+
+    def program():
+        x = wb.ones(5, placement=wb.placement("cpu", ranks=[1, 2]), sbp=sbp, requires_grad=True)
+        with pytest.raises(LayoutError, match=message.format("GatherLayer", "all_gather")):
+            fns.GatherLayer.apply(x)
+        with pytest.raises(LayoutError, match=message.format("SumOfGradients", "all_reduce")):
+            fns.SumOfGradients.apply(x, 0.0)
+        y = fns.SumOfGradients.apply(x.to_global(placement=wb.placement.all("cpu")), 1.0).sum()
+        with pytest.raises(LayoutError, match=message.format("SumOfGradients", "all_reduce")):
+            torch.autograd.grad(y, x)
+
+    run_ranks(program, 3)
+
+
 class Block(nn.Module):
     """What bloom, recurrent models and mixtures of experts call in the middle of a block."""
 

@@ -7,13 +7,14 @@ without a rule, with one warning. What it saves for its backward is then plain, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import Function
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from workbench.errors import LayoutError
 from workbench.tensors import default_generator
+from workbench.tensors.dispatch.checks import exchange_name
 from workbench.tensors.dispatch.dispatcher import dispatch
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
 from workbench.tensors.dispatch.placeholder_calls import autocast_state, has_data, saving_as_ever
@@ -68,6 +70,7 @@ class PlainApply:
 
     def __init__(self, cls: type[Function], behavior: Behavior) -> None:
         self.cls, self.behavior = cls, behavior
+        self._checked = _with_checked_backward(cls)
         self.__name__ = name_of(cls)
         self.__signature__ = _signature_of(cls)
         USER_FUNCTION_NAMES[self] = self.__name__
@@ -86,8 +89,8 @@ class PlainApply:
         copied = {argument for _, argument in self.behavior.writes}
         given = tuple(_copy(a) if i in copied else a for i, a in enumerate(tree_map(_plain, args)))
         draws = self.behavior.is_random and all(has_data(x) for x in tree_leaves(given) if isinstance(x, torch.Tensor))
-        with torch._C._EnableTorchFunction(), _generator() if draws else nullcontext():
-            result = apply_plain(self.cls, *given)
+        with torch._C._EnableTorchFunction(), _OnlyPlain(self.cls), _generator() if draws else nullcontext():
+            result = apply_plain(self._checked, *given)
         if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves(result)):
             _refuse_captured(self.cls)
         if not self.behavior.is_known and _writes(result, given):
@@ -193,6 +196,7 @@ def examine(
     """Run the function on random operands, forward and backward, and see what it does."""
     from workbench.tensors.proof.elementwise import small_shapes  # it knows all of dispatch
 
+    cls = _with_checked_backward(cls)
     device = torch.device("cpu") if device.type == "meta" else device
     in_double = [torch.float64 if dtype.is_floating_point else dtype for dtype in dtypes]
     tried = [small_shapes(shapes)]
@@ -221,7 +225,9 @@ def examine(
 
 
 class _OnlyPlain(TorchFunctionMode):
-    """Refuses global tensors before their ranks communicate: one rank at a time examines a function."""
+    """Refuses global tensors and exchanges before ranks communicate: one rank at a time examines a function, and what
+    ranks would exchange are shards, or copies of gathered operands.
+    """
 
     def __init__(self, cls: type[Function]) -> None:
         super().__init__()
@@ -230,7 +236,25 @@ class _OnlyPlain(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, GlobalTensor) for kind in types):
             _refuse_captured(self.cls)
+        if (exchange := exchange_name(func)) is not None:
+            _refuse_exchanging(self.cls, exchange)
         return func(*args, **(kwargs or {}))
+
+
+def _with_checked_backward(cls: type[Function]) -> type[Function]:
+    """``cls``, whose backward refuses what its forward refuses."""
+
+    def checked(backward: Callable[..., Any]) -> Any:
+        @functools.wraps(backward)
+        def call(*args: Any) -> Any:
+            with torch._C._EnableTorchFunction(), _OnlyPlain(cls):
+                return backward(*args)
+
+        return staticmethod(call)
+
+    own = [name for name in ("backward", "vjp") if getattr(cls, name) is not getattr(Function, name)]
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**named, **{name: checked(getattr(cls, name)) for name in own}})
 
 
 def _num_elements(shape: Any) -> int:
@@ -317,6 +341,16 @@ def _refuse_captured(cls: type[Function]) -> None:
         f"{cls.__module__}.{cls.__qualname__}.apply: its forward uses a global tensor that is not among its arguments. "
         "It runs on plain tensors (shards, or gathered operands), and backward must know all that it depends on. "
         "Hand the tensor over as an argument."
+    )
+
+
+def _refuse_exchanging(cls: type[Function], exchange: str) -> NoReturn:
+    name = f"{cls.__module__}.{cls.__qualname__}.apply"
+    raise LayoutError(
+        f"{name}: it is given a global tensor, and calls {exchange}. It runs on plain tensors (shards, or gathered "
+        "operands), and would add or join what is one tensor over its ranks already, with the value of one device. "
+        "Leave the function out: its argument is the whole batch's. To exchange the ranks' parts yourself, write "
+        f"wb.local_map({cls.__name__}.apply, in_sbp=[...], out_sbp=...)."
     )
 
 
