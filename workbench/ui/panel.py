@@ -224,7 +224,7 @@ class Panel(widgets.VBox):
         try:
             self._editor.learn(offline_trainer.costs_of(*job))
         except Exception as error:  # noqa: BLE001 - any model may fail in any way; the panel says why and works without
-            self._editor.learn(None, f"no prediction: {error}")
+            self._editor.learn(None, str(error) or type(error).__name__)
 
     def __repr__(self) -> str:
         state = "running" if self.running else f"{len(self.runs)} finished runs"

@@ -287,7 +287,7 @@ class StrategyEditor:
         sent = found or self._predictor.sent(self.state.resolved)
         facts = replace(self._facts, sent=sent, is_counted=found is not None)
         if costs is None:
-            return facts
+            return replace(facts, problem=self._predictor.problem.removeprefix("no prediction: "))
         return replace(facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
 
     def _counted_bytes(self) -> SentBytes | None:

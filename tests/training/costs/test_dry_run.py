@@ -71,6 +71,14 @@ def test_a_model_with_its_own_loss():
         dry_run(lambda: on_meta("sdpa"), rows, 2, masked)
 
 
+def test_a_loss_that_reads_values_is_named():
+    def of_known(output, labels):
+        return F.cross_entropy(output[labels > 0], labels[labels > 0])
+
+    with pytest.raises(StrategyError, match=r"the forward or loss_fn reads values.*nonzero"):
+        dry_run(perceptron, "data", 2, torch.empty(4, 12), torch.empty(4, dtype=torch.int64), of_known)
+
+
 def really_sent(name, strategy, num_ranks, batch_size=8):
     """Bytes that simulated ranks send in a step in which layers box for those that are called next, and by rank."""
     make, inputs, targets, loss_fn = MODELS[name]

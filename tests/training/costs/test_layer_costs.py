@@ -274,6 +274,40 @@ class MadeOfValues(nn.Linear):
 def test_a_forward_that_reads_values_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"Reads.*reads values.*from shapes"):
         layer_costs(lambda: Reads(4, 4), (2, 4))
+    with pytest.raises(StrategyError, match=r"reads values of tensors in 1\. "):
+        layer_costs(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), (2, 4))
+
+
+def masked(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output[labels > 0], labels[labels > 0])
+
+
+def ctc(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    lengths = torch.full((len(labels),), labels.shape[1])
+    return nn.functional.ctc_loss(output.log_softmax(-1).transpose(0, 1), labels, lengths, lengths)
+
+
+def clipped(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output.sum() / max(labels.sum().item(), 1)
+
+
+@pytest.mark.parametrize("loss_fn", [masked, ctc, clipped])
+def test_of_a_loss_that_reads_values_the_layers_are_counted(loss_fn: Callable[..., torch.Tensor]) -> None:
+    model, x, labels = (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)),
+        torch.zeros(2, 3, 4),
+        torch.ones(2, 3),
+    )
+    with pytest.warns(UserWarning, match="the loss's own work is not counted from aten"):
+        costs = layer_costs(model, x, loss_fn=loss_fn, targets=labels.long())
+    without = layer_costs(model, x)
+    assert [row.own for row in costs.rows] == [row.own for row in without.rows]
+    assert costs.rows[0] == without.rows[0] and len(costs.autocast) == 2
+
+
+def test_a_loss_that_fails_is_not_called_a_layer() -> None:
+    with pytest.raises(StrategyError, match=r"ValueError in the loss on this batch: no"):
+        layer_costs(nn.Linear(4, 4), (2, 4), loss_fn=lambda output, targets: (_ for _ in ()).throw(ValueError("no")))
 
 
 def test_a_model_that_is_made_of_values_is_made_for_real() -> None:

@@ -108,7 +108,8 @@ def dry_run(
 
     Raises:
         DryRunEnded: ``is_ended`` said so.
-        StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
+        StrategyError: the strategy does not fit the model or the number of ranks, or the forward or the loss reads
+            values.
         RunError: a model or an optimizer in place of the function that makes it.
 
     >>> batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
@@ -280,15 +281,17 @@ class _BoxingCollector:
 
 @contextmanager
 def _explaining_value_reads() -> Iterator[None]:
-    """Context that explains the error of a forward that reads values, which metadata does not have."""
+    """Context that explains the error of a forward or a loss that reads values, which metadata does not have."""
     try:
         yield
     except RuntimeError as error:
-        if "meta tensors" not in str(error):
+        told = str(error).partition(". ")[0]
+        if not any(words in told.lower() for words in ("meta tensors", "register_meta")):
             raise
         raise StrategyError(
-            f"dry_run: the forward reads values of tensors, and on metadata there are 0 ({error}). Compute it from "
-            "shapes, or leave the input out: models of transformers look whether an attention_mask hides anything."
+            f"dry_run: the forward or loss_fn reads values of tensors, and on metadata there are 0 ({told}). Compute "
+            "it from shapes, or leave the input out: models of transformers look whether an attention_mask hides "
+            "anything."
         ) from error
 
 

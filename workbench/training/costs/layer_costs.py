@@ -33,6 +33,7 @@ from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+READS_VALUES = DataDependentOutputException, DynamicOutputShapeException
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -50,7 +51,8 @@ def layer_costs(
         model: a module, on any device or on meta, or a function that makes it (called under ``torch.device("meta")``).
         inputs: a batch: a tensor, several, keyword arguments as a dict, or the shape of a tensor of floats. Figures
             are divided by its first dim; nobody reads the values.
-        loss_fn: of output and targets; counted with the last layer. None: the model's own loss, or all that it returns.
+        loss_fn: of output and targets; counted with the last layer. If it reads values (CTC, a boolean mask), only what
+            it does before that is counted, with a warning. None: the model's own loss, or all that it returns.
         targets: of the same batch; None: a dict's ``labels``, as for ``wb.forward_backward``.
         dtype: "fp32", "bf16" or "fp16": counts as if parameters and inputs had it. None: their own.
 
@@ -66,7 +68,13 @@ def layer_costs(
     if next(module.parameters(), None) is None:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
     name = dtype or _name_of(_dtype_of(module))
-    counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
+    counter, sample_shape, unread = _count(module, inputs, loss_fn, targets, dtype)
+    if unread:
+        warnings.warn(
+            f"layer_costs({type(module).__name__}): the loss's own work is not counted from {unread} on, which reads "
+            "values: costs are counted without values. Those of the layers are complete.",
+            stacklevel=3,
+        )
     order = counter.order([layer.name for layer in layers])
     layers = [replace(layer, calls=(order.index(layer.name),) * 2) for layer in layers]
     if dtype:
@@ -81,7 +89,7 @@ def layer_costs(
     )  # fmt: skip
     if dtype != "fp32" and (dtype or all(parameter.dtype != torch.float32 for parameter in module.parameters())):
         return costs
-    counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+    counter, *_ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
     autocast = tuple(counter.row(layer) for layer in layers)
     return replace(costs, autocast=autocast, autocast_calls=counter.calls(layers))
 
@@ -89,9 +97,12 @@ def layer_costs(
 def _count(
     module: nn.Module, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None, targets: Any, dtype: str | None,
     is_cast: bool = False,
-) -> tuple[WorkCounter, tuple[int, ...]]:  # fmt: skip
-    """A step under a counter, and the shape of a sample. ``is_cast``: forward runs under autocast, the loss does not,
-    as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
+) -> tuple[WorkCounter, tuple[int, ...], str]:  # fmt: skip
+    """A step under a counter, the shape of a sample, and the function at which the loss reads values; "" without one.
+
+    ``is_cast``: forward runs under autocast, the loss does not, as in strategies of 16 bits; on fake tensors it goes by
+    what a CPU casts. Backward begins at a loss; at the output where there is none, or it reads values.
+    """
     mode = fake_mode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
     state, fakes = fake_state(module, mode, cast_to), FakeTensorConverter(mode, cast_to)
@@ -101,26 +112,32 @@ def _count(
     has_frozen = any(not parameter.requires_grad for parameter in module.parameters())
     shapes = {tuple(parameter.shape) for parameter in module.parameters()}
     counter = WorkCounter(_owners(module, state), num_samples, shapes, has_frozen)
+    output, result, unread = None, None, ""
     try:
         counting = counter.watch(dict(layers_of(module)), batch)
         with without_log(), without_values(module), mode, torch.enable_grad(), counting:
             positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
-            result = own_loss(output) if loss_fn is None else loss_fn(output, fakes(given.targets))
+            try:
+                result = own_loss(output) if loss_fn is None else loss_fn(output, fakes(given.targets))
+            except READS_VALUES as error:
+                unread = str(error.func)
             counter.go_backward(output if result is None else result)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except READS_VALUES as error:
         raise StrategyError(
-            f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "
-            "are counted without values: compute it from shapes, or outside of forward."
+            f"layer_costs({type(module).__name__}): {error.func} reads values of tensors {counter.where()}. Costs are "
+            "counted without values: compute it from shapes, or outside of forward. If it is the model's own loss, "
+            "leave the labels out of inputs, or pass the loss as loss_fn."
         ) from error
     except Exception as error:  # the model's own code may raise anything
+        where = counter.where() if output is None else "in the loss"
         raise StrategyError(
-            f"layer_costs({type(module).__name__}): {counter.where()} fails on this batch with {type(error).__name__}: "
+            f"layer_costs({type(module).__name__}): {type(error).__name__} {where} on this batch: "
             f"{str(error).rstrip('.')}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
         ) from error
     del output, result
-    return counter, given.sample_shape
+    return counter, given.sample_shape, unread
 
 
 def made_for_shapes(make: Callable[[], nn.Module]) -> nn.Module:
@@ -236,7 +253,7 @@ def even_experts(module: nn.Module) -> Iterator[None]:
 def _forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return type(part).forward(part, *args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except READS_VALUES:
         return _evenly(part, *args, *kwargs.values())
 
 

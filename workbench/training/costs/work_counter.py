@@ -108,8 +108,8 @@ class WorkCounter(TorchDispatchMode):
             torch.autograd.backward(ends, grads)
 
     def where(self) -> str:
-        """The layer that is running."""
-        return self._last or "the model"
+        """``in head`` while that layer runs, ``after head`` until the next one begins."""
+        return f"{'in' if self._last in self._active else 'after'} {self._last}" if self._last else "in the model"
 
     def order(self, names: Sequence[str]) -> list[str]:
         """The layers in the order in which they ran. A layer that did not run follows the one listed before it."""

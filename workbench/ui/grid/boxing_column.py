@@ -225,18 +225,24 @@ def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: b
 
 
 def total_text(
-    boxings: StepBoxings, end: End | None, sent: SentBytes | None = None, is_counted: bool = False
+    boxings: StepBoxings,
+    end: End | None,
+    sent: SentBytes | None = None,
+    is_counted: bool = False,
+    problem: str = "",
 ) -> tuple[str, str]:
     """Bytes sent in a step, and their sum in words: ``("596 MB", "4 x 147 MB activations + 8.9 MB gradients")``.
 
     Without ``sent``, they are those of the boxings between rows. What is not counted is "about" so many.
+    ``problem`` says why shapes are unknown.
     """
     what = "gradients and weights" if boxings.plan.resolved.options.zero else "gradients"
     m, between = boxings.num_micro_batches, boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
     if sent is None:
         sent = SentBytes(m * between, sum(boxings.gradient_bytes))
         if not boxings.bytes_known:
-            return f"{format_bytes(sent.weights)} of {what}", "shapes of activations are not known"
+            unknown = "shapes of activations are not known" + (f": {problem}" if problem else "")
+            return f"{format_bytes(sent.weights)} of {what}", unknown
     count = f"{m} {TIMES} " if m > 1 else ""
     beside = round(sent.activations / m) - between
     skips = f" ({format_bytes(beside)} of it beside the rows)" if beside > 0 and boxings.bytes_known else ""

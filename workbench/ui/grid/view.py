@@ -40,6 +40,7 @@ class Facts:
         loss: name of the loss function, shown as the last row.
         sent: bytes of a step, skip connections and functions between layers included; None if unknown.
         is_counted: whether ``sent`` was counted in a dry run, and not estimated.
+        problem: why the layers' shapes are not known yet, or cannot be; empty if they are.
     """
 
     batch_size: int
@@ -47,6 +48,7 @@ class Facts:
     loss: str = ""
     sent: SentBytes | None = None
     is_counted: bool = False
+    problem: str = ""
 
 
 def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
     period = "micro-batch" if drawing.boxings.num_micro_batches > 1 else "step"
-    total, parts = boxing_column.total_text(drawing.boxings, met, facts.sent, facts.is_counted)
+    total, parts = boxing_column.total_text(drawing.boxings, met, facts.sent, facts.is_counted, facts.problem)
     offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),
