@@ -31,6 +31,7 @@ class PlayedEngines:
         self.sent: list[tuple[str, tuple[int, ...]]] = []
         self._arguments: list[tuple[str, dict[str, Any]]] = []
         self.killed: list[int] = []
+        self.ended: set[int] = set()
         self.on_interrupt: Callable[[Sequence[int]], None] = lambda ranks: None
 
     def control(self, ranks: Sequence[int], operation: str, **arguments: Any) -> dict[int, Call]:
@@ -63,7 +64,7 @@ class PlayedEngines:
         return []
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        return []
+        return [rank for rank in ranks if rank in self.ended]
 
     def how_ended(self, rank: int) -> str:
         return "killed"

@@ -156,6 +156,16 @@ def test_each_value_comes_from_where_it_can():
             "unchanged": ([1, "x"], [1, "x"], None),
             "of_setup": (rank, rank, None),
             "different": (rank, None, "lost: it differs between the other ranks"),
+            "result": (
+                {"y": wb.ones(6, placement=ranks, sbp="S(0)")},
+                None,
+                "lost: it cannot be pickled (it holds a glo",
+            ),
+            "state": (
+                [torch.optim.AdamW(nn.Linear(1, 1).parameters())],
+                None,
+                "lost: it cannot be pickled (it holds an",
+            ),
             "handle": ((i for i in ()), None, "lost: it cannot be pickled"),
             "lines": ((i for i in ()), (i for i in ()), "as its set-up cell makes it: it cannot be pickled"),
             "large": (torch.ones(5_000_000), None, "lost: it cannot be pickled (larger than"),

@@ -13,6 +13,7 @@ from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
 from workbench.session.protocol import Failure, RankStatus
 from workbench.session.run import NullListener, Run
+from workbench.session.text_reports import describe
 
 RUNS = RankStatus(0, True, run=7, is_handling=True)
 
@@ -92,6 +93,17 @@ def test_an_interrupt_after_the_last_reply_is_not_lost():
     assert engines.sent == [] and not pool.active
     with pytest.raises(KeyboardInterrupt):  # the handler is the one of before
         signal.raise_signal(signal.SIGINT)
+
+
+def test_the_status_says_that_a_rank_has_died():
+    engines, _ = played(0)
+    engines.num_ranks, engines.ended = 3, {1}
+    pool = EnginePool(engines, "cpu", Any)
+    pool._engines = engines
+    assert [describe(each) for each in pool.status()][1:] == [
+        "rank 1  died (killed); the next cell or run starts it again",
+        "rank 2  does not answer",
+    ]
 
 
 def test_an_interrupt_beside_a_failure_does_not_hide_it():

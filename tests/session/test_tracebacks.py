@@ -217,6 +217,14 @@ def test_an_interrupt_does_not_hide_that_a_rank_had_failed_before_it():
     assert said[-1] == "OSError on rank 1: no space left"
 
 
+def test_a_wait_inside_a_transport_is_called_an_exchange():
+    """A run has no cell whose call could be named."""
+    frame = Frame("/lib/workbench/transport/messaging/message_transport.py", 34, "closes_on_error.<locals>.run", False)
+    waited = dataclasses.replace(failure("CollectiveAborted", was_stopped=True), frames=(frame,))
+    what = outcome({0: waited}, dead={1: "killed by SIGKILL"})
+    assert "rank 0 was running in an exchange with other ranks and stopped because of it" in str(cell_error(what))
+
+
 def test_a_run_that_a_restart_ended_says_so():
     what = outcome(
         {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},

@@ -37,7 +37,7 @@ def test_a_narrow_page_gets_two_rows_of_panes_and_loses_nothing():
     view.begin("data", "*: data", 10)
     view.add([block(0, (2.0, 1.0), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
     show_expected(view.figure, 10, 500.0)
-    view.expect(None, places=((0, 0), (0, 1)), limit_bytes=5e6)
+    view.expect(None, places=((0, 0), (0, 1)), limit=(5e6, ""))
     view.draw(everything=True)
     before = {trace.name: len(trace.x) for trace in view.figure.data}
     marks = sorted(str(each.name) for kind in ("shapes", "annotations") for each in view.figure.layout[kind])

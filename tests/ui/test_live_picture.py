@@ -86,6 +86,7 @@ def test_the_limit_is_a_line_or_a_number_at_the_edge():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
     assert "limit 5.00 MB" in texts(live_picture(history, limit_bytes=5e6))
+    assert "h200: 5.00 MB" in texts(live_picture(history, limit_bytes=5e6, machine="h200"))
     assert "limit 24.0 GB \u2192" in texts(live_picture(history, limit_bytes=24e9))
     assert not any("limit" in text for text in texts(live_picture(history)))
 

@@ -65,13 +65,13 @@ def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
     assert str(panel.strategy) == "*: data; fc2: model"
 
 
-def test_a_run_shows_what_memory_the_machine_has(trainer: FakeTrainer):
+def test_a_run_shows_what_memory_the_machine_of_predictions_has(trainer: FakeTrainer):
     machine = load_hardware("h200")
     panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
     panel.run()
     finish(panel, trainer)
     limits = [note.text for note in panel._runs_section.live.figure.layout.annotations if note.name == "limit"]
-    assert limits == [f"limit {format_bytes(machine.memory_bytes)} \u2192"]
+    assert limits == [f"h200: {format_bytes(machine.memory_bytes)} \u2192"]
 
 
 @pytest.mark.parametrize(

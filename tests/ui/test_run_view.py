@@ -13,6 +13,8 @@ from tests.ui.conftest import make_record
 from tests.ui.live_figures import MEMORY, marks, titles, trace
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
+from workbench.errors import CellError
+from workbench.session.protocol import Failure
 from workbench.theme import DARK, LIGHT
 from workbench.ui.live import figure_layout as figure_layout
 from workbench.ui.live import live_figure
@@ -245,6 +247,14 @@ def test_what_comes_first_has_its_own_number_of_steps(view: RunView):
 def test_a_failure_is_shown_once(view: RunView):
     view.fail(RuntimeError("rank 1 <died>"))
     assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.status.state.value
+
+
+def test_a_failure_on_a_rank_is_named_after_its_own_error(view: RunView):
+    stopped = Failure("CollectiveAborted", "", (), 1.0, was_stopped=True)
+    view.fail(CellError("bad", failures={0: stopped, 1: Failure("ValueError", "bad", (), 0.0)}))
+    assert "ValueError" in view.status.state.value and "CollectiveAborted" not in view.status.state.value
+    view.fail(CellError("rank 1 died", failures={0: stopped}))
+    assert "failed" in view.status.state.value and "Error" not in view.status.state.value
 
 
 def test_a_new_run_starts_from_an_empty_figure(view: RunView):

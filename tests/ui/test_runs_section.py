@@ -165,7 +165,9 @@ def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, editor: Fake
         timeline=None,
     )
     editor.strategy = Strategy("fc1: data; fc2: data@1 | 2x1x1")
-    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, estimate=lambda: estimate, limit=lambda: 4e6))
+    part = RunsSection(
+        trainer, 3, PanelCallbacks(editor.wanted, estimate=lambda: estimate, limit=lambda: (4e6, "h200"))
+    )
     part.run()
     assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
     finish(part, trainer)

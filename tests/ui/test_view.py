@@ -162,8 +162,8 @@ def test_bytes_are_not_guessed_where_shapes_are_unknown():
     assert row(view, "fc3")["boxings"]["boxing"]["bytes"] == ""
     assert view["total"][1] == "shapes of activations are not known"
     facts = replace(mlp_facts(sample_shape=(3, 8, 8)), problem="counting")
-    told = grid_view(PanelState(MLP, 2, "hybrid"), facts)["total"]
-    assert told[1] == "shapes of activations are not known: counting"
+    _, parts = grid_view(PanelState(MLP, 2, "hybrid"), facts)["total"]
+    assert parts == "shapes of activations are not known: counting"
 
 
 def test_a_mistake_is_at_its_row_with_its_fix_and_the_last_picture():

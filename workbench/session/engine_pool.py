@@ -132,7 +132,9 @@ class EnginePool:
         statuses = []
         for rank in self.ranks:
             answer = calls[rank].answer(max(0.0, deadline_s - time.monotonic())) if rank in calls else None
-            statuses.append(answer or protocol.RankStatus(rank, alive=False, pid=self._facts.get(rank, {}).get("pid")))
+            how = self._processes.how_ended(rank) if not answer and self._processes.dead([rank]) else ""
+            pid = self._facts.get(rank, {}).get("pid")
+            statuses.append(answer or protocol.RankStatus(rank, alive=False, pid=pid, ended=how))
         return statuses
 
     def ask(self, rank: int, operation: str, timeout_s: float = _STATUS_TIMEOUT_S, **arguments: Any) -> Any:

@@ -20,6 +20,7 @@ _WRAPPERS = (
     os.path.join("workbench", "tensors", "torch_patches"),
 )
 """Calls of torch go through them."""
+_TRANSPORT = os.path.join("workbench", "transport", "")
 #: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
@@ -82,6 +83,8 @@ def describe_place(stack: Sequence[Frame], importing: str = "") -> str:
     inner = [frame for frame in stack[last_cell + 1 :] if not any(part in frame.file for part in _WRAPPERS)]
     called = inner[0] if inner else None
     inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
+    if called and _TRANSPORT in called.file:
+        inside = "in an exchange with other ranks"
     if importing:
         inside = f"importing {importing}"
     line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
@@ -153,7 +156,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The report of one rank on itself. ``alive=False``, and the rest empty, if it does not answer."""
+    """The report of one rank on itself. ``alive=False``, and most of the rest empty, if it does not answer."""
 
     rank: int
     alive: bool
@@ -169,6 +172,7 @@ class RankStatus:
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
     run: int = 0  #: the number of the last request of a session that it has begun
     is_handling: bool = False  #: whether a request has begun whose reply it has not sent
+    ended: str = ""  #: how its process ended, e.g. ``killed by SIGKILL``; empty if it is there
     handles: str = ""  #: what the ``except`` or ``finally`` clause that runs is for: `INTERRUPT`, `ERROR`, or nothing
 
 

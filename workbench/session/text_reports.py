@@ -15,7 +15,8 @@ from workbench.units import format_bytes, format_count
 def describe(status: protocol.RankStatus) -> str:
     """One line about a rank: ``rank 0  pid 4711  cpu  259 MB  idle``."""
     if not status.alive:
-        return f"rank {status.rank}  does not answer"
+        what = f"died ({status.ended}); the next cell or run starts it again" if status.ended else "does not answer"
+        return f"rank {status.rank}  {what}"
     memory = format_bytes(status.memory_bytes) if status.memory_bytes is not None else "unknown memory"
     doing = f"busy: {status.doing}" if status.busy else "idle"
     return f"rank {status.rank}  pid {status.pid}  {status.device}  {memory}  {doing}"

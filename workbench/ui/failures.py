@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.errors import WorkbenchError
+from workbench.errors import CellError, WorkbenchError
 from workbench.ui.assets import element
 
 _LONGEST_WORDS = 12
@@ -84,6 +84,17 @@ def guarded(action: Callable[..., Any]) -> Callable[..., Any]:
     """``action`` as a handler of the panel under construction. Without a panel it is returned unchanged."""
     failures = _collecting.get()
     return action if failures is None else failures.guard(action)
+
+
+def failure_kind(error: BaseException) -> str:
+    """The type of an error, or those of the errors on ranks; empty where these have none of their own, as after a kill.
+
+    >>> failure_kind(ValueError("a < b"))
+    'ValueError'
+    """
+    if not isinstance(error, CellError):
+        return type(error).__name__
+    return ", ".join(sorted({failure.kind for failure in error.failures.values() if not failure.was_stopped}))
 
 
 def failure_html(error: BaseException) -> str:

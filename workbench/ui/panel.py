@@ -151,7 +151,7 @@ class Panel(widgets.VBox):
         guard = self._failures.guard
         self._write_soon = guard(self._write_static)
         callbacks = PanelCallbacks(
-            self.wanted, guard(self.estimate), guard(self.changed), self.load, lambda: predictor.memory_bytes
+            self.wanted, guard(self.estimate), guard(self.changed), self.load, lambda: predictor.limit
         )
         with self._failures.collecting():
             self._runs_section = RunsSection(trainer, steps, callbacks, saved)

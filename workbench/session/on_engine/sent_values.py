@@ -154,13 +154,16 @@ def pack(value: Any, namespace: Mapping[str, Any]) -> bytes | str:
 
 
 class _Pickler(pickling.Pickler):
-    """Takes no modules and optimizers, which other variables name too, and takes classes of cells by their names:
-    another rank has its own from its set-up cells.
+    """Takes no global tensors, and no modules and optimizers, which other variables name too. Takes classes of cells by
+    their names: another rank has its own from its set-up cells.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, GlobalTensor):
+            raise TypeError("it holds a global tensor, which one rank cannot rebuild alone: keep x.full_tensor() in it")
         if isinstance(obj, nn.Module | Optimizer | nn.Parameter):
-            raise TypeError(f"it holds a {type(obj).__name__}")
+            what = "an optimizer" if isinstance(obj, Optimizer) else "a module or parameter"
+            raise TypeError(f"it holds {what}: {type(obj).__name__}")
         if isinstance(obj, type) and obj.__module__ == "__main__" and _cell_class(obj.__qualname__) is obj:
             return obj.__qualname__
         return super().reducer_override(obj)

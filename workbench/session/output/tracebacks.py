@@ -164,7 +164,8 @@ def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
 
 def restart_hint(ranks: Sequence[int]) -> str:
     """A sentence about how ended ranks start again, and get their variables back."""
-    return f"The next cell starts {'it' if len(ranks) == 1 else 'them'} again; {COMMAND} also brings variables back."
+    them = "it" if len(ranks) == 1 else "them"
+    return f"The next cell or run starts {them} again; {COMMAND} also brings variables back."
 
 
 def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint: Paint) -> list[str]:

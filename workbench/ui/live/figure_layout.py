@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench.theme import Palette
 from workbench.ui.figure_parts import axis, base_layout, titled
+from workbench.units import format_bytes
 
 ONE_ROW, WIDEST, NARROWEST = 1176, 1680, 600
 PANES_HEIGHT = 212
@@ -228,3 +229,8 @@ def _timeline_legend(colours: Palette) -> str:
 
 def _key(sign: str, colour: str, name: str) -> str:
     return f'<span style="color:{colour}">{sign}</span>\u2009{name} '
+
+
+def limit_text(limit_bytes: float, machine: str = "") -> str:
+    """``h200: 141 GB``, and ``limit 141 GB`` of a machine without a name."""
+    return f"{machine}: {format_bytes(limit_bytes)}" if machine else f"limit {format_bytes(limit_bytes)}"

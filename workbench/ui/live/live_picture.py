@@ -25,6 +25,7 @@ from workbench.ui.live.figure_layout import (
     TITLES,
     TOP,
     WIDE,
+    limit_text,
     shown_ranks,
     steps_shown,
 )
@@ -46,10 +47,14 @@ _TITLES_LEFT = [WIDE.corner(index)[0] + 12 for index in range(len(TITLES))]
 
 
 def live_picture(
-    history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None, log_loss: bool = False
+    history: History,
+    one_device: Sequence[float] = (),
+    limit_bytes: float | None = None,
+    machine: str = "",
+    log_loss: bool = False,
 ) -> str:
-    """Throughput, loss (on a logarithmic scale if wanted), memory (and a rank's limit), time split, and the timeline of
-    the last recorded step, with the numbers in words.
+    """Throughput, loss (on a logarithmic scale if wanted), memory (and a rank's limit on ``machine``), time split, and
+    the timeline of the last recorded step, with the numbers in words.
     """
     ranks = shown_ranks(history.num_ranks)
     bars = timeline_bars(history.timeline) if history.timeline else None
@@ -65,7 +70,7 @@ def live_picture(
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
     parts += _curve(0, history, history.median_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
     parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device" if one_device else "", log_loss)
-    parts += _memory(history, ranks, limit_bytes)
+    parts += _memory(history, ranks, limit_bytes, machine)
     parts += _split(history, ranks)
     if bars is not None:
         parts += _timeline(bars, ranks)
@@ -155,12 +160,12 @@ def _rows(ranks: Sequence[int]) -> list[tuple[int, float, float]]:
     return [(rank, TOP + step * index + (step - size) / 2, size) for index, rank in enumerate(ranks)]
 
 
-def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -> list[str]:
+def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None, machine: str) -> list[str]:
     left, right = _PANES[2]
     largest = max([*history.peak_bytes, 1]) * 1.5
     parts = []
     if limit_bytes:
-        words, at = f"limit {format_bytes(limit_bytes)}", left + (right - left) * limit_bytes / largest
+        words, at = limit_text(limit_bytes, machine), left + (right - left) * limit_bytes / largest
         if at <= right:
             parts.append(_line(at, TOP, at, PANES_HEIGHT - BOTTOM, "--wb-error"))
         else:

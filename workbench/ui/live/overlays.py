@@ -12,10 +12,9 @@ import plotly.graph_objects as go
 
 from workbench.theme import LIGHT, Palette
 from workbench.ui.live import figure_layout as figure_layout
-from workbench.ui.live.figure_layout import shown_ranks
+from workbench.ui.live.figure_layout import limit_text, shown_ranks
 from workbench.ui.live.history import Change
 from workbench.ui.short_names import short_name
-from workbench.units import format_bytes
 
 _CURVES = (("x", "y domain"), ("x2", "y2 domain"))
 _SWATCH_LEFT, _SWATCH_WIDTH, _SWATCH_HEIGHT = 12, 10, 26
@@ -63,14 +62,17 @@ def show_pause(figure: go.Figure, is_paused: bool, colours: Palette = LIGHT) -> 
     _replace(figure, "pause", [], notes if is_paused else [])
 
 
-def show_limit(figure: go.Figure, limit: float | None, limit_bytes: float | None, colours: Palette = LIGHT) -> None:
+def show_limit(
+    figure: go.Figure, limit: float | None, limit_bytes: float | None, machine: str = "", colours: Palette = LIGHT
+) -> None:
     """The memory of a rank: a line in the memory pane, or its number at the edge if it is too far away.
 
     Args:
         limit: its place in the axis's unit; None: too far away.
         limit_bytes: the limit; None if unknown.
+        machine: the name of the machine that has it, which need not be that of the run.
     """
-    lines, words = [], f"limit {format_bytes(limit_bytes or 0)}"
+    lines, words = [], limit_text(limit_bytes or 0, machine)
     note = {"y": 1, "yref": "y3 domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     note |= {"font": {"size": 12, "color": colours.error}}
     if limit is None:

@@ -14,7 +14,7 @@ from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html, on_value
-from workbench.ui.failures import failure_html, guarded
+from workbench.ui.failures import failure_html, failure_kind, guarded
 from workbench.ui.live import live_figure
 from workbench.ui.live import overlays as overlays
 from workbench.ui.live.figure_layout import WIDE, Frame
@@ -72,7 +72,7 @@ class RunView:
         self._seen, self._status_seen, self._label, self._ended, self._num_runs = True, True, "", "", 0
         self._expected: Any = None
         self._peak_bytes: tuple[float, ...] = ()
-        self._limit_bytes: float | None = None
+        self._limit: tuple[float | None, str] = None, ""
         self._limit_at: float | None = None  # on the memory pane's axis
         self._places: tuple[tuple[int, int], ...] = ()
         self._one_device: list[float] = []
@@ -187,7 +187,7 @@ class RunView:
     def fail(self, error: BaseException) -> None:
         """Show the error that ended the run, once."""
         self.failure.value = failure_html(error)
-        self.end("failed", type(error).__name__, "failed")
+        self.end("failed", failure_kind(error), "failed")
 
     # ---- a run goes on --------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class RunView:
         estimate: Any,
         peak_bytes: Sequence[float] = (),
         places: Sequence[tuple[int, int]] = (),
-        limit_bytes: float | None = None,
+        limit: tuple[float | None, str] = (None, ""),
     ) -> None:
         """Draw a prediction from the current step on, until another one replaces it.
 
@@ -204,10 +204,10 @@ class RunView:
             estimate: a ``cost.Estimate``, or None.
             peak_bytes: predicted peak of memory, by rank.
             places: by rank, its stage and its number in the stage.
-            limit_bytes: memory of a rank; None if unknown.
+            limit: memory of a rank, None if unknown, and the name of the machine that has it.
         """
         self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
-        self._places, self._limit_bytes = tuple(places), limit_bytes
+        self._places, self._limit = tuple(places), limit
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:
@@ -304,7 +304,7 @@ class RunView:
                 live_figure.show_curves(figure, history, self._versions, self._colours, bool(self._ended))
                 live_figure.show_steps(figure, history.last_step, history.num_steps)
             if "shares" in due:
-                expected = self._limit_bytes, self._peak_bytes
+                expected = self._limit[0], self._peak_bytes
                 self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
                 live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
                 self._draw_marks()
@@ -323,7 +323,7 @@ class RunView:
         with self.shown.drawing() as figure:
             overlays.show_changes(figure, self.history.changes, self._colours)
             overlays.show_pause(figure, self._paused_at is not None, self._colours)
-            overlays.show_limit(figure, self._limit_at, self._limit_bytes, self._colours)
+            overlays.show_limit(figure, self._limit_at, *self._limit, self._colours)
             overlays.show_stages(figure, self._places, self._colours)
 
     def _is_due(self, name: str) -> bool:
@@ -347,7 +347,7 @@ class RunView:
         if self.history is None or not self.history.last_step:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
-        picture = live_picture(self.history, self._one_device, self._limit_bytes, self.log_scale.value)
+        picture = live_picture(self.history, self._one_device, *self._limit, self.log_scale.value)
         return element("div", self.title.value, picture, value_curves(self.history), log, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ class Predictor:
         return COMPILED if self._compiles() else WORKBENCH
 
     @property
-    def memory_bytes(self) -> float | None:
-        """Memory of a rank of the unchanged machine."""
-        return None if self.machine is None else self.machine.memory_bytes
+    def limit(self) -> tuple[float | None, str]:
+        """Memory of a rank of the unchanged machine, which need not be that of the runs, and the machine's name."""
+        return (None, "") if self.machine is None else (self.machine.memory_bytes, self.machine.name)
 
     @property
     def missing(self) -> str:

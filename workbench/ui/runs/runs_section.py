@@ -42,14 +42,14 @@ class PanelCallbacks:
         estimate: the prediction for the strategy (``cost.Estimate``), or None.
         changed: called after a change that the strategy editor shows: a run begins or ends.
         opened: load a strategy's text, so that it can be undone.
-        limit: memory of a rank in bytes; None if unknown.
+        limit: memory of a rank in bytes, None if unknown, and the machine that has it.
     """
 
     wanted: Callable[[], tuple[Strategy, str]]
     estimate: Callable[[], Any] = lambda: None
     changed: Callable[[], None] = lambda: None
     opened: Callable[[str], None] = lambda text: None
-    limit: Callable[[], float | None] = lambda: None
+    limit: Callable[[], tuple[float | None, str]] = lambda: (None, "")
 
 
 class RunsSection:
