@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
+from tests.ui.conftest import make_record
 from tests.ui.reports import FakeTrainer, block
 from workbench.core.metrics import RunEvent
 from workbench.core.profile import Profile, RankProfile
@@ -256,3 +257,14 @@ def test_profile_asks_the_run_or_starts_one(part: RunsSection, trainer: FakeTrai
     trainer.runs[0].waiting.append(RunEvent("unprofiled", 9, "another profile counts the steps"))
     wait_until(lambda: any(line.warns and "no profile: another" in line.text for line in part.live.log.lines))
     finish(part, trainer)
+
+
+def test_the_answer_where_a_run_parts_begins_with_its_name_in_the_table(trainer: FakeTrainer, editor: FakeEditor):
+    trainer.first_difference = lambda text, seed: f"{text} parts in a, seed {seed}"  # type: ignore[attr-defined]
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, changed=editor.changed))
+    part.table.add([make_record("data", equal=False, settings={"seed": 1})])
+    part.table.rename("data", "mine")
+    part.table.select("data")
+    part.table.part_button.click()
+    wait_until(lambda: "parts in" in part.table.answer.value, "the answer comes")
+    assert "mine: *: data parts in a, seed 1" in part.table.answer.value

@@ -194,6 +194,13 @@ def test_a_click_on_the_cross_finds_where_the_run_parts(runs: list[RunRecord], b
     table.part_button.click()
     table.show_answer("layer 'a' < 'b'")
     assert asked == ["*: wrong"] * 2 and "layer 'a' &lt; 'b'" in table.answer.value
+    table.sort_by("name")
+    assert "layer 'a'" in table.answer.value
+    table.select(runs[0].name)
+    assert not table.answer.value, "it is about another row"
+    table.show_answer("layer 'b'")
+    table.add([make_record("newer")])
+    assert not table.answer.value, "the table has another row"
 
 
 def shown(table: RunTable) -> list[str]:

@@ -49,6 +49,13 @@ def test_a_right_model_has_no_difference_beyond_rounding(name):
         assert found.num_compared >= 10 and found.num_same_bytes > 0, (case, str(found))
 
 
+def test_sums_over_one_rank_are_equal_in_every_bit():
+    stages = "0: data; 1: data; 3: data@1 | 2x1x1 mb=2"
+    (found,) = differences(MODELS["mlp"], [[stages]])
+    assert found.num_same_bytes == found.num_compared >= 10
+    assert str(found).endswith(f": {found.num_compared} values were compared, and all are equal.")
+
+
 @pytest.mark.parametrize("precision", ["", "bf16"])
 def test_random_numbers_are_no_difference_and_go_on_after_it(precision):
     """Plain torch draws other ones than a strategy, so one device is then a world of one rank."""

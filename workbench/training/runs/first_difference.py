@@ -8,6 +8,7 @@ of one device, then by the same step in float64.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +76,10 @@ class FirstDifference:
     def __str__(self) -> str:
         seen = f"{self.num_compared} values were compared, {self.num_same_bytes} are equal in every bit"
         if not self:
-            return f"no difference beyond rounding: {seen}, and the others differ by at most {self.largest:.0e}."
+            others = f", and the others differ by at most {self.largest:.0e}"
+            if not self.largest:
+                seen, others = f"{self.num_compared} values were compared, and all are equal", ""
+            return f"no difference beyond rounding: {seen}{others}."
         of = f" of {self.function} in" if self.function else " in"
         layer = self.layer if self.layer == LOSS else f"layer {self.layer!r}" if self.layer else "the model"
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
@@ -193,27 +197,16 @@ class _Search:
                 continue
             change = _change(parts)
             if self._is_rounding(name, change):
-                largest = max(largest, change.apart / change.change if change.change else 0.0)
+                largest = max(largest, _relative(change))
                 continue
             sizes = [_change([part]).apart for part in parts]
             worst = max(sizes)
             ranks = sorted(
                 {rank for part, size in zip(parts, sizes, strict=True) if size >= worst / 10 for rank in part.ranks}
             )
+            where, size = (name.layer, name.function, name.what, tuple(ranks)), _relative(change)
             layouts, operands = self._layouts(name, own, truth)
-            size = change.apart / change.change if change.change else float("inf")
-            return FirstDifference(
-                name.layer,
-                name.function,
-                name.what,
-                tuple(ranks),
-                size,
-                layouts,
-                operands,
-                compared - 1,
-                same_bytes,
-                largest,
-            )
+            return FirstDifference(*where, size, layouts, operands, compared - 1, same_bytes, largest)
         return FirstDifference(num_compared=compared, num_same_bytes=same_bytes, largest=largest)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
@@ -289,7 +282,8 @@ class _Search:
         if own is None or truth is None or own.shape != truth.shape:
             return False
         if truth.layout is None and own.layout is not None:
-            if any(isinstance(entry, Partial) for entry in own.layout.sbp):
+            axes = zip(own.layout.sbp, own.layout.placement.shape, strict=True)
+            if any(isinstance(entry, Partial) and size > 1 for entry, size in axes):
                 return False
             truth = replace(truth, local=slice_region(truth.local, own.layout.region(own.shape, self.world.rank)))
         elif truth.layout != own.layout:
@@ -386,6 +380,13 @@ def _whole(by_rank: Sequence[RecordedValue | None]) -> torch.Tensor | None:
     for _, region, local in _terms_summed(there):
         slice_region(whole, region).copy_(local)
     return whole
+
+
+def _relative(change: TensorChange) -> float:
+    """The norm of the difference over the norm of the value. Infinite where a value that differs is zero."""
+    if not change.apart:
+        return 0.0
+    return change.apart / change.change if change.change else math.inf
 
 
 def _change(parts: Sequence[_Part]) -> TensorChange:

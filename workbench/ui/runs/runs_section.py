@@ -27,6 +27,7 @@ from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
 from workbench.ui.page_restore import as_request
 from workbench.ui.runs.profile_section import ProfileSection
+from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
 
@@ -303,20 +304,20 @@ class RunsSection:
 
     def _find_difference(self, run: RunRecord) -> None:
         """Find where a strategy parts from one device, in a thread, and show it below the table."""
-        text = run.strategy
         if self.busy:
             self.table.show_answer(_BUSY)
             return
-        self.table.show_answer(f"{text}: takes one step, and the same step on one device \u2026")
-        work, asked = as_request(self._answer), (text, run.settings.get("seed"))
+        name = self.table.names.get(key_of(run), run.name)
+        self.table.show_answer(f"{name}: takes one step, and the same step on one device \u2026")
+        work, asked = as_request(self._answer), (name, run.strategy, run.settings.get("seed"))
         threading.Thread(target=work, args=asked, name="workbench-first-difference", daemon=True).start()
 
-    def _answer(self, text: str, seed: int | None) -> None:
+    def _answer(self, name: str, text: str, seed: int | None) -> None:
         try:
             found = getattr(self._trainer, "first_difference")(text, seed)  # noqa: B009 - a trainer need not have it
         except Exception as error:  # noqa: BLE001 - a model may fail in any way; the panel says how
             found = f"{type(error).__name__}: {error}"
-        self.table.show_answer(f"{text}: {found}")
+        self.table.show_answer(f"{name}: {found}")
 
     def _expect(self, estimate: Any, strategy: Strategy) -> None:
         """Show the prediction, and the stage of each rank."""

@@ -80,6 +80,7 @@ class RunTable:
         self.names: dict[str, str] = {}
         self._opened, self._again, self._part, self._another = opened, again, part, another
         self.answer = html("", "wb-quiet", "wb-answer")
+        self._answered: tuple[str, ...] = ()  # the selected row and all rows, when there was an answer
         self.saved = saved if saved is not None else SavedRuns()
         self.limit_bytes = limit_bytes
         self.page = RunsPage(self._on_event)
@@ -190,6 +191,8 @@ class RunTable:
         self.box.children = self._parts
         rows = {key_of(run): key for key, group in self._groups.items() for run in group}
         self.selected = rows.get(self.selected, "")
+        if self.answer.value and self._answered != self._row_keys():
+            self.answer.value = ""
         self.page.page = self._page_html()
         self._show_controls()
         self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
@@ -253,8 +256,12 @@ class RunTable:
             self._find_part()
 
     def show_answer(self, text: str) -> None:
-        """Show where a run parts from one device."""
+        """Show where a run parts from one device, until another row is selected or the rows are others."""
+        self._answered = self._row_keys()
         self.answer.value = element("div", text=text)
+
+    def _row_keys(self) -> tuple[str, ...]:
+        return self.selected, *self._groups
 
     def sort_by(self, key: str) -> None:
         """Sort by a column, its better end first; a second call reverses the order."""
