@@ -55,6 +55,19 @@ def test_a_process_group_of_the_users_is_named():
         torch.distributed.destroy_process_group()
 
 
+def test_a_launcher_of_one_process_gives_a_process_group_too(monkeypatch):
+    wb.init()
+    assert not torch.distributed.is_initialized()
+    wb.shutdown()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for _ in range(2):
+        wb.init()
+        torch.distributed.barrier()
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+        wb.shutdown()
+        assert not torch.distributed.is_initialized()
+
+
 def test_open_mpi_sets_rank_and_local_rank(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 3, 4, 1, 2, tmp_path)
     assert [launchers.launcher_value(what, -1) for what in ("rank", "world_size", "local_rank")] == [3, 4, 1]

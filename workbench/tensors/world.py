@@ -177,7 +177,8 @@ def init(
         WorldError: the process already belongs to another world, or has called ``init_process_group``, or some ranks
             did not join in time, or have no device of the others' type.
 
-    A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``.
+    A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``, where the calls of
+    torch.distributed work too; without a launcher there is no process group.
     """
     global _process_world, _joined_by
     rank = launcher_value("rank", 0) if rank is None else rank
@@ -209,12 +210,15 @@ def init(
             selection.requested_transport(chosen, backend)  # NCCL is for GPUs
             transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
             generation = rendezvous.generation
-            atexit.unregister(shutdown)
-            atexit.register(shutdown)  # gloo's threads must end before the interpreter does
             run_backward_in_calling_thread(chosen)
         else:
             chosen = own_gpu.use(chosen)
             transport = ThreadTransport(ThreadHub(1), 0, chosen)
+            if launcher_value("world_size", 0) and not dist.is_initialized():  # its script may call torch.distributed
+                selection.open_group(backend or selection.select_backend(chosen, ()), None, rank, world_size, timeout_s)
+        if dist.is_initialized():
+            atexit.unregister(shutdown)
+            atexit.register(shutdown)  # gloo's threads must end before the interpreter does
         _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
         _process_world.generation = generation or 0
         patches.install()

@@ -166,9 +166,10 @@ def select_backend(device: torch.device, members: tuple[Member, ...]) -> str:
     return named[0] if named else "gloo" if share_one_gpu(members) else "nccl"
 
 
-def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make torch.distributed's default group. With a ``device_id`` torch would run all of NCCL's single sends on one
-    communicator, where pipelines stall.
+def open_group(backend: str, rendezvous: Rendezvous | None, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make torch.distributed's default group. A rank that is alone needs no rendezvous.
+
+    With a ``device_id`` torch would run all of NCCL's single sends on one communicator, where pipelines stall.
     """
     global _has_failed
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -182,7 +183,7 @@ def open_group(backend: str, rendezvous: Rendezvous, rank: int, world_size: int,
     _has_failed = True
     dist.init_process_group(
         backend,
-        store=rendezvous.sub_store("group"),
+        store=rendezvous.sub_store("group") if rendezvous else dist.HashStore(),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world_size,
         timeout=timeout,
