@@ -35,6 +35,8 @@ EXCHANGES = {
     "torch.distributed.reduce: ": lambda loss: dist.reduce(loss, 0),
     "torch.distributed.scatter: argument 2": lambda loss: dist.scatter(torch.ones(4), [loss, loss]),
     "torch.distributed.reduce_scatter: argument 2": lambda loss: dist.reduce_scatter(torch.ones(4), [loss, loss]),
+    "torch.distributed.all_to_all: argument 2": lambda loss: dist.all_to_all([torch.ones(4)] * 2, [loss, loss]),
+    "torch.distributed.all_to_all_single: argument 2": lambda loss: dist.all_to_all_single(torch.ones(4), loss),
     "torch.ops._c10d_functional.all_reduce: ": lambda loss: torch.ops._c10d_functional.all_reduce(loss, "sum", "0"),
     "torch.ops._c10d_functional.wait_tensor: ": lambda loss: torch.ops._c10d_functional.wait_tensor.default(loss),
     "torch.distributed.nn.functional._AllReduce.apply: argument 4": lambda loss: _AllReduce.apply(None, None, loss),
@@ -52,6 +54,30 @@ def test_functions_that_exchange_plain_tensors_are_refused():
                 says = rf"^{call}.*\(4,\), {where}.*Leave the call out.*loss.full_tensor\(\)"
                 with pytest.raises(LayoutError, match=says):
                     make(loss)
+
+    run_ranks(program, 2)
+
+
+OBJECTS = {
+    "all_gather_object": lambda log: dist.all_gather_object([None, None], log),
+    "gather_object": lambda log: dist.gather_object(log),
+    "broadcast_object_list": lambda log: dist.broadcast_object_list([log], 0),
+    "scatter_object_list": lambda log: dist.scatter_object_list([None], [log, log]),
+    "send_object_list": lambda log: dist.send_object_list([log], 1),
+}
+
+
+def test_objects_with_shards_are_not_sent():
+    """A tensor that is whole everywhere becomes a plain one; simulated ranks have no process group to send it with."""
+
+    def program():
+        whole = wb.ones(4, placement=wb.placement.all(), sbp="B")
+        for name, send in OBJECTS.items():
+            for loss in (whole.to_global(sbp="P"), wb.ones(4, placement=wb.placement(ranks=[1]), sbp="B")):
+                with pytest.raises(LayoutError, match=rf"^torch.distributed.{name}: .*Leave the call out"):
+                    send({"step": 1, "log": [whole, loss]})
+            with pytest.raises(ValueError, match="process group has not been initialized"):
+                send({"step": 1, "log": [whole]})
 
     run_ranks(program, 2)
 

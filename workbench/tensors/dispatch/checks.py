@@ -83,9 +83,12 @@ def exchange_name(func: Any) -> str | None:
     return f"torch.ops.{name.replace('::', '.')}" if name.startswith("_c10d_functional") else None
 
 
-def refuse_exchange(call: str, func: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
+def refuse_exchange(
+    call: str, func: Callable[..., Any], args: Any, kwargs: Any, tensor: GlobalTensor | None = None
+) -> NoReturn:
     """An exchange of plain tensors that is given a global one: it would add or join what is one tensor already."""
-    tensor = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor))
+    if tensor is None:
+        tensor = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor))
     x = name_in_user_code(tensor, "x")
     raise LayoutError(
         f"{call}: {argument_text(func, args, kwargs, tensor)} is a global tensor of shape {tuple(tensor._spec.shape)}, "

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
@@ -33,8 +34,10 @@ METHODS = ("new_full", "new_tensor")
 """Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
 COUNTING = ("bincount", "kthvalue", "roll", "select", "topk", "tril", "triu")
 """Functions and methods that read a count behind their first argument, which programs often compute."""
-UNASKED = ("scatter", "reduce_scatter")
-"""Functions of ``torch.distributed`` that take lists, and ask none of their operands."""
+UNASKED = ("scatter", "reduce_scatter", "all_to_all", "all_to_all_single")
+"""Functions of ``torch.distributed`` that ask no operands, or not those in lists."""
+PICKLING = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")
+"""Those that pickle: the others would get this rank's shard, and refuse to load it."""
 CONVERSIONS = ("tensor", "as_tensor", "asarray")
 """Functions of ``torch`` that take a tensor as data."""
 _TRANSFORMS = {
@@ -128,11 +131,14 @@ def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return guarded
 
 
-def _exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+def _exchanging(function: Callable[..., Any], pickles: bool = False) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves((args, kwargs))):
-            refuse_exchange(f"torch.distributed.{function.__name__}", function, args, kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, GlobalTensor) and not (pickles and leaf._spec.is_whole_everywhere):
+                refuse_exchange(f"torch.distributed.{function.__name__}", function, args, kwargs, leaf)
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(function, (), *args, **kwargs)
         return function(*args, **kwargs)
 
     return guarded
@@ -166,6 +172,8 @@ for name in COUNTING:
         patch(place, _READS, functools.partial(_reading_whole, first=1))
 for name in UNASKED:
     patch(f"torch.distributed.{name}", "it would exchange the shards of ranks", _exchanging)
+for name in PICKLING:
+    patch(f"torch.distributed.{name}", "it would send the shard", functools.partial(_exchanging, pickles=True))
 for name in CONVERSIONS:
     patch(f"torch.{name}", "a global tensor would become a plain copy of this rank's shard", _converting)
 for place, what in _TRANSFORMS.items():
