@@ -144,11 +144,13 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
     Returns:
         The module's output, with its tensors joined along dim 0; scalars are means, weighted by samples. Tensors are
-        global, on the stage that made them; ``full_tensor`` and ``item`` read them on every rank.
+        global, on the stage that made them; ``full_tensor`` and ``item`` read them on every rank. Under several
+        micro-batches, dim 0 has to count samples: a table, a mean over the batch or a matrix of pairs is refused where
+        sizes show it, and joined too where its length is a multiple of a micro-batch's size and all have this size.
 
     Raises:
         StrategyError: the module has no strategy.
-        RunError: a batch that cannot be cut, or that the module does not take.
+        RunError: a batch that cannot be cut, or that the module does not take, or an output that cannot be joined.
 
     >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape
     torch.Size([5, 2])
