@@ -9,7 +9,7 @@ from torch import nn
 
 import workbench as wb
 from tests.training.models import batch_for, make
-from workbench.errors import CollectiveAborted, StrategyError
+from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -285,24 +285,6 @@ def test_what_was_under_way_when_the_world_broke_is_forgotten():
 
     for one, other in zip(train("*: data", 2, broken)[1], train("*: data", 2, whole)[1], strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("options", ["", " | zero=1", " | zero=2"])
-def test_a_program_may_end_with_a_backward_without_a_step(options):
-    def body(model, optimizer, batch, events):
-        plain_steps(model, optimizer, batch, events, steps=1)
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-
-    train(f"*: data{options}", 2, body)
-
-
-def test_a_message_that_its_receiver_does_not_ask_for_is_an_error():
-    def program(rank):
-        peer, tensor = [(1 - rank, torch.ones(2))], torch.ones(2)
-        current().transport.start_exchange(peer, [(1, tensor)] if rank == 0 else [], 1, "a number")
-
-    with pytest.raises(CollectiveAborted, match=r"1 messages were sent and never received, .* from rank 0 to"):
-        run_ranks(program)
 
 
 def test_a_wrong_sum_would_be_seen(monkeypatch):
