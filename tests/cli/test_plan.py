@@ -65,7 +65,7 @@ def test_the_loss_is_part_of_the_model(file: Path, capsys: pytest.CaptureFixture
         FILE.replace("dataset = (torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64))", "inputs = (2, 64)")
     )
     assert main(["plan", str(file), "--ranks", "2", "--batch", "8"]) == 2
-    assert "fails" in capsys.readouterr().err
+    assert "TypeError in the loss on this batch" in capsys.readouterr().err
 
 
 def test_mistakes_are_told(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

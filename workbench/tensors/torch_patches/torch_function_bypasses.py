@@ -173,7 +173,7 @@ for name in COUNTING:
 for name in UNASKED:
     patch(f"torch.distributed.{name}", "it would exchange the shards of ranks", _exchanging)
 for name in PICKLING:
-    patch(f"torch.distributed.{name}", "it would send the shard", functools.partial(_exchanging, pickles=True))
+    patch(f"torch.distributed.{name}", "it would pickle the shard alone", functools.partial(_exchanging, pickles=True))
 for name in CONVERSIONS:
     patch(f"torch.{name}", "a global tensor would become a plain copy of this rank's shard", _converting)
 for place, what in _TRANSFORMS.items():
