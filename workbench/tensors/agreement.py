@@ -27,9 +27,16 @@ _NUM_SAMPLED = 64
 
 
 def content_hash(local: torch.Tensor) -> int:
-    """A hash of 56 bits over the bytes of a tensor."""
-    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+    """A hash of 56 bits over the bytes of a tensor; of a sparse one, over its indices and values."""
+    local, found = local.detach().cpu(), hashlib.blake2b(digest_size=7)
+    if local.layout is torch.strided:
+        parts = [local]
+    else:
+        entries = local.to_sparse_coo().coalesce()
+        parts = [entries.indices(), entries.values()]
+    for part in parts:
+        found.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def to_global(
         broadcast_from: the rank whose tensor is taken by all, e.g. 0.
 
     Raises:
-        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor.
+        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor; or it is sparse.
 
     On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     """
@@ -228,6 +228,11 @@ def to_global(
     refuse_dtensor(local, "wb.to_global")
     if isinstance(local, GlobalTensor):
         return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
+    if local.layout is not torch.strided:
+        raise LayoutError(
+            f"wb.to_global: the tensor of shape {tuple(local.shape)} is {local.layout}; global tensors are strided. If "
+            "it is the same on every rank, it stays plain: products with global tensors take it. Or give x.to_dense()."
+        )
     layout = Layout.of(placement, sbp)
     placement.check_world(world.world_size)
     local = copy_to_device(local, world.device)

@@ -41,6 +41,7 @@ from workbench.tensors.dispatch.placeholder_calls import (
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
 from workbench.tensors.dispatch.planning import PARAMETER, Plan, data_of, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
+from workbench.tensors.dispatch.sparse_operands import call_beside_sparse, holds_sparse, is_sparse
 from workbench.tensors.dispatch.strides import of_elementwise_placeholder
 from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
 from workbench.tensors.tensor_state import count_in_inference_mode
@@ -125,6 +126,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         joined = _join_operands(func, args, kwargs or {})
         if joined is not None:
             return call_by_plan(func, *joined)
+        if holds_sparse(args, kwargs):
+            return call_beside_sparse(func, args, kwargs or {})
         plan = make_plan(func, args, kwargs or {})
         if plan.world.on_plan is not None:
             plan.world.on_plan(func, args, kwargs or {})
@@ -236,14 +239,14 @@ _MAX_PLANS = 50_000
 def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments with all tensors global and on one placement; None where they are already.
 
-    Plain tensors count as broadcast on the placement of the global ones. The target of a write stays where it is, and
-    the other operands go there. The same ranks in another order or grid (shards under ZeRO differ in both) take that of
-    the first operand. Between the stages of a parallelized module, operands go to the latest stage among them.
-    Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands are, and so do indices
-    and masks. Two placements of other tensors are an error.
+    Plain tensors count as broadcast on the placement of the global ones; sparse ones stay plain. The target of a write
+    stays where it is, and the other operands go there. The same ranks in another order or grid (shards under ZeRO
+    differ in both) take that of the first operand. Between the stages of a parallelized module, operands go to the
+    latest stage among them. Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands
+    are, and so do indices and masks. Two placements of other tensors are an error.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_sparse(leaf)]
     known = [tensor for tensor in tensors if isinstance(tensor, GlobalTensor)]
     placements = {tensor._spec.layout.placement for tensor in known}
     if len(known) == len(tensors) and len(placements) == 1:
@@ -264,7 +267,7 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf
-        if not isinstance(leaf, torch.Tensor)
+        if not isinstance(leaf, torch.Tensor) or is_sparse(leaf)
         else _to_placement(leaf, placement, why)
         if isinstance(leaf, GlobalTensor)
         else from_local(leaf, world, layout, partial(plain_operand_text, func, args, kwargs, leaf))

@@ -8,10 +8,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
+from workbench.errors import LayoutError
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
@@ -71,10 +72,20 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     else:
         with local_torch():
             result = func(*args, **kwargs)
+        _refuse_sparse(result, plan.name.folded)
         result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
     if plan.copies_view and whole[0] is not operands[0]:
         return remember_copies(plan.local, plan.name.folded, plan.views, given, operands[0], whole[0], result)
     return result
+
+
+def _refuse_sparse(result: Any, function: str) -> None:
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise LayoutError(
+                f"{function}: the result of shape {tuple(leaf.shape)} is sparse; global tensors are strided. Make it "
+                "of plain values, x.full_tensor().to_sparse(): it stays plain, and products with global ones take it."
+            )
 
 
 def _is_size(node: Any) -> bool:

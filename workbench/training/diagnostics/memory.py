@@ -24,6 +24,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
     found = list(tensors)  # an iterator over gradients takes them as the program does
     with local_torch():
         for tensor in found:
+            if tensor.layout is not torch.strided:
+                tensor = tensor.to_sparse_coo().coalesce().values()  # without its indices
             storage = tensor.untyped_storage()
             is_placeholder = isinstance(tensor, GlobalTensor) and tensor.is_placeholder
             if not is_placeholder and storage.data_ptr() not in seen:
@@ -87,6 +89,8 @@ class ActivationMeter:
     def count(self, tensor: Any) -> Any:
         """Count a tensor that is kept for backward, as long as the result of this call lives."""
         with local_torch():
+            if tensor.layout is not torch.strided:
+                return tensor  # the program's own: operands, and their gradients, are strided
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
             if address in self._own or tensor.numel() * tensor.element_size() > size:

@@ -196,7 +196,7 @@ class OffloadedActivations:
             )
         with local_torch():
             kept = (*module.parameters(), *module.buffers())
-            self._own = {tensor.untyped_storage().data_ptr() for tensor in kept}
+            self._own = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor.layout is torch.strided}
         call = _Call(self)
         self._open.append(torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack))
         self._open[-1].__enter__()

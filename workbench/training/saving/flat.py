@@ -25,7 +25,7 @@ def flatten(state: Mapping[str, Any]) -> dict[Path, Any]:
     {('a', 'b'): [1, 2], ('c',): {}}
 
     Raises:
-        CheckpointError: a tensor inside a tuple or another container that is stored as one piece.
+        CheckpointError: a tensor inside a tuple or another container that is stored as one piece, or a sparse tensor.
     """
     return dict(_leaves((), state))
 
@@ -68,6 +68,12 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _refuse_hidden_tensors(path: Path, value: Any) -> None:
     from workbench.tensors.global_tensor import GlobalTensor
 
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise CheckpointError(
+            f"checkpoint: {name_of(path)} is a {value.layout} tensor of shape {tuple(value.shape)}; a checkpoint has "
+            "slices of strided ones. If it is made of the data, as the matrix of a graph is, leave it out: "
+            "register_buffer(name, tensor, persistent=False). Or keep its indices and values as two buffers."
+        )
     inside = tree_leaves([*value.values()] if isinstance(value, Mapping) else [*value] if _is_holder(value) else ())
     if any(isinstance(inner, GlobalTensor) for inner in inside):
         raise CheckpointError(

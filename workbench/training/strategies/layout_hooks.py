@@ -21,6 +21,7 @@ from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.copy_to_device import copy_to_device
+from workbench.tensors.dispatch.sparse_operands import is_sparse
 from workbench.tensors.execution_context import OUTSIDE, ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.training.sample_rows import batch_leaves, count_samples
@@ -50,7 +51,7 @@ class PrepareInput:
         return prepared[id(value)]
 
     def _prepare(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_sparse(value):
             return value
         layouts, choice = self._in_use.layouts, self._choice
         world = layouts.world

@@ -14,6 +14,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.fused import box_many
 from workbench.tensors.dispatch.hooks import move_hooks
+from workbench.tensors.dispatch.sparse_operands import is_sparse
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.tensor_state import DECLARED, spread_zero
 from workbench.tensors.world import World
@@ -69,13 +70,19 @@ def shard_parameters(
 
 
 def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
-    """Buffers are whole on every rank of the stage where they are needed; what layers of a stage share stays shared."""
+    """Buffers are whole on every rank of the stage where they are needed; what layers of a stage share stays shared.
+
+    Sparse ones stay plain, on every rank.
+    """
     choices = {choice.name: choice for choice in layouts.plan.resolved.layers}
     nearest = layouts.plan.resolved.layers[0]
     converted: dict[tuple[int, Layout], GlobalTensor] = {}
     for name, submodule in module.named_modules():
         nearest = choices.get(name or ROOT, nearest)
         for short, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
+            if is_sparse(buffer):
+                submodule._buffers[short] = buffer.to(layouts.world.device)
+                continue
             placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
             layout = Layout(placement, (broadcast,) * placement.num_axes)
             if (id(buffer), layout) not in converted:

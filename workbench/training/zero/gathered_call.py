@@ -147,7 +147,8 @@ def _saving(again: Regathering, places: dict[int, int]) -> Any:
 
     def pack(tensor: torch.Tensor) -> Any:
         with local_torch():
-            number = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+            is_strided = tensor.layout is torch.strided  # sparse tensors have no storage
+            number = places.get(tensor.untyped_storage().data_ptr()) if is_strided and tensor.numel() else None
             if number is not None and tensor.dtype == again.dtypes[number]:
                 return _SavedReference(again, number, tensor.size(), tensor.stride(), tensor.storage_offset())
         return outer[0](tensor) if outer is not None else tensor
