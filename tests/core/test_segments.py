@@ -41,6 +41,20 @@ def test_what_was_not_compared_with_one_device_says_so():
     assert [part.equal for part in by_strategy([early])] == [True, None], "the change has ended the comparison"
 
 
+def test_a_part_before_the_mistake_of_a_later_one_is_equal():
+    wrong = Verdict(equal=False, largest=0.5, num_steps=20)
+    right = Verdict(equal=True, largest=1e-7, num_steps=4)
+    segments = replace(FAST, verdict=right), replace(SLOW, first_step=4)
+    run = replace(RUN, equal=False, verdict=wrong, loss_difference=0.5, weight_difference=1e-6, segments=segments)
+    before, after = by_strategy([run])
+    assert (before.equal, before.verdict, before.loss_difference) == (True, right, 1e-7)
+    assert (after.equal, after.verdict, after.loss_difference) == (False, wrong, 0.5)
+    assert before.weight_difference == 1e-6, "weights are compared after two steps"
+    at_once = replace(run, segments=(replace(FAST, verdict=replace(right, num_steps=1)), replace(SLOW, first_step=1)))
+    assert by_strategy([at_once])[0].weight_difference is None
+    assert RunRecord.from_dict(run.to_dict()) == run
+
+
 def test_the_last_part_has_the_final_loss():
     parts = by_strategy([replace(RUN, settings={"steps": 100})])
     assert [part.final_loss for part in parts] == [None, 99]

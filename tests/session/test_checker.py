@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from workbench.core.metrics import Segment
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TensorChange
 from workbench.session.comparison.checker import Checker, RunObserver
@@ -105,3 +106,22 @@ def test_weights_after_the_compared_steps_say_nothing():
     checker._reports[OneDevice()] = report(2.0)
     verdict = checker.verdict(Strategy("*: data"), [replace(report(2.0, 1.0), tensors=(FAR,))], 1)
     assert verdict.equal and verdict.text == "every loss lies within the tolerance" and not session.calls
+
+
+def test_of_a_run_that_is_wrong_from_a_change_on_the_strategies_before_it_are_equal():
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(2.0, 1.0, 0.5, 0.25, 0.1, 0.1)
+    checker._reports[OneDevice(variant="perturbed")] = checker._reports[OneDevice()]
+    own = replace(
+        report(2.0, 1.0, 0.5, 0.6, math.nan, 0.1),
+        changes=[(1, "*: model"), (3, "*: data | zero=1"), (5, "*: data")],
+    )
+    segments = [Segment(step, "", "", 1.0) for step in (0, 1, 3, 5)]
+    verdict = checker.verdict(Strategy("*: data"), [own], 6)
+    found = [segment.verdict for segment in checker.judged(segments, Strategy("*: data"), [own], 6)]
+    assert not verdict.equal and [each and each.equal for each in found] == [True, True, False, None]
+    assert [each and each.num_steps for each in found] == [1, 3, 5, None] and not (found[1] and found[1].note)
+    own = replace(own, losses=[2.0, 1.0, 0.5, 0.25, 0.1, 0.9], tensors=(FAR,))
+    found = [segment.verdict for segment in checker.judged(segments, Strategy("*: data"), [own], 6)]
+    assert [each and each.equal for each in found] == [True, False, None, None], "weights are of the second step"

@@ -249,7 +249,10 @@ class RunEvent(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Segment(JsonRecord):
-    """The figures of a run under one of its strategies, from ``first_step`` to the next segment. See ``RunRecord``."""
+    """The figures of a run under one of its strategies, from ``first_step`` to the next segment. See ``RunRecord``.
+
+    ``verdict`` is that of the run's steps until the next segment; None where the run's own says as much.
+    """
 
     first_step: int
     name: str
@@ -260,6 +263,13 @@ class Segment(JsonRecord):
     boxed_bytes_per_step: int = 0
     bubble: float | None = None
     predicted: dict[str, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Segment:
+        """The segment that ``to_dict`` wrote."""
+        verdict = data.get("verdict") and Verdict.from_dict(data["verdict"])
+        return super(Segment, cls).from_dict({**data, "verdict": verdict})
 
 
 @dataclass(frozen=True, slots=True)

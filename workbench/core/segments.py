@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from workbench.core.metrics import RunRecord, Segment
-from workbench.core.verdict import UNKNOWN
+from workbench.core.verdict import UNKNOWN, WEIGHT_STEPS
 
 ARROW = "\u2192"
 
@@ -50,6 +50,13 @@ def _part(run: RunRecord, number: int, segment: Segment, stop: int) -> RunRecord
         first_step=start,
         run_id=f"{run.run_id}#{number + 1}" if run.run_id else "",
     )
-    if start < run.verdict.num_steps:
+    verdict = segment.verdict or (run.verdict if start < run.verdict.num_steps else UNKNOWN)
+    if verdict is run.verdict:
         return part
-    return replace(part, loss_difference=None, weight_difference=None, equal=None, verdict=UNKNOWN)
+    return replace(
+        part,
+        loss_difference=verdict.largest,
+        weight_difference=run.weight_difference if verdict.num_steps >= WEIGHT_STEPS else None,
+        equal=verdict.equal,
+        verdict=verdict,
+    )

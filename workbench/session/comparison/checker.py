@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from workbench.core.metrics import StepBlock, difference
+from workbench.core.metrics import Segment, StepBlock, difference
 from workbench.core.not_finite import LossPair
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TOLERANCES, UNKNOWN, WEIGHT_STEPS, Case, Distance, Verdict
@@ -106,6 +107,32 @@ class Checker:
             f"compared until the change before step {steps + 1}: one device had mb={which.num_micro_batches}, "
             f"{which.precision}",
         )
+
+    def judged(
+        self,
+        segments: Sequence[Segment],
+        strategy: Strategy,
+        reports: Sequence[RankResult],
+        num_steps: int,
+        *given: Any,
+    ) -> tuple[Segment, ...]:
+        """The segments of a run that is not equal, each with the verdict on the compared steps until its end.
+
+        The first one that is not equal is the last one with a verdict of its own. ``given`` is as for ``verdict``.
+        """
+        found = list(segments)
+        for i, stop in enumerate(segment.first_step for segment in segments[1:]):
+            if stop >= num_steps:
+                break
+            until = [
+                replace(report, losses=report.losses[:stop], tensors=report.tensors if stop >= WEIGHT_STEPS else ())
+                for report in reports
+            ]
+            verdict = self.verdict(strategy, until, stop, *given) if stop else None
+            found[i] = replace(segments[i], verdict=verdict)
+            if verdict is not None and not verdict.equal:
+                break
+        return tuple(found)
 
     def _verdict(
         self,

@@ -265,6 +265,9 @@ class Comparison:
         found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
         verdict = checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
+        segments = segments_of(planned, found, reports, run.announced)
+        if verdict.equal is False and segments:  # the strategies before the mistake are equal
+            segments = checker.judged(segments, run.strategy, reports, verdict.num_steps, observer, compiles, seed)
         weights = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
         return replace(
             found,
@@ -276,7 +279,7 @@ class Comparison:
             weight_difference=weights if verdict.num_steps >= min(WEIGHT_STEPS, len(found.losses)) else None,
             equal=verdict.equal,
             verdict=verdict,
-            segments=segments_of(planned, found, reports, run.announced),
+            segments=segments,
         )
 
     def _measured(
