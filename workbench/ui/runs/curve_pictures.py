@@ -20,7 +20,7 @@ from workbench.ui.decimate import decimate
 from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.table_rows import Row
-from workbench.ui.short_names import short_name
+from workbench.ui.short_names import short_names
 from workbench.units import counted
 
 _WIDTH, _HEIGHT = 346.0, 236.0
@@ -129,7 +129,9 @@ def _picture(
     summary = f"{title} of {', '.join(one.name for one in drawn)}"
     left_out = len(others) - _MOST_STRATEGIES
     rest = f" \u00b7 {counted(left_out, 'row')} not drawn" if left_out > 0 else ""
-    legend = "".join(_key(one, one.key == selected) for one in sorted(drawn, key=lambda one: one.is_truth))
+    last = sorted(drawn, key=lambda one: one.is_truth)
+    names = short_names([one.name for one in last])
+    legend = "".join(_key(one, name, one.key == selected) for one, name in zip(last, names, strict=True))
     picture = panel_svg.svg(_WIDTH, _HEIGHT, summary, *parts)
     return panel_svg.section(title, f"{detail}{rest}", picture, panel_svg.legend(legend), css="curves")
 
@@ -174,10 +176,10 @@ def _mark(one: _Strategy, transform: str) -> str:
     return element("path", d=one.mark, transform=transform, style=f"fill: {one.colour}; stroke: none")
 
 
-def _key(one: _Strategy, is_selected: bool) -> str:
-    """The line and mark of a strategy, with its name."""
+def _key(one: _Strategy, short: str, is_selected: bool) -> str:
+    """The line and mark of a strategy, with its short name."""
     line = element("path", d="M0 6H20", style=one.line)
     mark = "" if one.is_truth else _mark(one, "translate(10 6)")
     glyph = element("svg", line, mark, width="20", height="12", aria_hidden="true")
-    name = element("span", text=short_name(one.name), css="strong" if is_selected else "", title=one.name)
+    name = element("span", text=short, css="strong" if is_selected else "", title=one.name)
     return element("span", glyph, name, css="key", data_key=one.key)

@@ -16,7 +16,7 @@ from workbench.ui.number_text import signed_percent
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.scatter_picture import place_labels
 from workbench.ui.runs.table_rows import Row, key_of
-from workbench.ui.short_names import short_name
+from workbench.ui.short_names import short_names
 from workbench.units import counted, format_seconds
 
 _WIDTH, _HEIGHT = 396.0, 250.0
@@ -56,8 +56,8 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
     ]
     parts.append(panel_svg.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
     parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
-    names = [(short_name(row.name), point) for (row, *_), point in zip(known, points, strict=True)]
-    for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
+    names = zip(short_names([row.name for row, *_ in known]), points, strict=True)
+    for x, y, anchor, name in place_labels([*names], points, (_LEFT, _WIDTH), 6.5):
         parts.append(panel_svg.text(x, y, name, anchor))
     description = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
     picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {description}", *parts)

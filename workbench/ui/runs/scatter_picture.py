@@ -12,7 +12,7 @@ from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.table_rows import Row
-from workbench.ui.short_names import short_name
+from workbench.ui.short_names import short_names
 
 WIDTH, HEIGHT = 308, 400
 _LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
@@ -125,9 +125,10 @@ def _labels(
     ring: float,
 ) -> list[str]:
     """Names of the points, bold on the Pareto line."""
-    on_front = {short_name(row.name) for row, _ in rows if row.on_front}
-    names = [(short_name(row.name), point) for row, point in rows]
-    placed = place_labels(names, points, (_LEFT, WIDTH - 2.0), ring, lines)
+    names = short_names([row.name for row, _ in rows])
+    on_front = {name for name, (row, _) in zip(names, rows, strict=True) if row.on_front}
+    named = [(name, point) for name, (_, point) in zip(names, rows, strict=True)]
+    placed = place_labels(named, points, (_LEFT, WIDTH - 2.0), ring, lines)
     return [
         panel_svg.text(x, y, name, f"{anchor} strong" if name in on_front else anchor) for x, y, anchor, name in placed
     ]
