@@ -30,6 +30,11 @@ def axis_titles(figure: go.Figure) -> tuple[str, str]:
     return figure.layout.xaxis.title.text, figure.layout.yaxis.title.text
 
 
+def test_more_runs_than_steps_have_a_mark_each(runs: list[RunRecord]):
+    many = [replace(runs[0], name=f"run {number}") for number in range(5)]
+    assert all(len(trace_of(loss_figure(many), run.name, "markers").x) for run in many), "the legend shows the marks"
+
+
 def test_loss_by_step_with_one_device_behind(runs: list[RunRecord], baseline: RunRecord):
     figure = loss_figure(runs, [baseline])
     assert figure.data[0].name == "1 device" and figure.data[0].line.width > 5

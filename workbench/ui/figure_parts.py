@@ -129,9 +129,9 @@ def stepwise_traces(
 
 
 def _marked(num_points: int, index: int, num_runs: int) -> np.ndarray:
-    """Positions of the ``index``-th run's markers: about ``_NUM_MARKERS``, shifted from run to run."""
+    """Positions of the ``index``-th run's markers: at least one, about ``_NUM_MARKERS``, shifted from run to run."""
     stride = max(num_points // _NUM_MARKERS, num_runs, 1)
-    return np.arange(index * stride // max(num_runs, 1), num_points, stride)
+    return np.arange(index * stride // max(num_runs, 1) % max(num_points, 1), num_points, stride)
 
 
 def memory_traces(

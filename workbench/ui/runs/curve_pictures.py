@@ -165,7 +165,7 @@ def _curves(one: _Strategy, place: int, count: int, across: panel_svg.Axis, up: 
         line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if places else ""
         shapes.append(element("path", d=line, style=one.line))
         stride = max(len(places) // _NUM_MARKS, count, 1)
-        marked = [] if one.is_truth else places[place * stride // count :: stride]
+        marked = [] if one.is_truth else places[place * stride // count % max(len(places), 1) :: stride]
         shapes += [_mark(one, f"translate({x:.1f} {y:.1f})") for x, y in marked]
     tip = element("title", text=one.name)
     opacity = "opacity: 0.25" if is_pale and not one.is_truth else ""
