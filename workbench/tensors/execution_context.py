@@ -47,6 +47,7 @@ class ExecutionContext:
         profiler: counts steps for a profile; else None.
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
+        stage_orders: of the modules with several stages that the program has parallelized; the newest is last.
         batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
         running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
         in_parameter_hook: whether a hook of ``register_hook`` on a parameter runs.
@@ -63,12 +64,26 @@ class ExecutionContext:
     profiler: Any = None
     recorder: Any = None
     call: ModuleCall = OUTSIDE
+    stage_orders: dict[tuple[Placement, ...], None] = field(default_factory=dict)
     batch: str = ""
     running: Any = None
     in_parameter_hook: bool = False
     micro_batch: int = 0
     num_edges: dict[int, int] = field(default_factory=dict)
     num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add_stage_order(self, order: tuple[Placement, ...]) -> None:
+        """Note the stages of a module that is parallelized; nothing if it has one."""
+        if order:
+            self.stage_orders.pop(order, None)
+            self.stage_orders[order] = None
+
+    def stage_order_with(self, placements: set[Placement]) -> tuple[Placement, ...]:
+        """The order of stages by which operands on these placements meet: that of the call in progress, outside of one
+        that of the newest module with such stages. Empty if there is none.
+        """
+        orders = reversed(self.stage_orders) if self.call is OUTSIDE else (self.call.stage_order,)
+        return next((order for order in orders if placements <= set(order)), ())
 
     @contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

@@ -152,6 +152,7 @@ def place(
     replicate_buffers(module, layouts)
     state.handles += RootHooks(state.in_use).register(module, state.on_interrupt)
     module.__dict__[STATE] = state
+    world.context.add_stage_order(layouts.stage_order)
     if not hasattr(module, PLAN):
         module.__dict__[PLAN] = plan
     for install in INSTALLERS:

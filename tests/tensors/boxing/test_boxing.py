@@ -109,6 +109,26 @@ def test_two_placements_in_one_operation():
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("sbp", ["B", "S(0)", "P"])
+@pytest.mark.parametrize("ranks", [[1], [0, 2]], ids=str)
+def test_what_every_rank_holds_whole_is_taken_where_the_other_operand_is(ranks, sbp):
+    values, table = torch.arange(8.0).view(4, 2), torch.linspace(0.5, 1, 12).view(6, 2)
+
+    def program():
+        there, everywhere = wb.placement("cpu", ranks=ranks), wb.placement.all()
+        x = wb.to_global(values, placement=there, sbp="B").to_global(sbp=sbp).detach().requires_grad_()
+        whole = wb.to_global(table, placement=everywhere, sbp="B").detach().requires_grad_()
+        result = x * whole[: x.shape[0]]
+        result.sum().backward()
+        return result.placement == there, result.full_tensor(), x.grad.full_tensor(), whole.grad.full_tensor()
+
+    for is_there, result, own, whole in run_ranks(program, 3):
+        assert is_there
+        torch.testing.assert_close(result, values * table[:4])
+        torch.testing.assert_close(own, table[:4])
+        torch.testing.assert_close(whole, torch.cat([values, torch.zeros(2, 2)]))
+
+
 def of_numbers(a, b):
     """What people write with parameters of all stages: parts of a loss, norms, a scale that another stage has."""
     loss = (a * a).mean() + 0.5 * (b * b).sum()

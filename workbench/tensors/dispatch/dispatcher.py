@@ -241,9 +241,10 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 
     Plain tensors count as broadcast on the placement of the global ones; sparse ones stay plain. The target of a write
     stays where it is, and the other operands go there. The same ranks in another order or grid (shards under ZeRO
-    differ in both) take that of the first operand. Between the stages of a parallelized module, operands go to the
-    latest stage among them. Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands
-    are, and so do indices and masks. Two placements of other tensors are an error.
+    differ in both) take that of the first operand. Operands on stages of a parallelized module go to the latest of
+    these. Elsewhere single numbers, such as the parts of a loss or norms, go where the other operands
+    are, and so do indices and masks. What every rank holds whole is taken there. Two placements of other tensors are an
+    error.
     """
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_sparse(leaf)]
@@ -257,8 +258,8 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if name.in_place and isinstance(leaves[0], GlobalTensor):
         placement, why = leaves[0]._spec.layout.placement, f"{name.folded} in place"
     elif not all(placement.has_ranks_of(other) for other in placements):
-        if placements <= set(world.context.call.stage_order):
-            placement = max(placements, key=world.context.call.stage_order.index)
+        if order := world.context.stage_order_with(placements):
+            placement = max(placements, key=order.index)
         else:
             data = data_of(func, args, known)
             placement, why = data[0]._spec.layout.placement, "an operation with numbers or indices on other ranks"

@@ -79,10 +79,13 @@ def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
 
 
 def data_of(func: Any, args: Any, operands: list[GlobalTensor]) -> list[GlobalTensor]:
-    """The operands that say where a call runs: all but numbers, indices and masks. The first if there are none."""
+    """The operands that say where a call runs: all but numbers, indices and masks, and what every rank holds whole.
+    The first of these if there are no others.
+    """
     positions = INDICES.get(func, INDICES.get(fold_name(func).folded, ()))
     indices = {id(operand) for at in positions for operand in operands_of(args[at : at + 1], {})}
-    return [each for each in operands if each._spec.shape and id(each) not in indices] or operands[:1]
+    data = [each for each in operands if each._spec.shape and id(each) not in indices] or operands[:1]
+    return [each for each in data if not each._spec.is_whole_everywhere] or data
 
 
 def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
