@@ -314,11 +314,34 @@ def test_all_layers_that_share_one_weight_lie_in_one_way(text, splits):
     assert [layer.split for layer in Strategy(text).resolve(layers, 2).layers] == splits
 
 
-def test_names_of_attention_win_over_shapes():
-    names = ["q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2", "classifier"]
-    layers = [Layer(f"block.{name}", "Linear", {"weight": (8, 8)}, 64) for name in names]
-    splits = [layer.split for layer in Strategy("*: model").resolve(layers, 2).layers]
-    assert splits == ["column", "column", "column", "row", "column", "row", "column"]
+@pytest.mark.parametrize(
+    "names",
+    ["q_lin k_lin v_lin out_lin", "wq wk wv wo", "to_q to_k to_v to_out.0", "W_query W_key W_value out_proj",
+     "queries keys values fc_out", "w_qs w_ks w_vs fc", "linear_q linear_k linear_v linear_out"],
+)  # fmt: skip
+def test_names_of_attention_win_over_shapes(names):
+    assert splits([(f"block.{name}", 8, 8) for name in (*names.split(), "lin1", "lin2", "classifier")]) == [
+        *("column", "column", "column", "row"), *("column", "row"), "column",
+    ]  # fmt: skip
+
+
+def test_a_column_finds_its_row_in_its_own_block():
+    """The gate of a block comes last here, as in Llama's own code, and has as many features as the next block takes."""
+    block = [("ff.w1", 8, 24), ("ff.w2", 24, 8), ("ff.w3", 8, 24)]
+    layers = [(f"layers.{k}.{name}", *sizes) for k in range(2) for name, *sizes in [("mix", 24, 10), *block]]
+    assert splits(layers) == 2 * ["column", "column", "row", "column"]
+    assert splits([("0.conv", 8, 24), ("1.conv", 24, 8)]) == ["column", "row"]  # a block with one layer is no pair
+
+
+def test_only_a_layer_that_leads_back_takes_a_third_of_a_column():
+    assert splits([("packed", 8, 24), ("end", 8, 8)]) == ["column", "row"]
+    assert splits([("gate", 8, 24), ("up", 8, 24), ("down", 24, 8)]) == ["column", "column", "row"]
+
+
+def splits(layers):
+    """What plain ``model`` makes of linear layers: (name, inputs, outputs) of each."""
+    described = [Layer(name, "Linear", {"weight": (outputs, inputs)}) for name, inputs, outputs in layers]
+    return [layer.split for layer in Strategy("*: model").resolve(described, 2).layers]
 
 
 def test_interleaved_stages_go_round_the_slices():

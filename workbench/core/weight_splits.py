@@ -2,13 +2,14 @@
 
 A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
 and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a
-layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split. A
-convolution in groups is split by columns: its rows are inputs of all groups. So are queries, keys and values of torch's
-attention, for whole heads, whatever its row says of a split. Experts are split by their number.
+layer is split by rows if it takes what the split layer before it gives, in one block. Layers that share a weight share
+its split. A convolution in groups is split by columns: its rows are inputs of all groups. So are queries, keys and
+values of torch's attention, for whole heads, whatever its row says of a split. Experts are split by their number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from workbench.core.rows import Layer, Row
@@ -25,11 +26,14 @@ PACKED = "in_proj_weight"
 _QUERIES = (PACKED, "q_proj_weight")
 IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 """Layers whose features are channels: the dim behind the samples."""
-COLUMN_NAMES = (
-    "q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin",
-    "qkv", "c_attn", "query_key_value", "gate_proj", "up_proj", "wi_0", "wi_1",
-)  # fmt: skip
-ROW_NAMES = ("o", "o_proj", "out_proj", "out_lin", "proj", "c_proj", "down_proj", "wo")
+_BEFORE, _BEHIND = "(w_?|to_|fc_|lin_|linear_|proj_)?", "(_?proj|_projection|_lin|_linear|_layer)?"
+_COLUMN_NAMES = re.compile(
+    f"{_BEFORE}(q|k|v|qk|kv|qkv|query|queries|key|value|query_key_value)s?{_BEHIND}|c_attn|gate_proj|up_proj|wi_0|wi_1",
+    re.IGNORECASE,
+)
+_ROW_NAMES = re.compile(
+    f"{_BEFORE}o{_BEHIND}|proj|c_proj|down_proj|to_out|linear_out|out(put)?_(proj|lin|linear)", re.IGNORECASE
+)
 """Names under which attention and gated layers keep their weights; others are paired by their shapes."""
 
 
@@ -47,28 +51,49 @@ def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int
     """ "column", "row", "expert" or None (nothing is split) for every layer: as its row says, by name, or paired."""
     splits: list[str | None] = []
     tables = {layer.name for layer in layers if layer.kind == TABLE}
-    open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
+    cut: list[tuple[Layer, str, int]] = []  # the split layers so far: split and stage of each
     for layer, row, stage in zip(layers, rows, stages, strict=True):
         possible = possible_splits(layer)
         if row.parallel != "model" or not possible:
             is_fused = layer.experts > 0 and layer.expert is None
             splits.append("expert" if is_fused and row.parallel != "data" else None)
             continue
-        inputs, outputs = _features(layer)
         short = layer.name.rpartition(".")[2]
         if len(possible) == 1:
             split = possible[0]
         elif row.split or layer.kind == TABLE or layer.tied_to in tables or layer.groups > 1:
             split = row.split or "column"
-        elif short in COLUMN_NAMES or short in ROW_NAMES:
-            split = "column" if short in COLUMN_NAMES else "row"
+        elif _COLUMN_NAMES.fullmatch(short):
+            split = "column"
+        elif _ROW_NAMES.fullmatch(short):
+            split = "row"
         else:
-            takes_it = open_column in ((inputs, stage), (3 * inputs, stage))  # queries, keys and values in one
-            split = "row" if takes_it else "column"
+            split = "row" if _is_row(layer, stage, cut) else "column"
         splits.append(split)
-        open_column = (outputs, stage) if split == "column" and layer.kind != TABLE else None
+        cut.append((layer, split, stage))
     _follow_ties(layers, rows, splits)
     return splits
+
+
+def _is_row(layer: Layer, stage: int, cut: Sequence[tuple[Layer, str, int]]) -> bool:
+    """Whether a layer is the row of the layer split last: it takes what that column gives, or the values of queries,
+    keys and values in one, and gives what that column takes.
+
+    A column that ends a numbered block of several split layers has its row in this block or nowhere.
+    """
+    if not cut or cut[-1][1:] != ("column", stage) or cut[-1][0].kind == TABLE:
+        return False
+    column = cut[-1][0]
+    if len(cut) > 1 and (_blocks(column) & _blocks(cut[-2][0])) - _blocks(layer):
+        return False
+    (inputs, outputs), (taken, given) = _features(layer), _features(column)
+    return given == inputs or (given, taken) == (3 * inputs, outputs)
+
+
+def _blocks(layer: Layer) -> set[str]:
+    """The paths of all numbered modules around a layer."""
+    parts = layer.name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts)) if parts[end - 1].isdecimal()}
 
 
 def tied_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
@@ -85,7 +110,7 @@ def share_input(one: Layer, two: Layer) -> bool:
     True
     """
     (parent, _, name), (other_parent, _, other) = one.name.rpartition("."), two.name.rpartition(".")
-    is_named = parent == other_parent and name in COLUMN_NAMES and other in COLUMN_NAMES
+    is_named = parent == other_parent and all(map(_COLUMN_NAMES.fullmatch, (name, other)))
     return is_named and _features(one)[:1] == _features(two)[:1]
 
 
