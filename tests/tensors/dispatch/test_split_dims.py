@@ -213,6 +213,39 @@ def test_other_kinds_of_numbers():
     run_ranks(program, 2)
 
 
+DTYPES = (torch.uint8, torch.int32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("given", [torch.int64, torch.float32, torch.bool], ids=str)
+def test_results_have_the_dtype_that_is_asked_for_on_all_ranks(given):
+    full = torch.tensor([[200, 0], [150, 3], [1, 1], [7, 5]]).to(given)
+    calls = [(name, dtype) for name in ("sum", "prod", "nansum", "cumsum", "cumprod") for dtype in DTYPES]
+    calls += [(name, dtype) for name in ("mean", "softmax", "log_softmax") for dtype in (torch.bfloat16, torch.float64)]
+
+    def program():
+        x = placed(full, ["S(0)"], [0, 1])  # rank 2 has what the rule says
+        for name, dtype in calls:
+            found, expected = (getattr(torch, name)(t, 0, dtype=dtype) for t in (x, full))
+            assert found.dtype == found.to_local().dtype == dtype, (name, dtype)
+            torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp"])
+def test_running_values_under_autocast_have_the_dtype_of_one_device(name):
+    full = random(4, 3).bfloat16()
+
+    def program():
+        x = placed(full, ["S(0)"], [0, 1])
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (getattr(torch, name)(t, 0) for t in (x, full))
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_ranks(program, 3)
+
+
 def test_a_batch_without_a_label_that_counts_is_nan_as_on_one_device():
     full, target = random(4, 6), torch.full((4,), -100)
 

@@ -10,31 +10,37 @@ import torch
 
 from workbench.core.sbp import Split
 from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import filled_shards
 from workbench.tensors.rules.reduction.two_stage import gathered_rows, on_shards, shard_sizes, splits, stages_of
+from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
 Scan = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan, total: Total) -> Any:
-    """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start."""
+    """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start. Both may return
+    a wider dtype, as torch's do of integers.
+    """
     if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
         return NotImplemented
     dims = normalize_dims(dim, len(input._spec.shape))
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
     dim, result_dtype = dims[0], _result_dtype(input.dtype, dtype)
+    if autocast_state() and result_dtype in LOW_PRECISION:
+        return NotImplemented  # autocast decides the dtype of the result
     x = sum_terms(input if input.dtype == result_dtype else input.to(result_dtype))
     stages = stages_of(x, dims)
-    rows = gathered_rows(x, stages, lambda t: total(t, dim), [result_dtype], "cumsum")[0]
+    rows = gathered_rows(x, stages, lambda t: total(t, dim).to(result_dtype), [result_dtype], "cumsum")[0]
     number = shard_number(x, dim)
 
     def add_before(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         joined = torch.cat([before.narrow(dim, 0, number), t], dim)
-        return scan(joined, dim).narrow(dim, number, t.shape[dim]).contiguous()
+        return scan(joined, dim).to(result_dtype).narrow(dim, number, t.shape[dim]).contiguous()
 
     out_spec = [(stages.layout, x._spec.shape, result_dtype)]
     return on_shards(add_before, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
