@@ -259,6 +259,21 @@ def test_profile_asks_the_run_or_starts_one(part: RunsSection, trainer: FakeTrai
     finish(part, trainer)
 
 
+def test_a_profile_has_the_name_of_its_strategy(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
+    """Not after the run's first one, nor after one that came before the parts of all ranks."""
+    part.run()
+    profile = Profile((RankProfile(0, 3, 1.0, 0.5, 0.5, 0.2, 0.2),))
+    for label in ("model", "model:row"):
+        editor.strategy, editor.label = Strategy(f"*: {label}"), label
+        part.apply()
+    begun, changed = RunEvent("profiling", 3), RunEvent("strategy", 9, "*: model:row")
+    trainer.runs[0].waiting += [RunEvent("strategy", 2, "*: model"), begun, changed, profile]
+    wait_until(lambda: "Profile of model<" in part.profile_section._title.value, "the profile is shown")
+    trainer.runs[0].waiting += [begun, profile]
+    wait_until(lambda: "Profile of model:row" in part.profile_section._title.value, "the next one is shown")
+    finish(part, trainer)
+
+
 def test_the_answer_where_a_run_parts_begins_with_its_name_in_the_table(trainer: FakeTrainer, editor: FakeEditor):
     trainer.first_difference = lambda text, seed: f"{text} parts in a, seed {seed}"  # type: ignore[attr-defined]
     part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, changed=editor.changed))

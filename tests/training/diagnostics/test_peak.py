@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from workbench.training.diagnostics.memory import PeakMeter
+from workbench.training.diagnostics.memory import PeakMeter, uncounted_in_peaks
 
 MIB = 2**20
 HELD = 24 * MIB
@@ -45,3 +45,20 @@ def test_pages_that_go_away_hide_nothing(is_file, tmp_path):
     mapped.close()
     kept = hold()
     assert touched == 0 and meter.peak_bytes() >= len(kept) - UNCOUNTED
+
+
+def test_what_records_counts_in_no_peak():
+    """Neither its highest point nor what stays of it; what the run holds before and after does."""
+    meter = PeakMeter(torch.device("cpu"))
+    hold()
+    with uncounted_in_peaks():
+        recorded = hold()
+        hold(2 * HELD)
+        assert HELD - UNCOUNTED <= meter.peak_bytes() < HELD + UNCOUNTED
+    assert len(recorded) == HELD and HELD - UNCOUNTED <= meter.peak_bytes() < HELD + UNCOUNTED
+    hold(2 * HELD)
+    assert 2 * HELD - UNCOUNTED <= meter.peak_bytes() < 2 * HELD + UNCOUNTED
+    with uncounted_in_peaks():
+        del recorded
+    hold(3 * HELD)
+    assert 3 * HELD - UNCOUNTED <= meter.peak_bytes() < 3 * HELD + UNCOUNTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,10 @@ from workbench.core.profile import RankPart
 from workbench.core.run_commands import RunCommand
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.profiling.recording import Recording
 from workbench.training.runs.train import run_strategy
+
+MIB = 2**20
 
 
 def parts_of(messages) -> dict[int, RankPart]:
@@ -77,3 +81,29 @@ def test_a_second_profile_waits_for_the_first():
         ("profiling", ""), ("unprofiled", "another profile counts the steps"),
     ]  # fmt: skip
     assert len(parts_of(messages)) == 2
+
+
+def test_a_change_of_strategy_ends_the_profile():
+    """Its rows would be of no strategy."""
+    commands = [RunCommand("profile"), RunCommand("strategy", "*: model")]
+    _, messages = train("*: data", lambda said: commands)
+    assert [event.kind for event in events_of(messages)] == ["profiling", "unprofiled", "strategy"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the resident size is known")
+def test_what_the_profile_holds_is_not_in_the_run_s_peak(monkeypatch: pytest.MonkeyPatch):
+    """As much as the runs hold, and more, while it records and while its part is made."""
+
+    def start(recording: Recording) -> None:
+        held.append(torch.ones(50 * MIB, dtype=torch.uint8))
+
+    def read(recording: Recording) -> tuple[str, ...]:
+        torch.ones(100 * MIB, dtype=torch.uint8)
+        return ()
+
+    held = list[torch.Tensor]()
+    monkeypatch.setattr(Recording, "start", start)
+    monkeypatch.setattr(Recording, "notes", property(read))
+    (result,), messages = train("*: data", lambda said: [RunCommand("profile")], num_ranks=1, num_steps=40)
+    assert len(held) == len(parts_of(messages)) == 1
+    assert result.memory_bytes["peak"] < 30 * MIB

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -130,6 +131,25 @@ def _unpack(saved: Any) -> Any:
     return saved.tensor if isinstance(saved, _SavedTensor) else saved
 
 
+_meters: WeakSet[PeakMeter] = WeakSet()
+"""Of this process, those of CPUs: what records holds no memory of an accelerator's allocator."""
+
+
+@contextmanager
+def uncounted_in_peaks() -> Iterator[None]:
+    """Context around work between two steps that is not the program's, such as a profiler's, or around steps that are
+    recorded. What is held at its highest point belongs to no peak, and what stays belongs to no growth.
+    """
+    paused = [meter for meter in _meters if not meter.is_paused]
+    for meter in paused:
+        meter.pause()
+    try:
+        yield
+    finally:
+        for meter in paused:
+            meter.resume()
+
+
 class PeakMeter:
     """Peak memory of this process above where it stood when the meter was made.
 
@@ -144,6 +164,7 @@ class PeakMeter:
 
     def __init__(self, device: torch.device, collects_garbage: bool = True) -> None:
         self.device = device
+        self._before: tuple[int, dict[str, int]] | None = None  # what was held at the beginning of a pause
         if collects_garbage:
             gc.collect()
         if device.type == "cuda":
@@ -152,9 +173,9 @@ class PeakMeter:
             return
         _return_freed_pages()
         self._can_reset = _reset_peak()
-        self._baseline = psutil.Process().memory_info().rss
-        self._allocated = _allocated_bytes() if self._can_reset else {}
+        self._baseline, self._allocated = self._held()
         self._largest = 0
+        _meters.add(self)
 
     def start_again(self) -> None:
         """Forget the highest point so far; the baseline stays."""
@@ -169,6 +190,8 @@ class PeakMeter:
         """Bytes above the baseline, at the highest point since the meter was made or started again."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._baseline
+        if self.is_paused:
+            return self._largest
         if not self._can_reset:
             self._largest = max(self._largest, psutil.Process().memory_info().rss - self._baseline)
             return self._largest
@@ -176,6 +199,32 @@ class PeakMeter:
         grown = sum(max(0, size - self._allocated[kind]) for kind, size in now.items())
         self._largest = max(self._largest, _status_bytes("VmHWM")["VmHWM"] - self._baseline, grown)
         return self._largest
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what is held now does not count."""
+        return self._before is not None
+
+    def pause(self) -> None:
+        """Count nothing until ``resume``."""
+        self.peak_bytes()
+        _return_freed_pages()
+        self._before = self._held()
+
+    def resume(self) -> None:
+        """Count again, above a baseline that has moved by what the process has grown or shrunk in the pause."""
+        assert self._before is not None
+        (resident, allocated), self._before = self._before, None
+        _return_freed_pages()
+        now, allocated_now = self._held()
+        self._baseline += now - resident
+        for kind, size in allocated_now.items():
+            self._allocated[kind] += size - allocated[kind]
+        _reset_peak()
+
+    def _held(self) -> tuple[int, dict[str, int]]:
+        """Resident bytes, and those of them that belong to no file, by kind."""
+        return psutil.Process().memory_info().rss, _allocated_bytes() if self._can_reset else {}
 
 
 def _return_freed_pages() -> None:

@@ -14,6 +14,7 @@ from workbench.errors import RunError
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks
 from workbench.tensors.world import World, current
+from workbench.training.diagnostics.memory import uncounted_in_peaks
 from workbench.training.profiling.rank_profiler import RankProfiler, check_numbers
 from workbench.writers.profile_files import fill
 
@@ -71,7 +72,8 @@ def profile(
     error = None if part is not None else _nothing(profiler)
     raise_on_all_ranks(error, profiler.world, "profile()")
     assert part is not None
-    _gather(found, part, profiler.world, path)
+    with uncounted_in_peaks():
+        _gather(found, part, profiler.world, path)
 
 
 def _nothing(profiler: RankProfiler) -> RunError:

@@ -6,6 +6,7 @@ import math
 import socket
 import time
 import zlib
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from workbench.core.profile import DEFAULT_STEPS, DEFAULT_WARMUP, MOST_STEPS, Ra
 from workbench.core.trace_events import encoded
 from workbench.errors import RunError
 from workbench.tensors.world import World
+from workbench.training.diagnostics.memory import uncounted_in_peaks
 from workbench.training.pipelining.timeline import clock_offset
 from workbench.training.profiling.memory_curve import MemoryMeter
 from workbench.training.profiling.recording import Recording
@@ -59,6 +61,7 @@ class RankProfiler:
         self._meter: MemoryMeter | None = None
         self._began_s, self._shortest_s = 0.0, math.inf  # a step that is recorded or compiled takes long
         self._clock_offset = 0.0
+        self._uncounted = ExitStack()  # while something is recorded
 
     def begin(self) -> None:
         """Count steps from here on. All ranks call it.
@@ -110,19 +113,27 @@ class RankProfiler:
             if self.warmup == self.num_ended == 0:  # without an optimizer all of it is one step
                 self._recording.step_ends()
             self._recording.stop()
+        self._uncounted.close()
         context = self.world.context
         context.profiler = None
         if self._own_timer is not None and context.action_timer is self._own_timer:
             context.action_timer = None
 
     def part(self) -> RankPart | None:
-        """This rank's part of the profile; None if no step was profiled."""
-        if self._recording is None or not self._recording.num_steps:
+        """This rank's part of the profile, once; None if no step was profiled."""
+        recording, self._recording = self._recording, None
+        if recording is None or not recording.num_steps:
             return None
+        with uncounted_in_peaks():
+            part = self._read(recording)
+            del recording
+        return part
+
+    def _read(self, recording: Recording) -> RankPart:
         host = socket.gethostname() if self.world.transport.scope == "network" else ""
-        events = encoded(self._recording.events(self._clock_offset, host))
-        part = RankPart(self._recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted)
-        part.notes = self._recording.notes
+        events = encoded(recording.events(self._clock_offset, host))
+        part = RankPart(recording.profile(), zlib.compress(events, 3), len(events), self.num_wanted)
+        part.notes = recording.notes
         if self._meter is not None:
             part.memory, part.snapshot = self._meter.curve(), self._meter.snapshot
         return part
@@ -137,6 +148,8 @@ class RankProfiler:
         if self.num_ended == max(0, self.warmup - 1):
             is_simulated = self.world.transport.scope == "process" and self.world.world_size > 1
             self._recording = Recording(self.world, sees_torch=not is_simulated)
+            if not is_simulated:
+                self._uncounted.enter_context(uncounted_in_peaks())
             self._recording.start()
         if self.num_ended == self.warmup and self._recording is not None:
             self._recording.begin_steps()

@@ -234,6 +234,9 @@ class LiveRun:
 
     def _change_strategy(self, text: str, step: int) -> None:
         """Continue under another strategy, with the same weights and optimizer state."""
+        if self._profiler is not None:  # a profile is of one strategy
+            self._profiler.end()
+            self._report_profile(step)
         started, sent = time.perf_counter(), self.world.traffic.sent_bytes
         before = self._segment()
         try:

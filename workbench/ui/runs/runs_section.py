@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.metrics import RunEvent, RunRecord, StepSpans
 from workbench.core.profile import Profile
 from workbench.core.seeds import seeds_of, with_seed, without_seed
 from workbench.core.strategy import Strategy
@@ -67,7 +67,7 @@ class RunsSection:
         self._poller: Poller | None = None
         self._run: Run | None = None
         self._names: dict[str, str] = {}
-        self._text = ""
+        self._text = self._present = self._profiled = ""  # names: of the present strategy, of the profiled one
         self._spans: list[StepSpans] = []
         self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
@@ -135,7 +135,7 @@ class RunsSection:
             (number,) = seeds_of(self._trainer.seed if seed is None else seed, 1)
             label = name or (f"{label}, compiled" if self._trainer.compiles else label)
             name = self._free_name(with_seed(label, number, self._trainer.seed))
-            self._text = str(strategy)
+            self._text, self._present = str(strategy), name
             self._names = {self._text: name}
             self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
             self.error = None
@@ -247,8 +247,12 @@ class RunsSection:
                 if isinstance(message, OneDeviceSteps):
                     self.live.add_one_device(message.block)
                 elif isinstance(message, Profile):
-                    self.profile_section.show(message, next(iter(self._names.values()), "the run"))
+                    self.profile_section.show(message, self._profiled)
                     self.live.log.say("profiled: the table is below")
+                elif isinstance(message, RunEvent) and message.kind == "strategy":
+                    self._present = self._names.get(message.text, message.text)
+                elif isinstance(message, RunEvent) and message.kind == "profiling":
+                    self._profiled = self._present
             if self._run is not None and self._run.one_device_losses is not None:
                 self.live.show_one_device(self._run.one_device_losses)
             found = [message for message in messages if isinstance(message, Message)]
