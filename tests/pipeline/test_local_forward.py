@@ -20,7 +20,9 @@ TWO_STAGES, INTERLEAVED = ROWS.format(0, 1, 1, "1f1b"), ROWS.format(1, 2, 3, "in
 
 
 class Kinds:
-    """Takes notes that are no state of a block's: no list of its own, which would have it run as written."""
+    """Takes notes that are no state of a block's, which would have it run as written: slots are not looked at."""
+
+    __slots__ = ("found",)
 
     def __init__(self):
         self.found = []

@@ -14,9 +14,9 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import RunError, StrategyError
+from workbench.tensors.program_state import ProgramState
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
-from workbench.training.program_state import ProgramState, flat_state, same
 
 ROWS = "bl.[0-1].*: data@0; bl.[2-3].*: data@1; head: data@1 | 2x1x1 mb=2"
 INPUTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).double()
@@ -28,7 +28,7 @@ class Notes:
     """What all blocks share."""
 
     def __init__(self):
-        self.found, self.rate = [], 0.0
+        self.found, self.rate, self.by_name = [], 0.0, {"rows": []}
 
 
 class Block(nn.Module):
@@ -74,6 +74,12 @@ class ReadingNotes(Block):
 
     def forward(self, x):
         return x * 1.0 if self.notes.rate >= 0.3 else super().forward(x) * (1 + self.notes.rate)
+
+
+class CountingInAnObject(Block):
+    def forward(self, x):
+        self.notes.by_name["rows"].append(len(x))
+        return super().forward(x) * (1 + 0.01 * len(self.notes.by_name["rows"]))
 
 
 class Replaced(Block):
@@ -141,7 +147,7 @@ def trained(one, strategy, num_ranks):
         for step in range(3):
             change(model, step)
             optimizer.zero_grad()
-            loss = loss_of if isinstance(one.bl[0], TakingNotes) else LossWithNotes(model)
+            loss = loss_of if isinstance(one.bl[0], TakingNotes) else LossWithNotes(model).mean
             losses.append(wb.forward_backward(model, loss, INPUTS, TARGETS).item())
             optimizer.step()
         counted = model.calls, len(model.seen), [getattr(block, "calls", 0) for block in model.bl]
@@ -158,12 +164,21 @@ class LossWithNotes:
     def __init__(self, model):
         self.model, self.calls = model, 0
 
-    def __call__(self, scores, targets):
+    def mean(self, scores, targets):
         self.calls += 1
         return F.cross_entropy(scores, targets) * (1 + 0.1 * self.calls) + 0.1 * sum(self.model.notes.found)
 
 
-KINDS = [TakingNotes, TakingNotesInAnObject, Drawing, DrawingOfNumpy, ReadingNotes, Replaced, Counting]
+KINDS = [
+    TakingNotes,
+    TakingNotesInAnObject,
+    Drawing,
+    DrawingOfNumpy,
+    ReadingNotes,
+    Replaced,
+    Counting,
+    CountingInAnObject,
+]
 
 
 def assert_trains_as_one_device(kind, strategy):
@@ -187,7 +202,12 @@ def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_devi
 
 @pytest.mark.parametrize(
     ("kind", "schedule"),
-    [(Counting, "interleaved"), (Drawing, "zero_bubble_v"), (TakingNotesInAnObject, "dualpipe_v")],
+    [
+        (Counting, "interleaved"),
+        (CountingInAnObject, "interleaved"),
+        (Drawing, "zero_bubble_v"),
+        (TakingNotesInAnObject, "dualpipe_v"),
+    ],
 )
 def test_each_stage_of_a_rank_goes_on_from_what_it_has_left(kind, schedule):
     rows = "; ".join(f"bl.{stage}.*: data@{stage}" for stage in range(4))
@@ -197,6 +217,7 @@ def test_each_stage_of_a_rank_goes_on_from_what_it_has_left(kind, schedule):
 def test_what_a_forward_changes_is_noticed_and_put_back():
     """Generators of Python, numpy and torch, an attribute, a list, an object, another module in a module's place."""
     model = Model(Block)
+    model.bl[0].table = np.zeros((2, 3))
     model.names, model.waiting, model.weight = {"a"}, torch.Generator(), torch.zeros(())
     changes = [
         random.random,
@@ -210,23 +231,25 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         lambda: model.seen.append(1),
         lambda: setattr(model.notes, "rate", 0.5),
         lambda: setattr(model.notes, "other", 0.5),
+        lambda: model.notes.by_name["rows"].append(1),
+        lambda: model.bl[0].table.fill(1),
     ]
-    parts, device = list(model.modules()), torch.device("cpu")
-    before, kept = flat_state(parts, device), ProgramState(parts, device)
-    assert same(before, flat_state(parts, device))
+    kept = ProgramState([model], torch.device("cpu"))
+    assert kept.is_unchanged()
     for change_it in changes:
         change_it()
-        assert not same(before, flat_state(parts, device))
+        assert not kept.is_unchanged()
         kept.put_back()
-        assert same(before, flat_state(parts, device))
+        assert kept.is_unchanged()
     model.weight += 1
-    assert not same(before, flat_state(parts, device))
+    assert not kept.is_unchanged()
     kept.put_back()
     assert model.weight == 0
 
 
-def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind():
-    assert_trains_as_one_device(Drawing, "pipeline | mb=2")
+@pytest.mark.parametrize("kind", [Drawing, CountingInAnObject])
+def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind(kind):
+    assert_trains_as_one_device(kind, "pipeline | mb=2")
 
 
 class AskingForAGradient(Model):

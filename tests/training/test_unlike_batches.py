@@ -2,8 +2,11 @@
 
 import copy
 import functools
+import random
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,19 +263,92 @@ def test_a_sum_is_right_with_one_micro_batch_and_a_sum_over_the_samples_with_sev
                 torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-5)
 
 
-def test_the_check_of_a_loss_leaves_generators_and_the_users_loss_as_they_are():
-    calls = []
+_called = 0
 
-    def counted(output, targets):
-        calls.append(type(output).__name__)
+
+class Annealed(nn.Module):
+    """Every call weighs more than the one before, by what the loss keeps in many places."""
+
+    rate = 0
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.of_numpy, self.deep = np.zeros(1), SimpleNamespace(counts={"calls": [0]})
+
+    def forward(self, output, targets):
+        self.of_numpy += 1
+        self.deep.counts["calls"][0] += 1
+        type(self).rate += 1
+        weight = self.of_numpy[0] + self.deep.counts["calls"][0] + type(self).rate
+        with torch.no_grad():
+            self.center[:2] += 1
+        return F.cross_entropy(output * (1 + self.center.sum()), targets) * weight
+
+
+def around(loss, count=0, seen=None):
+    def annealed(output, targets):
+        nonlocal count
+        global _called
+        count, _called = count + 1, _called + 1
+        annealed.calls = getattr(annealed, "calls", 0) + 1
+        seen.append(count)
+        return loss.forward(output, targets) * (count + _called + annealed.calls + len(seen))
+
+    seen = []
+    return annealed
+
+
+class Iterating:
+    """Nobody can put back what this reads, so it is not tried."""
+
+    def __init__(self):
+        self.weights = iter(range(1, 100))
+
+    def loss(self, output, targets):
+        return F.cross_entropy(output, targets) * next(self.weights)
+
+
+WAYS = [
+    Annealed,
+    lambda: Annealed().forward,
+    lambda: functools.partial(Annealed.forward, Annealed()),
+    lambda: around(Annealed()),
+    lambda: torch.enable_grad()(around(Annealed())),
+    lambda: Iterating().loss,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_check_of_a_loss_leaves_what_the_loss_keeps_as_it_is(way):
+    def losses(strategy):
+        global _called
+        _called = Annealed.rate = 0
+        model, loss_fn = wb.parallelize(copy.deepcopy(MODEL), strategy), way()
+        return [wb.forward_backward(model, loss_fn, SAMPLES, CLASSES).item() for _ in range(2)]
+
+    def step_by_step():
+        global _called
+        _called = Annealed.rate = 0
+        loss_fn = way()
+        parts = list(zip(SAMPLES.chunk(3), CLASSES.chunk(3), strict=True))
+        return [sum(loss_fn(MODEL(x), y).item() for x, y in parts) / 3 for _ in range(2)]
+
+    assert run_ranks(lambda: losses("*: data | mb=3"), 1)[0] == pytest.approx(step_by_step())
+
+
+def test_the_check_of_a_loss_leaves_generators_as_they_are():
+    def loss_fn(output, targets):
+        if type(output) is torch.Tensor:  # only the check has plain tensors
+            torch.rand([])
+            random.random()
         return F.cross_entropy(output, targets)
 
     def program():
         model = wb.parallelize(copy.deepcopy(MODEL), "*: data | 1x2x1 mb=3")
-        before = torch.get_rng_state()
+        before = torch.get_rng_state(), random.getstate()
         for _ in range(2):
-            wb.forward_backward(model, counted, SAMPLES, CLASSES)
-        return torch.equal(before, torch.get_rng_state())
+            wb.forward_backward(model, loss_fn, SAMPLES, CLASSES)
+        return torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
     assert run_ranks(program, 2) == [True, True]
-    assert calls.count("Tensor") == 3 * 2 and calls.count("GlobalTensor") == 2 * 2 * 3

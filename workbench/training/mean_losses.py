@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from workbench.errors import RunError
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.program_state import ProgramState, UndoneWrites
 from workbench.training.batches import LossFunction
-from workbench.training.program_state import ProgramState, parts_of
 from workbench.training.sample_rows import count_samples
 
 _SAME = 0.02
@@ -51,9 +51,11 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
         return ""
     batch = (output, targets)
     device = next(leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    before = ProgramState(parts_of(loss_fn), device)
+    before = ProgramState((), device, code=[loss_fn], copies_tensors=False)
+    if not before.is_whole:
+        return ""
     try:
-        with torch.no_grad(), default_generator.restored(device), _OfPlainTensors():
+        with torch.no_grad(), default_generator.restored(device), UndoneWrites(), _OfPlainTensors():
             loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""

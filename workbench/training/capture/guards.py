@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
+from workbench.tensors.program_state import numbers_drawn
 from workbench.training.capture.read_numbers import Key, change_of, is_number, numbers_of, objects_of
-from workbench.training.program_state import numbers_drawn
 from workbench.training.strategies.state import STATE
 
 

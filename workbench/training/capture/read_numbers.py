@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from workbench.tensors.program_state import is_object
+from workbench.tensors.reached_objects import OF_TORCH
 from workbench.training.pipelining.forward_cache import VALUES
-from workbench.training.program_state import OF_TORCH, is_object
 from workbench.training.strategies.fused_experts import PASSING
 
 _MOST_ENTRIES = 64

@@ -26,7 +26,7 @@ from workbench.training.pipelining.forward_cache import ForwardCache, cached_for
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.split_backward import WeightGradients, backward_of_inputs
 from workbench.training.pipelining.stage_ranks import StageRank
-from workbench.training.program_state import StageStates
+from workbench.training.pipelining.stage_states import StageStates
 from workbench.training.recorded_actions import RecordedAction
 from workbench.transport.closed import close_after_error
 

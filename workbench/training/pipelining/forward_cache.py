@@ -27,10 +27,12 @@ from workbench.tensors.boxing.box import box_implicitly, kept_boxings
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import has_hooks
+from workbench.tensors.program_state import ProgramState, entries_of
 from workbench.tensors.random import draw_key
+from workbench.tensors.reached_objects import OF_TORCH
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
-from workbench.training.program_state import OF_TORCH, MadeTensors, entries_of, flat_state, same
+from workbench.training.pipelining.made_tensors import MadeTensors
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 """Modules of whose parts the program calls some by themselves."""
@@ -270,7 +272,8 @@ class ForwardCache(ABC):
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run the module and record its effects; None where a replay might have other effects."""
-        context, before = self.world.context, self.state(inputs)
+        context, before = self.world.context, self.versions(inputs)
+        program = ProgramState(self._parts, self.world.device)
         keys_before = None if context.generator is None else context.generator.get_state()
         start = context.position
         context.running.observer = observer = CallObserver(inputs, start, self.may_skip)
@@ -284,7 +287,9 @@ class ForwardCache(ABC):
         has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in results)
         if observer.made.are_left(results, inputs):  # somebody reads them elsewhere
             return result, None
-        if not observer.can_skip or num_keys is None or has_boxings or not same(before, self.state(inputs)):
+        if not observer.can_skip or num_keys is None or has_boxings:
+            return result, None
+        if before != self.versions(inputs) or not program.is_unchanged():
             return result, None
         if not all(self._has_no_hooks(part) for part in self._parts[1:]):
             return result, None
@@ -296,11 +301,10 @@ class ForwardCache(ABC):
         found = {*part._forward_hooks, *part._forward_pre_hooks}
         return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
 
-    def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
-        """The state that a forward may change: the program's, buffers, inputs."""
-        found = flat_state(self._parts, self.world.device)
+    def versions(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
+        """Of what a forward may write: inputs, parameters and buffers."""
         with local_torch():
-            found += [version_of(tensor) for tensor in inputs]
+            found: list[Any] = [version_of(tensor) for tensor in inputs]
             for part in self._parts:
                 held = (*part._parameters.values(), *part._buffers.values())
                 found += [(id(tensor), version_of(tensor)) for tensor in held if tensor is not None]

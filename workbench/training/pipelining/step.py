@@ -17,6 +17,7 @@ from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.program_state import ProgramState
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World, current
@@ -28,7 +29,7 @@ from workbench.training.pipelining.executor import Executor, SingleStage, Stage,
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
-from workbench.training.program_state import ProgramState, StageStates, parts_of
+from workbench.training.pipelining.stage_states import StageStates
 from workbench.training.sample_rows import Rows, batch_leaves
 from workbench.training.strategies.call_order import Calls, recorded_calls
 from workbench.training.strategies.reshard_state import states_of
@@ -117,10 +118,10 @@ def train_micro_batches(
         part = parts[index]
         with around_forward():
             output = call(module, part.inputs)
-            with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
-                loss = loss_of(output, part.targets, loss_fn)
             if len(parts) > 1 and loss_fn is not None:
                 state.check_loss(loss_fn, output, part.targets, len(parts))
+            with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
+                loss = loss_of(output, part.targets, loss_fn)
         if part.share == 1.0:
             return loss
         return loss * part.share if part.share else torch.zeros_like(loss.detach())
@@ -197,8 +198,7 @@ def _prepare(
     if len(own) > 1:
         several = stages = stage_ranks(module, state, world, own)
         placements = several[own[0]].placements
-        parts = [*parts_of(module), *parts_of(loss_fn)]
-        states = StageStates(parts, world.device, _buffers_everywhere(module, state))
+        states = StageStates([module], world.device, _buffers_everywhere(module, state), [loss_fn])
     running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
     return Executor(world, stages, running, draw_key(world), states), table
 
@@ -256,7 +256,8 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
 
 def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
-    before = ProgramState(parts_of(module), world.device)
+    hooks = [h for part in module.modules() for h in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    before = ProgramState([module], world.device, code=hooks)
     with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
         with recorded_calls(module) as calls:
             call(module, inputs)

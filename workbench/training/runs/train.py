@@ -148,12 +148,12 @@ def warm_up(job: Job) -> str:
     optimizer = job.optimizer(model)
     with explained("the model", {"inputs": batch.inputs}, "It must run in plain torch: model_fn()(inputs)."):
         output = call(model, batch.inputs)
+    problem = unlike_a_mean(job.loss_fn, output, batch.targets) if job.loss_fn is not None else ""
     given = {"output": output, "targets": batch.targets}
     with explained(
         "loss_fn(output, targets)", given, "If output is a tuple, use the part that the loss needs: output[0]."
     ):
         loss = loss_of(output, batch.targets, job.loss_fn)
-    problem = unlike_a_mean(job.loss_fn, output, batch.targets) if job.loss_fn is not None else ""
     loss.backward()
     optimizer.step()
     return problem

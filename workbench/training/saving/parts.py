@@ -14,9 +14,9 @@ from workbench.errors import CheckpointError
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.program_state import random_states, set_random_states
 from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
-from workbench.training.program_state import random_states, set_random_states
 from workbench.training.saving import optimizers
 from workbench.training.saving.flat import Path, flatten, name_of
 from workbench.training.saving.plain_copies import checksum

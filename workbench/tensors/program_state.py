@@ -1,0 +1,240 @@
+"""What a program keeps outside of parameters and buffers: attributes of modules, the contents of lists, dicts, objects,
+tensors and generators that these hold, and the generators of Python, numpy and torch. A forward may read and change it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.tensors import default_generator
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.reached_objects import (
+    HOLDERS,
+    PLAIN_VALUES,
+    Variables,
+    contents_of_cell,
+    fill_cell,
+    is_of_others,
+    reached_from,
+)
+from workbench.tensors.tensor_state import version_of
+
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+_NO_OBJECTS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, *HOLDERS, *_GENERATORS)
+_MOST_REACHED = 20_000
+"""Values that are looked at, of those that the code of a program reaches."""
+
+
+@lru_cache(maxsize=1024)
+def _is_of_the_program(kind: type) -> bool:
+    return not issubclass(kind, _NO_OBJECTS) and not is_of_others(kind)
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is an object of the program, such as a configuration, and may have attributes of its own."""
+    return _is_of_the_program(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
+
+
+def entries_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object of the program; none of anything else."""
+    return value.__dict__ if is_object(value) else {}
+
+
+def random_states(device: torch.device) -> list[Any]:
+    """The states of the generators of torch, Python and numpy."""
+    return [*default_generator.states(device), random.getstate(), np.random.get_state()]  # noqa: NPY002
+
+
+def numbers_drawn(parts: Iterable[Any]) -> list[Any]:
+    """What changes when numbers are drawn of Python or numpy: by the process, or of generators that the parts have."""
+    own = [v for part in parts for v in part.__dict__.values() if isinstance(v, (random.Random, np.random.Generator))]
+    return [random.getstate(), pickle.dumps(np.random.get_state()), *map(_contents, own)]  # noqa: NPY002
+
+
+def _comparable(states: list[Any]) -> list[Any]:
+    *of_torch, of_python, of_numpy = states
+    return [*(state.numpy().tobytes() for state in of_torch), of_python, pickle.dumps(of_numpy)]
+
+
+def _entries(contents: Any) -> Sequence[Any]:
+    return (*contents, *contents.values()) if isinstance(contents, dict) else contents
+
+
+def set_random_states(states: list[Any], device: torch.device) -> None:
+    """Go on from what ``random_states`` has returned for the same kind of device."""
+    *of_torch, of_python, of_numpy = states
+    default_generator.set_states(of_torch, device)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what a list, a dict, an object, a plain tensor or a generator holds; None for anything else."""
+    if type(value) in PLAIN_VALUES:
+        return None
+    if type(value) is torch.Tensor and not value.requires_grad:
+        return version_of(value), value.clone()
+    if isinstance(value, HOLDERS):
+        return dict(value) if isinstance(value, dict) else list(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else (value.tobytes(),)
+    if isinstance(value, CellType):
+        return contents_of_cell(value)
+    if isinstance(value, Variables):
+        return value.read()
+    return dict(entries_of(value)) or None
+
+
+def _put_back(value: Any, contents: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(contents)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = pickle.loads(contents)
+    elif isinstance(value, torch.Generator):
+        value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    elif isinstance(value, torch.Tensor):
+        if version_of(value) != contents[0]:  # a write would stop the backward of what has saved this tensor
+            value.copy_(contents[1])
+    elif isinstance(value, np.ndarray):
+        value[...] = np.frombuffer(contents[0], value.dtype).reshape(value.shape)
+    elif isinstance(value, CellType):
+        fill_cell(value, contents)
+    elif isinstance(value, Variables):
+        value.write(contents)
+    elif isinstance(contents, dict):
+        entries = value if isinstance(value, dict) else value.__dict__
+        for name in entries.keys() - contents.keys():
+            del entries[name]
+        entries.update(contents)
+    else:
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(contents)
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether these are the same objects, or equal values."""
+    if len(before) != len(after):
+        return False
+    values = (int, float, str, bytes, tuple)
+    return all(map(is_, before, after)) or all(
+        a is b or (type(a) is type(b) and isinstance(a, values) and a == b) for a, b in zip(before, after, strict=True)
+    )
+
+
+class ProgramState:
+    """The state at one moment, to compare with or to go on from: of what these objects have, at any depth.
+
+    Args:
+        objects: modules, with the modules in them, and other objects.
+        tensors: further tensors.
+        code: functions and modules of which also that belongs to it which their code names: the object of a method,
+            variables around a lambda and of its module, the arguments of a partial.
+        copies_tensors: False where ``UndoneWrites`` keep what is written.
+
+    Attributes:
+        is_whole: False where the code reaches what nobody can put back, such as an iterator, or too much.
+    """
+
+    def __init__(
+        self,
+        objects: Iterable[Any],
+        device: torch.device,
+        tensors: Iterable[torch.Tensor] = (),
+        code: Iterable[Any] = (),
+        *,
+        copies_tensors: bool = True,
+    ) -> None:
+        self._device, self._random = device, random_states(device)
+        self._held: dict[int, tuple[Any, Any]] = {}
+        self._copies_tensors = copies_tensors
+        with local_torch():
+            self.is_whole = self._hold_all(code, with_code=True)
+            self._hold_all([*objects, *tensors], with_code=False)
+
+    def _hold_all(self, values: Iterable[Any], with_code: bool) -> bool:
+        is_whole, seen, waiting = True, dict[int, Any](), deque(values)
+        while waiting:
+            value = waiting.popleft()
+            if type(value) in PLAIN_VALUES or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if with_code and len(seen) + len(waiting) > _MOST_REACHED:
+                return False
+            self._hold(value)
+            reached = reached_from(value, with_code)
+            is_whole = is_whole and reached is not None
+            waiting += reached or ()
+        return is_whole
+
+    def _hold(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not self._copies_tensors:
+            return
+        if isinstance(value, nn.Module):
+            value = value.__dict__
+        if (contents := _contents(value)) is not None:
+            self._held[id(value)] = value, contents
+
+    def is_unchanged(self) -> bool:
+        """Whether the program has this state now."""
+        with local_torch():
+            return _same(_comparable(self._random), _comparable(random_states(self._device))) and all(
+                _is_as_before(value, contents) for value, contents in self._held.values()
+            )
+
+    def put_back(self) -> None:
+        """Go on from this state."""
+        set_random_states(self._random, self._device)
+        with local_torch(), torch.no_grad():
+            for value, contents in self._held.values():
+                if not _is_as_before(value, contents):
+                    _put_back(value, contents)
+
+
+def _is_as_before(value: Any, contents: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(version_of(value) == contents[0])
+    now = value if type(value) is dict else _contents(value) or ()
+    return _same(_entries(contents), _entries(now))
+
+
+class UndoneWrites(TorchDispatchMode):
+    """A context at whose end all tensors have the values that they had before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[number] if number < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(written):
+                    if isinstance(tensor, torch.Tensor) and id(tensor) not in self._before:
+                        self._before[id(tensor)] = tensor, tensor.clone()
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with local_torch(), torch.no_grad():
+            for tensor, before in reversed(self._before.values()):
+                tensor.copy_(before)

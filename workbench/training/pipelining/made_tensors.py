@@ -1,0 +1,90 @@
+"""The tensors that a call makes, and who has them afterwards."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+
+
+class MadeTensors(TorchFunctionMode):
+    """Sees the tensors that a call makes, to tell whether it leaves some where its result does not have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch._C._is_torch_function_enabled():
+            for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._made[id(leaf)] = weakref.ref(leaf)
+        return result
+
+    @contextmanager
+    def without(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Context without a weak reference to a tensor, as torch swaps none that has one."""
+        was_made = self._made.pop(id(tensor), None) is not None
+        yield
+        if was_made:
+            self._made[id(tensor)] = weakref.ref(tensor)
+
+    def are_left(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the program still has one of them that is no result, nor what a result is a view of."""
+        owners = [(t._memory_owner, t._history_base) for t in results if isinstance(t, GlobalTensor)]
+        known = [*results, *(owner for pair in owners for owner in pair if owner is not None)]
+        for tensor in known:
+            self._made.pop(id(tensor), None)
+        held = _held_by_history(known, inputs)
+        return any(_is_held(reference, held[key]) for key, reference in self._made.items())
+
+
+def _is_held(reference: weakref.ref[torch.Tensor], num_known: int) -> bool:
+    """Whether Python code has a tensor, beside ``num_known`` places. What only autograd has saved is there, too."""
+    tensor = reference()
+    if tensor is None:
+        return False
+    # The variable here and the argument count as two. Owners in C++, if there are others, have one together.
+    return sys.getrefcount(tensor) - 2 - num_known > (tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+def _held_by_history(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Counter[int]:
+    """How often nodes between inputs and results have each tensor, by its id: placeholders' nodes have operands."""
+    found: Counter[int] = Counter()
+    with local_torch():
+        seen: set[Any] = {None, *(tensor.grad_fn for tensor in inputs)}
+        waiting: list[Any] = [tensor.grad_fn for tensor in results]
+    values: list[Any] = []
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            values += getattr(node, "__dict__", {}).values()
+    known: set[int] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            found[id(value)] += 1
+        elif id(value) not in known:
+            known.add(id(value))
+            if isinstance(value, (list, tuple)):
+                values += value
+            elif isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, FunctionType):
+                values += value.__closure__ or ()
+            elif isinstance(value, CellType):
+                values.append(value.cell_contents)
+    return found
