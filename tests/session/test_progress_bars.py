@@ -93,6 +93,8 @@ ENDINGS = {
     "bar = tqdm(total=5, desc='x')\nbar.update(2)\n1 / 0": "failed",
     "bar = tqdm(total=5, desc='x')\nbar.update(5)\nbar.close()": "finished",
     "for i in tqdm(iter(range(5)), 'x'): pass": "finished",
+    "_ = (lambda bar: [bar.update(1) for _ in range(40)])(tqdm(total=40, desc='x'))": "finished",
+    "bar = tqdm(total=5, desc='x')\nfor _ in range(5): bar.update(1)": "runs",
 }
 
 
@@ -109,6 +111,16 @@ class TestEngines:
     def test_how_it_ended(self, session, code):
         (found,), lines, _ = self.shown(session, f"from tqdm.auto import tqdm\n{code}")
         assert (found.state, found.left.split(":")[0], lines) == (ENDINGS[code], "x", [])
+        assert ENDINGS[code] not in ("finished", "runs") or found.fraction in (1.0, None)
+
+    @pytest.mark.parametrize("code", ENDINGS)
+    def test_a_later_cell_that_fails_does_not_show_it(self, session, code):
+        with pytest.raises(CellError) if "1 / 0" in code else nullcontext():
+            session.run_cell(f"from tqdm.auto import tqdm\n{code}")
+        drawn = []
+        with pytest.raises(CellError, match="ZeroDivisionError"):
+            session.run_cell("1 / 0", show_bars=drawn.append)
+        assert not any(drawn)
 
     @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.std"])
     def test_every_tqdm_is_one_bar_that_moves(self, session, module):

@@ -75,7 +75,9 @@ class PublishedBar(std.tqdm):
             self._decr_instances(self)
 
     def fail(self) -> None:
-        """An error has ended the loop that the bar counted."""
+        """An error has ended the loop that the bar counted, if the loop is of this request."""
+        if (tag := current_tag()) is None or tag.run != self._run:
+            return
         was_closed_by_it = self.disable and time.thread_time() - self._closed_s < _UNWINDING_S
         if self._state == "runs" or (self._state == "left" and was_closed_by_it):
             self._state = "failed"
@@ -99,6 +101,13 @@ class _RequestBars:
             self._run, self._numbers, self.open = run, itertools.count(), []
         self.open = [other for other in self.open if other._state in ("runs", "left")] + [bar]
         return next(self._numbers)
+
+    def end(self, _result: Any = None) -> None:
+        """Send where bars stand that nobody has closed. Those that the cell does not keep are closed by tqdm here."""
+        for bar in self.open:
+            if bar._state == "runs":
+                bar.display()
+        self.open = []
 
 
 _bars = _RequestBars()
@@ -130,3 +139,4 @@ def install(here: Any) -> None:
         plain_show(kind, error, text)
 
     here._showtraceback = showtraceback
+    here.events.register("post_run_cell", _bars.end)
