@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import workbench as wb
-from workbench.errors import CollectiveAborted, LayoutError, RunError
+from workbench.errors import LayoutError, RunError
 from workbench.tensors.agreement import fingerprint
 from workbench.testing import run_ranks
 
@@ -105,31 +105,6 @@ def test_targets_and_the_number_of_inputs_are_compared():
 
     assert "targets is int64 (8,)" in every_rank_raises(other_targets, 2, LayoutError)[0]
     assert "is nothing on rank 0" in every_rank_raises(one_more, 2, LayoutError)[0]
-
-
-@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=2", "*: data | 1x2x1 mb=2"])
-@pytest.mark.parametrize("later", ["uneven", "even"])
-def test_gradients_of_a_later_unlike_batch_are_not_added(strategy, later):
-    """The first batches are alike; the last one is what a sampler has left for each rank."""
-
-    def program(model):
-        model = wb.parallelize(model, strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        last = ROWS[2][wb.rank()] if later == "uneven" else slice(4 * wb.rank(), 4 * wb.rank() + 4)
-        for rows in (slice(0, 8), slice(8, 16), last):
-            optimizer.zero_grad()
-            wb.forward_backward(model, F.cross_entropy, SAMPLES[rows], CLASSES[rows])
-            optimizer.step()
-
-    def run():
-        with pytest.raises(CollectiveAborted) as caught:
-            program(copy.deepcopy(MODEL))
-        raise caught.value
-
-    with pytest.raises(
-        CollectiveAborted, match=r"ranks diverged.*of plain inputs \(\d, 8\)#\w+, float32 while .*of plain inputs"
-    ):
-        run_ranks(run, 2)
 
 
 def test_a_sampler_per_rank_is_refused_and_right_where_the_parts_are_joined():

@@ -39,7 +39,7 @@ def plan_of(source, target, shape, ranks=RANKS):
 )
 def test_all_ranks_decide_the_same_about_put(source, target, shape, ranks, puts):
     plan = plan_of(source, target, shape, ranks)
-    plans = {rank: plan_transfer(plan, rank, torch.float32, "test") for rank in RANKS}
+    plans = {rank: plan_transfer(plan, rank, torch.float32) for rank in RANKS}
     assert {transfer.puts for transfer in plans.values()} == {puts}
     for (rank, transfer), (other, theirs) in itertools.permutations(plans.items(), 2):
         assert (other in [target.rank for target in transfer.put_targets]) is (puts and rank in theirs.writers)

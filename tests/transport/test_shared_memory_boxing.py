@@ -367,4 +367,4 @@ def test_the_cache_of_a_layout_is_bounded():
 def test_columns_of_whole_shards_are_concatenated_row_by_row(source, target, interleaves):
     placement = Placement.of("cpu", [0, 1, 2])
     plan = plan_boxing(Layout.of(placement, source), Layout.of(placement, target), (30, 60), 4)
-    assert plan_transfer(plan, 1, torch.float32, "test").interleaves is interleaves
+    assert plan_transfer(plan, 1, torch.float32).interleaves is interleaves

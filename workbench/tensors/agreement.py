@@ -171,21 +171,34 @@ def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str)
 def fingerprint(leaves: Iterable[object]) -> str:
     """The plain tensors among ``leaves`` in a few characters: shapes, and of values on the CPU a checksum of some.
 
-    Sums of gradients carry it, so that ranks whose batches differ get an error and no mean of unlike means.
+    Headers of exchanges carry it, so that ranks whose batches differ get an error, and neither mixed rows nor a mean of
+    unlike means. Tensors of one shape share a checksum: a batch in many micro-batches is no longer than one.
 
-    >>> fingerprint([torch.ones(5, 8)])
-    '(5, 8)#10e45f38'
+    >>> fingerprint([torch.ones(5, 8)]), fingerprint([torch.zeros(5, 8), torch.ones(5, 8)])
+    ('(5, 8)#10e45f38', '2x(5, 8)#17245b16')
     """
-    return " ".join(map(_fingerprint, filter(_can_be_compared, leaves)))  # type: ignore[arg-type]
+    counts, checksums = dict[str, int](), dict[str, int]()
+    for tensor in filter(_can_be_compared, leaves):
+        shape, content = str(tuple(tensor.shape)), _sample(tensor)  # type: ignore[attr-defined, arg-type]
+        counts[shape] = counts.get(shape, 0) + 1
+        if content is not None:
+            checksums[shape] = crc32(content, checksums.get(shape, 0))
+    return " ".join(
+        f"{count}x{shape}"[2 * (count == 1) :] + (f"#{checksums[shape]:08x}" if shape in checksums else "")
+        for shape, count in counts.items()
+    )
 
 
-def _fingerprint(tensor: torch.Tensor) -> str:
-    count, shape = tensor.numel(), str(tuple(tensor.shape))
+def _sample(tensor: torch.Tensor) -> memoryview | None:
+    """The bytes of some elements; None of a tensor on a device, for which the host would wait, and of others whose
+    memory does not hold its elements one after the other.
+    """
+    count = tensor.numel()
     if tensor.device.type != "cpu" or not torch.ops.aten.is_non_overlapping_and_dense(tensor) or not count:
-        return shape
+        return None
     step = count // _NUM_SAMPLED | 1  # odd: an even step may divide the length of rows and read one column only
     sample = tensor.detach().as_strided((-(-count // step),), (step,)).contiguous()
-    return f"{shape}#{crc32(sample.view(torch.uint8).numpy().data):08x}"
+    return sample.view(torch.uint8).numpy().data
 
 
 def _can_be_compared(value: object) -> bool:

@@ -20,14 +20,21 @@ class ModuleCall(NamedTuple):
         stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
         num_samples: rows of the module's inputs, where they agree.
         in_order_of_calls: whether output hooks box for the layer that is called next; else for the one listed next.
+        batch: fingerprint of the plain inputs of a call outside of a scheduled step.
     """
 
     stage_order: tuple[Placement, ...] = ()
     num_samples: int | None = None
     in_order_of_calls: bool = False
+    batch: str = ""
 
 
 OUTSIDE = ModuleCall()
+
+
+def batch_in_header(batch: str) -> str:
+    """A fingerprint as the end of a header."""
+    return f", of batch {batch}" if batch else ""
 
 
 def _checks_by_default() -> bool:
@@ -48,7 +55,7 @@ class ExecutionContext:
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
         stage_orders: of the modules with several stages that the program has parallelized; the newest is last.
-        batch: fingerprint of the plain inputs of the last such call; headers of sums of gradients contain it.
+        batch: fingerprint of the plain tensors of the last batch with gradients, for headers (see ``of_batch``).
         running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
         in_parameter_hook: whether a hook of ``register_hook`` on a parameter runs.
         micro_batch: the micro-batch of that step that runs now; 0 outside of one.
@@ -120,6 +127,16 @@ class ExecutionContext:
         self.num_edges.clear()
         self.num_sums.clear()
         self.micro_batch, self.call, self.batch, self.running = 0, OUTSIDE, "", None
+
+    @property
+    def of_batch(self) -> str:
+        """The batch in the header of an exchange inside a call, a scheduled step or a backward; else "".
+
+        Ranks with different batches have diverged, and may not mix their rows.
+        """
+        if self.running is not None or torch._C._current_graph_task_id() >= 0:
+            return batch_in_header(self.batch if self.running is None else self.running.batch)
+        return batch_in_header(self.call.batch)
 
     @property
     def position(self) -> int:

@@ -140,7 +140,7 @@ class Transport(Protocol):
         self.exchange([(rank, tensor) for rank, _ in receives], receives, _GATHER_TAG, header)
         return parts
 
-    def execute(self, plan: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+    def execute(self, plan: Any, local: torch.Tensor, tag: int, header: str) -> torch.Tensor | None:
         """Execute this rank's ``TransferPlan`` between ranks that share memory: slices go straight from shard to shard.
 
         Returns the new shard, or None if this rank only sends. The caller may write to ``local`` as soon as this

@@ -72,8 +72,8 @@ class MixedTransport(Transport):
         """Whether some are in different places: inside a place, ranks copy by themselves."""
         return len({self._places[rank] for rank in ranks}) > 1
 
-    def execute(self, plan: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
-        return self._intra_host.execute(plan, local, tag)
+    def execute(self, plan: Any, local: torch.Tensor, tag: int, header: str) -> torch.Tensor | None:
+        return self._intra_host.execute(plan, local, tag, header)
 
     def start_shared_all_gather(self, *args: Any) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
         return self._intra_host.start_shared_all_gather(*args)

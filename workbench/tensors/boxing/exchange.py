@@ -166,13 +166,17 @@ class Exchange:
         _check_devices(world, source.layout.placement, target.layout.placement)
         self.plan, self.target, self.dtype, self.world = plan, target, dtype, world
         self._is_placeholder, self._is_local = source.is_placeholder and target.is_placeholder, plan.is_local
-        self._header = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
+        self._title = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
         self.bytes_sent = plan.bytes_sent.get(world.rank, 0)
         self.moves_to, self.moves_from = plan.moves_to(world.rank), plan.moves_from(world.rank)
         self._wanted = [(m.source, region_shape(m.source_region)) for m in self.moves_to if m.source != world.rank]
         is_slice = plan.kind == "slice" and self.moves_to and not self._is_placeholder
         self.own_slice: Region | None = self.moves_to[0].source_region if is_slice else None
         self.group = next((group for group in plan.groups if world.rank in group), ())
+
+    @property
+    def _header(self) -> str:
+        return self._title + self.world.context.of_batch
 
     @cached_property
     def gathered(self) -> dict[int, Region]:
@@ -246,7 +250,7 @@ class Exchange:
         ranks = {*plan.source.placement, *plan.destination.placement}
         if self._is_placeholder or target.layout.has_partial or not world.transport.shares_memory(ranks):
             return None
-        transfer_plan = plan_transfer(plan, world.rank, self.dtype, self._header)
+        transfer_plan = plan_transfer(plan, world.rank, self.dtype)
         return None if plan.kind == "all-reduce" and transfer_plan.shard_bytes > ONE_SHOT_BYTES else transfer_plan
 
     @cached_property
@@ -285,7 +289,7 @@ class Exchange:
             return self._start_gather(local)()
         transport, transfer_plan = self.world.transport, self._transfer_plan
         if transfer_plan is not None:
-            result = transport.execute(transfer_plan, local, tag)
+            result = transport.execute(transfer_plan, local, tag, self._header)
             return self._placeholder() if result is None else result
         if self.plan.kind == "all-reduce":
             return transport.all_reduce(local, self.group, self.plan.reduction or "sum", tag, self._header)

@@ -169,7 +169,8 @@ class _FusedWork:
         locals_ = [local.clone() for local in locals_] if self.is_later else locals_
         exchanges = [direct_exchange(source, target, self.dtype) for source, target in self.pairs]
         titles = "; ".join(dict.fromkeys(exchange.plan.title for exchange in exchanges))
-        self._work = BoxingWork(exchanges, locals_, self.tag, f"fused boxing of {len(exchanges)} tensors, {titles}")
+        header = f"fused boxing of {len(exchanges)} tensors, {titles}{self.world.context.of_batch}"
+        self._work = BoxingWork(exchanges, locals_, self.tag, header)
 
     def finish(self) -> list[torch.Tensor]:
         """The new shards."""

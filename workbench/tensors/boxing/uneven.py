@@ -98,7 +98,7 @@ class RowExchange:
             sends = [(self.group[i], pieces[i]) for i in others if self.sent[i]]
             receives = [(self.group[i], places[i]) for i in others if self.received[i]]
             if sends or receives:
-                header = f"rows of {self.name} between ranks {', '.join(map(str, self.group))}"
+                header = f"rows of {self.name} between ranks {', '.join(map(str, self.group))}{world.context.of_batch}"
                 world.transport.exchange(sends, receives, self.tag, header)
             world.traffic.add(KIND, sum(piece.numel() * piece.element_size() for _, piece in sends), started)
         return result

@@ -19,6 +19,7 @@ import torch
 from workbench.kernels.blocks import slice_region
 from workbench.tensors.boxing.bucketed import AT_A_TIME, BUCKET_BYTES, BoxingWork, cut_into_buckets, limit_unfinished
 from workbench.tensors.boxing.exchange import Exchange, direct_exchange
+from workbench.tensors.execution_context import batch_in_header
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.tensor_state import forget_sum, gradient_state, version_of
@@ -200,7 +201,7 @@ def start_bucket(bucket: list[Term]) -> Finish:
     world, group = bucket[0].exchange.world, bucket[0].group
     locals_, exchanges = [term.local for term in bucket], [term.exchange for term in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
-    is_whole, of_batch = bool(exchanges[0].group), _of_batch(world)
+    is_whole, of_batch = bool(exchanges[0].group), batch_in_header(world.context.batch)
     header = f"reduction of {len(bucket)} gradients{'' if is_whole else ' to shards'}, {num_bytes} bytes{of_batch}"
     tag = _tag(world, group)
     work = BoxingWork(exchanges, locals_, tag, header, counts_as="gradients", shares_memory=True)
@@ -260,12 +261,6 @@ def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, wholes, "S -> B", "all-gather", work.sent_bytes, "parameters")
     return work
-
-
-def _of_batch(world: World) -> str:
-    """The batch in the header of a sum: ranks with different batches have diverged, and may not add gradients."""
-    batch = world.context.batch
-    return f", of plain inputs {batch}" if batch else ""
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:

@@ -27,6 +27,7 @@ class RunningStep:
         schedule: its name, for messages.
         table: the actions of all ranks of the pipeline axis.
         num_micro_batches: micro-batches of this step.
+        batch: fingerprint of the plain tensors of the whole batch, targets too; headers of exchanges contain it.
         edges: (from stage, to stage) of the boxings of the present forward; None in a backward.
         observer: receives every boxing while a forward cache records a call; else None.
         splits_backward: whether this step computes gradients of inputs and of weights in separate actions.
@@ -44,6 +45,7 @@ class RunningStep:
     schedule: str
     table: Table
     num_micro_batches: int
+    batch: str = ""
     edges: list[tuple[int, int | None]] | None = None
     observer: Any = None
     splits_backward: bool = False

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table
+from workbench.tensors.agreement import fingerprint
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.program_state import ProgramState
@@ -81,6 +82,7 @@ def forward_backward(
         RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
             has no gradient; under several micro-batches a loss that is a sum over samples, as its first call shows.
         LayoutError: the ranks pass different first batches.
+        CollectiveAborted: later batches differ, in an exchange of the step.
 
     >>> model = wb.parallelize(nn.Linear(4, 2), "*: data | mb=2")
     >>> wb.forward_backward(model, F.mse_loss, torch.ones(8, 4), torch.ones(8, 2)).shape
@@ -110,7 +112,8 @@ def train_micro_batches(
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     world = current()
     state = reorder_stages(module, state_of(module), parts[0].inputs, world)
-    executor, table = _prepare(module, state, world, len(parts), loss_fn)
+    batch = fingerprint(tree_leaves([(part.inputs, part.targets) for part in parts]))
+    executor, table = _prepare(module, state, world, len(parts), batch, loss_fn)
     prepare = executor.prepare_batch
     parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
 
@@ -161,7 +164,8 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     state.compare_first_batch({"inputs": batch.inputs}, "evaluate", batch_leaves(batch.inputs))
     parts = batch.cut(state.resolved.num_micro_batches)
     state = reorder_stages(module, state, parts[0].inputs, world)
-    executor, table = _prepare(module, state, world, len(parts))
+    known = fingerprint(tree_leaves([part.inputs for part in parts]))
+    executor, table = _prepare(module, state, world, len(parts), known)
     parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}
     sizes = None if batch.has_rows else [round(part.share * batch.num_samples) for part in parts]
@@ -184,7 +188,12 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
 
 def _prepare(
-    module: nn.Module, state: ParallelState, world: World, num_micro_batches: int, loss_fn: LossFunction | None = None
+    module: nn.Module,
+    state: ParallelState,
+    world: World,
+    num_micro_batches: int,
+    batch: str,
+    loss_fn: LossFunction | None = None,
 ) -> tuple[Executor, Table]:
     resolved = state.resolved
     state.layouts.plan.settle()
@@ -199,7 +208,7 @@ def _prepare(
         several = stages = stage_ranks(module, state, world, own)
         placements = several[own[0]].placements
         states = StageStates([module], world.device, _buffers_everywhere(module, state), [loss_fn])
-    running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
+    running = RunningStep(placements, resolved.schedule, table, num_micro_batches, batch)
     return Executor(world, stages, running, draw_key(world), states), table
 
 

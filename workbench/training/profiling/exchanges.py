@@ -128,11 +128,7 @@ class ExchangeRecorder:
                     stopped = now()
             finally:
                 self._inside.any = False
-            what = (
-                args[0].header
-                if name == "execute"
-                else next(a for a in (*args[::-1], *kwargs.values()) if type(a) is str)
-            )
+            what = next(a for a in (*args[::-1], *kwargs.values()) if type(a) is str)
             found = RecordedExchange(what, name.removeprefix("start_"), size(*args, **kwargs), started, stopped)
             self.exchanges.append(found)
             return self._ending(found, made)

@@ -243,10 +243,11 @@ class RootHooks:
             state_of(module).compare_first_batch(named, type(module).__name__, None if trains else leaves)
             layouts.plan.settle()
         calls.begin()
+        batch = "" if context.running is not None else fingerprint(leaves)
         if _is_first_forward():  # recomputation passes them again
-            context.batch = fingerprint(leaves)
+            context.batch = batch if context.running is None else context.running.batch
             context.begin_action("F", layouts.own_stage)
-        context.call = ModuleCall(layouts.stage_order, count_samples(leaves), calls.are_followed)
+        context.call = ModuleCall(layouts.stage_order, count_samples(leaves), calls.are_followed, batch)
 
     def end(self, module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
         """After a call, also after one that has failed."""

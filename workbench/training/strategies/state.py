@@ -69,8 +69,8 @@ class ParallelState:
     def compare_first_batch(self, batch: Any, call: str, leaves: Iterable[Any] | None = None) -> None:
         """The ranks compare the plain tensors of the first batch of a kind that the module gets. All ranks call it.
 
-        Sums of gradients show later batches that differ. A call without such sums gives its ``leaves``: of these, the
-        first batch of each of the first 8 combinations of shapes is compared.
+        Headers of exchanges show later batches that differ. A call without gradients may exchange nothing and gives
+        its ``leaves``: of these, the first batch of each of the first 8 combinations of shapes is compared.
 
         Raises:
             LayoutError: the tensors differ.

@@ -28,7 +28,8 @@ def start_gather(shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: in
     exchanges = [
         direct_exchange(shard.spec, shard.whole, part.dtype) for shard, part in zip(shards, parts, strict=True)
     ]
-    work = BoxingWork(exchanges, parts, tag, "gathering of parameters", counts_as="parameters", shares_memory=True)
+    header = f"gathering of parameters{exchanges[0].world.context.of_batch}"
+    work = BoxingWork(exchanges, parts, tag, header, counts_as="parameters", shares_memory=True)
     _trace(shards, work, "S -> B", "all-gather", "parameters")
     return work
 
@@ -39,7 +40,8 @@ def scatter(shards: Sequence[Shard], terms: Sequence[torch.Tensor], tag: int) ->
         direct_exchange(shard.whole.dual, shard.spec.dual, term.dtype)
         for shard, term in zip(shards, terms, strict=True)
     ]
-    work = BoxingWork(exchanges, terms, tag, "scattering of gradients", counts_as="gradients")
+    header = f"scattering of gradients{exchanges[0].world.context.of_batch}"
+    work = BoxingWork(exchanges, terms, tag, header, counts_as="gradients")
     _trace(shards, work, "P -> S", "reduce-scatter", "gradients")
     return work.finish()
 

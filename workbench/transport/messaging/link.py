@@ -45,9 +45,9 @@ def pack_without_ack(tag: int, chunk: int, offset: int, num_bytes: int, header: 
     return MESSAGE_STRUCT.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header
 
 
-def message_content(message: Message) -> bytes:
-    """The bytes of a message after its tag."""
-    return MESSAGE_STRUCT.pack(0, *message[1:4], message.wants_ack, len(message.header))[TAG_BYTES:] + message.header
+def message_place(message: Message) -> bytes:
+    """The bytes of a message between its tag and its header."""
+    return MESSAGE_STRUCT.pack(0, *message[1:4], message.wants_ack, len(message.header))[TAG_BYTES:]
 
 
 class SendBuffer(Protocol):

@@ -75,7 +75,7 @@ _Arriving = tuple[Region, tuple[Read, ...]]
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """One rank's part of an exchange; ``header`` names the call in messages.
+    """One rank's part of an exchange.
 
     Attributes:
         sends: the parts of this rank's shard that other ranks read, as (rank, region, bytes).
@@ -96,7 +96,6 @@ class TransferPlan:
 
     dtype: torch.dtype
     reduction: str | None
-    header: str
     sends: tuple[tuple[int, Region, int], ...]
     shard_bytes: int
     publishes_whole: bool
@@ -118,26 +117,26 @@ class TransferPlan:
         return -(-self.shard_bytes // 64) * 64
 
 
-def plan_transfer(plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str) -> TransferPlan:
+def plan_transfer(plan: BoxingPlan, rank: int, dtype: torch.dtype) -> TransferPlan:
     """The part of ``rank`` in ``plan``, whose destination is not a partial sum."""
     if plan.kind == "all-reduce":
-        return _sum_in_group(plan, rank, dtype, header)
+        return _sum_in_group(plan, rank, dtype)
     sends, arriving = plan.moves_from(rank), plan.moves_to(rank)
-    return _make_plan(plan, rank, dtype, header, sends, arriving)
+    return _make_plan(plan, rank, dtype, sends, arriving)
 
 
-def _sum_in_group(plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str) -> TransferPlan:
+def _sum_in_group(plan: BoxingPlan, rank: int, dtype: torch.dtype) -> TransferPlan:
     """Every rank reads the whole terms of its peers."""
     group = next(group for group in plan.groups if rank in group)
     whole = tuple((0, size) for size in plan.source.local_shape(plan.shape, rank))
     if math.prod(size for _, size in whole) == 0:
         group = ()
     sends = [Move(rank, peer, whole, whole) for peer in group]
-    return _make_plan(plan, rank, dtype, header, sends, [Move(peer, rank, whole, whole) for peer in group])
+    return _make_plan(plan, rank, dtype, sends, [Move(peer, rank, whole, whole) for peer in group])
 
 
 def _make_plan(
-    plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str, sends: Sequence[Move], arriving: Sequence[Move]
+    plan: BoxingPlan, rank: int, dtype: torch.dtype, sends: Sequence[Move], arriving: Sequence[Move]
 ) -> TransferPlan:
     size, source, destination = dtype.itemsize, plan.source, plan.destination
     receives = rank in destination.placement
@@ -161,7 +160,6 @@ def _make_plan(
     return TransferPlan(
         dtype=dtype,
         reduction=plan.reduction,
-        header=header,
         sends=tuple((move.destination, move.source_region, move.num_elements * size) for move in outgoing),
         shard_bytes=shard_bytes,
         publishes_whole=shard_bytes <= WHOLE_SHARD_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,

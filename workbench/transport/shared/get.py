@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.transport.messaging.control_page import encode_header
 from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, InPlaceBuffer, Message
 from workbench.transport.messaging.shared_memory import contiguous_strides
@@ -23,9 +22,10 @@ from workbench.transport.shared.segment import MIN_IN_PLACE_BYTES, Segment, is_b
 _copy_bytes = ctypes.memmove
 
 
-def get(segment: Segment, endpoint: Endpoint, plan: TransferPlan, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+def get(
+    segment: Segment, endpoint: Endpoint, plan: TransferPlan, local: torch.Tensor, tag: int, header: bytes
+) -> torch.Tensor | None:
     """Return the new shard of this rank; None if it only sends."""
-    header = encode_header(plan.header)
     buffer = _publish(segment, endpoint, plan, local, tag, header) if plan.sends else None
     out = None
     if plan.out_shape is not None:

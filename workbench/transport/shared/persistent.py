@@ -13,9 +13,8 @@ import ctypes
 import torch
 
 from workbench.transport.messaging.block_allocator import BlockAllocator
-from workbench.transport.messaging.control_page import encode_header
 from workbench.transport.messaging.endpoint import Endpoint
-from workbench.transport.messaging.link import TAG_BYTES, Link, Message, message_content, pack_without_ack
+from workbench.transport.messaging.link import TAG, Link, Message, message_place, pack_without_ack
 from workbench.transport.messaging.shared_memory import SharedMemory
 from workbench.transport.messaging.transfer_plan import Read, TransferPlan
 from workbench.transport.reduction import reduce_into, reduce_terms
@@ -65,13 +64,12 @@ class PersistentExchange:
     ) -> None:
         self.plan, self.start, self.last_run = plan, start, 0
         self._segment, self._endpoint, self._chunk = segment, endpoint, chunk
-        self._header = encode_header(plan.header)
         self._turn = 0
         self._readers = [endpoint.links[rank] for rank, _, _ in plan.sends]
         reads = [read for output in plan.outputs for read in output.reads if read.source != endpoint.rank]
         self._reads = [(read, endpoint.links[read.source]) for read in reads]
         self._messages: list[list[Message | None]] = [[None] * len(reads), [None] * len(reads)]
-        self._contents: list[list[bytes | None]] = [[None] * len(reads), [None] * len(reads)]
+        self._places: list[list[bytes | None]] = [[None] * len(reads), [None] * len(reads)]
         self._views: list[list[list[torch.Tensor]]] = [[], []]
         self._num_read: list[int] = []
 
@@ -80,7 +78,7 @@ class PersistentExchange:
         """Whether every peer has sent a later message since the last run."""
         return all(link.num_read > count for (_, link), count in zip(self._reads, self._num_read, strict=False))
 
-    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+    def run(self, local: torch.Tensor, tag: int, header: bytes) -> torch.Tensor:
         """Return the new shard."""
         plan, endpoint = self.plan, self._endpoint
         self._turn = turn = 1 - self._turn
@@ -89,10 +87,10 @@ class PersistentExchange:
             _copy_bytes(self._chunk.address + offset, local.data_ptr(), plan.shard_bytes)
         else:
             self._chunk.tensor(offset, tuple(local.shape), plan.dtype).copy_(local.detach())
-        sent = pack_without_ack(tag, 0, offset, plan.shard_bytes, self._header)
+        sent = pack_without_ack(tag, 0, offset, plan.shard_bytes, header)
         for link in self._readers:
             link.send_without_ack(sent)
-        to_acknowledge = self._receive(tag, sent, turn)
+        to_acknowledge = self._receive(tag, header, turn)
         result = self._assemble(self._views[turn] or self._make_views(turn, offset))
         for link, message in to_acknowledge:
             link.acknowledge(message)
@@ -101,24 +99,24 @@ class PersistentExchange:
         endpoint.read_bytes += plan.read_bytes
         return result
 
-    def _receive(self, tag: int, sent: bytes, turn: int) -> list[tuple[Link, Message]]:
+    def _receive(self, tag: int, header: bytes, turn: int) -> list[tuple[Link, Message]]:
         """Wait for the messages of all peers; return those that want acks.
 
         A message holds the place of its sender's shard, which is the same in every second run. So it is compared with
-        the message of that run, and parsed only if the two differ.
+        the one that has the place of that run, and parsed only if the two differ.
         """
         to_acknowledge: list[tuple[Link, Message]] = []
-        contents, endpoint, tag_bytes = self._contents[turn], self._endpoint, sent[:TAG_BYTES]
+        places, endpoint, tag_bytes = self._places[turn], self._endpoint, TAG.pack(tag)
         for number, (read, link) in enumerate(self._reads):
-            content = contents[number]
-            if content is not None and endpoint.receive_if_equal(link, tag_bytes + content, self._header):
+            place = places[number]
+            if place is not None and endpoint.receive_if_equal(link, tag_bytes + place + header, header):
                 continue
-            message = endpoint.receive(read.source, tag, self._header, read.shard_bytes, read.slice.num_bytes)
+            message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
             if message.wants_ack:
                 to_acknowledge.append((link, message))
-            found = None if message.wants_ack else message_content(message)
-            if found is None or found != content:
-                contents[number], self._messages[turn][number], self._views[turn] = found, message, []
+            found = None if message.wants_ack else message_place(message)
+            if found is None or found != place:
+                places[number], self._messages[turn][number], self._views[turn] = found, message, []
         return to_acknowledge
 
     def _assemble(self, views: list[list[torch.Tensor]]) -> torch.Tensor:

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from workbench.core.layout import balanced_bounds
-from workbench.transport.messaging.control_page import encode_header
 from workbench.transport.messaging.endpoint import Endpoint
-from workbench.transport.messaging.link import TAG, TAG_BYTES, Block, Message, message_content, pack_without_ack
+from workbench.transport.messaging.link import TAG, TAG_BYTES, Block, Message, message_place, pack_without_ack
 from workbench.transport.messaging.shared_memory import SharedMemory
 from workbench.transport.messaging.strided_copy import copy_views
 from workbench.transport.messaging.transfer_plan import TransferPlan, Write
@@ -55,22 +54,24 @@ class Put:
     def __init__(self, plan: TransferPlan, segment: Segment, endpoint: Endpoint) -> None:
         self.plan, self._segment, self._endpoint = plan, segment, endpoint
         links = endpoint.links
-        self._header = encode_header(plan.header)
         self._writers = [links[rank] for rank in plan.writers]
         self._targets = [(links[target.rank], target) for target in plan.put_targets if target.rank != endpoint.rank]
         partners = [*plan.writers, *(target.rank for _, target in self._targets)]
         self._partners = [links[rank] for rank in dict.fromkeys(partners)]
-        self._written = pack_without_ack(0, 0, 0, 0, self._header)[TAG_BYTES:]
+        self._header, self._written = b"", b""
         self._destination, self._location = b"", (-1, -1)
-        self._last_contents: list[bytes | None] = [None] * len(self._targets)
+        self._last_places: list[bytes | None] = [None] * len(self._targets)
         self._destinations: list[Message | None] = [None] * len(self._targets)
         self._source, self._views = 0, list[_Views]()
         self._short: list[tuple[Write, torch.Tensor]] = []
 
-    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+    def run(self, local: torch.Tensor, tag: int, header: bytes) -> torch.Tensor:
         """Return the new shard."""
         plan, segment, endpoint = self.plan, self._segment, self._endpoint
         assert plan.out_shape is not None
+        if header != self._header:
+            self._header, self._destination = header, b""
+            self._written = pack_without_ack(0, 0, 0, 0, header)[TAG_BYTES:]
         tensor_block = segment.allocate_for_tensor(plan.out_bytes)
         # If the segment has no space for the new shard, peers write into a message block.
         block = segment.allocate(plan.out_bytes, self._header) if tensor_block is None else tensor_block
@@ -94,7 +95,8 @@ class Put:
     def _send_destination(self, block: Block, tag: bytes) -> None:
         """Send the place of the new shard to its writers."""
         if self._location != (block.chunk, block.offset):
-            self._location, self._views = (block.chunk, block.offset), []
+            self._location, self._views, self._destination = (block.chunk, block.offset), [], b""
+        if not self._destination:
             message = pack_without_ack(0, *self._location, self.plan.out_bytes, self._header)
             self._destination = message[TAG_BYTES:]
         message = tag + self._destination
@@ -105,12 +107,12 @@ class Put:
         """Write this rank's slices, block by block of its shard, once all destinations are known."""
         endpoint, tag_bytes = self._endpoint, TAG.pack(tag)
         for number, (link, target) in enumerate(self._targets):
-            last = self._last_contents[number]
-            if last is None or not endpoint.receive_if_equal(link, tag_bytes + last, self._header):
+            last = self._last_places[number]
+            if last is None or not endpoint.receive_if_equal(link, tag_bytes + last + self._header, self._header):
                 message = endpoint.receive(target.rank, tag, self._header, target.shard_bytes)
-                content = message_content(message)
-                if content != last:
-                    self._last_contents[number], self._destinations[number], self._views = content, message, []
+                found = message_place(message)
+                if found != last:
+                    self._last_places[number], self._destinations[number], self._views = found, message, []
         if self._source != shard.data_ptr():
             self._source, self._views = shard.data_ptr(), []
         for taken, given in self._views or self._find_views(block):

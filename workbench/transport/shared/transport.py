@@ -122,13 +122,14 @@ class SharedTransport(MessageTransport, Transport):
         return pieces, release
 
     @closes_on_error
-    def execute(self, plan: TransferPlan, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+    def execute(self, plan: TransferPlan, local: torch.Tensor, tag: int, header: str) -> torch.Tensor | None:
+        text = encode_header(header)
         if plan.puts:
-            return self._puts.of(plan).run(local, tag << 1)
+            return self._puts.of(plan).run(local, tag << 1, text)
         persistent = self._persistent.of(plan)
         if persistent is not None:
-            return persistent.run(local, tag << 1)
-        return get(self._segment, self._endpoint, plan, local, tag << 1)
+            return persistent.run(local, tag << 1, text)
+        return get(self._segment, self._endpoint, plan, local, tag << 1, text)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that peers can read in place, if there is room for it; else an ordinary tensor."""

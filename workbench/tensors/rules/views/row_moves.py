@@ -209,7 +209,7 @@ def _exchange(plan: RowPlan, world: World, tag: int, locals_: Sequence[torch.Ten
     receives = [(other, buffer) for other, buffer in buffers.items() if buffer.numel()]
     if sends or receives:
         header = f"moving rows of dim {plan.dim} from {plan.sources[0].layout} to {plan.results[0].layout}"
-        world.transport.exchange(sends, receives, tag, header)
+        world.transport.exchange(sends, receives, tag, header + world.context.of_batch)
         sent = sum(message.numel() * message.element_size() for _, message in sends)
         world.traffic.add("rows", sent, started)
     for other, moves in sorted(arriving.items()):
