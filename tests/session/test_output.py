@@ -143,6 +143,19 @@ def test_a_fold_that_hides_nothing_has_no_note():
     assert [block.content for block in shown] == [f"line {index}" for index in range(4)]
 
 
+def test_an_image_waits_for_ranks_that_draw_later():
+    image, other = {"data": {"image/png": "iVBO"}}, {"data": {"text/html": "<b>"}}
+    for bundle, ranks in ((image, [(0, 1)]), (other, [(0,), (1,)])):
+        merger = Merger((0, 1))
+        merger.feed_bundle(0, "display", bundle, 0.0)
+        shown = merger.take(LATE)
+        merger.feed_bundle(1, "display", bundle, LATE)
+        assert [block.ranks for block in [*shown, *merger.take(2 * LATE + MERGE_WAIT_S)]] == ranks
+    updated = image | {"transient": {"display_id": "a"}}  # never that of another rank
+    merger.feed_bundle(0, "display", updated, 0.0)
+    assert len(merger.take(LATE)) == 1
+
+
 def test_displays_are_shown_in_the_middle_of_a_flood():
     limiter = RateLimiter(burst=2, per_second=1, tail=2)
     picture = Block("display", (0,), {"data": {}})

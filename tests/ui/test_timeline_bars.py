@@ -50,10 +50,11 @@ def test_a_prediction_is_drawn_on_every_rank_of_its_stage():
 
 def test_the_summary_compares_both():
     bars = timeline_bars(RANKS, simulate(make_table("1f1b", 2, 1), 2, lambda action: 1.7))
-    assert bars.summary.startswith("measured 6.50 s, simulated 6.80 s (+5 %)")
-    assert "bubble 60 % measured, 50 % simulated" in bars.summary
+    assert bars.summary().startswith("measured 6.50 s, simulated 6.80 s (+5 %)")
+    assert "bubble 60 % measured, 50 % simulated" in bars.summary()
+    assert bars.summary(width_px=400) == "6.50 s, simulated 6.80 s \u00b7 bubble 60 %, simulated 50 %"
     one = timeline_bars([replace(spans(0), spans=spans(0).spans[:1])])
-    assert "bubble" not in one.summary, "with one stage there is none"
+    assert "bubble" not in one.summary(), "with one stage there is none"
 
 
 def test_ranks_that_do_different_things_in_one_stage_are_not_simulated():

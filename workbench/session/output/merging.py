@@ -18,7 +18,8 @@ from workbench.units import format_bytes, format_count
 
 #: How long a line waits for the other ranks to print the same.
 MERGE_WAIT_S = 0.25
-#: How long the value of the cell waits for the other ranks' values. No output follows it.
+#: How long the value of the cell, and a display with an image, wait for those of the other ranks. No output follows
+#: the value; images of ranks that draw at different speeds are far apart.
 RESULT_WAIT_S = 1.0
 #: Lines this close in time are shown in the order of ranks, others in the order of time.
 SAME_TIME_S = 0.5
@@ -53,15 +54,22 @@ class _Item:
     @property
     def waits_until_s(self) -> float:
         """Until when the item waits for an equal one of the other ranks."""
-        return self.time_s + (RESULT_WAIT_S if self.kind == "result" else MERGE_WAIT_S)
+        return self.time_s + (RESULT_WAIT_S if self.kind == "result" or self.is_picture else MERGE_WAIT_S)
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is a display with an image that other ranks may have, too."""
+        if self.kind != "display" or display_id(0, self.content):
+            return False
+        return any(name.startswith("image/") for name in self.content.get("data", ()))
 
 
 class Merger:
     """Joins the lines and displays of several ranks into one order that respects each rank's own.
 
     A line that several ranks print appears once, tagged with all of them, if they print it within `MERGE_WAIT_S` of
-    each other (`RESULT_WAIT_S` for the value of the cell). No line is dropped. ``merge=False`` keeps the ranks' lines
-    apart.
+    each other (`RESULT_WAIT_S` for the value of the cell and for images). No line is dropped. ``merge=False`` keeps the
+    ranks' lines apart.
     """
 
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:

@@ -33,9 +33,11 @@ from workbench.ui.live.figure_traces import OTHER, curve_traces, memory_traces, 
 from workbench.ui.live.history import History, Split, running_medians
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.number_text import percent, three_digits
+from workbench.ui.pictures.svg import text_width
 from workbench.units import format_bytes
 
 _LEAST_LABEL_PX = 16
+_TITLE_LEFT = 12
 _NEAR = 2.0
 """A limit of memory is drawn if it makes the axis no longer than so many times."""
 
@@ -141,7 +143,9 @@ def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGH
         _set_bars(_trace(figure, f"{kind}, simulated"), bars.simulated[kind], simulated_y, divisor, px_per_s)
     figure.layout.xaxis5.ticksuffix = f" {unit}"
     figure.layout.xaxis5.range = [0, longest / divisor]
-    _entitle(figure, TIMELINE_TITLE, bars.summary, colours, f"Timeline, step {bars.step + 1}")
+    title = f"Timeline, step {bars.step + 1}"
+    room_px = figure.layout.width - 2 * _TITLE_LEFT - text_width(title, 14)  # it is bold
+    _entitle(figure, TIMELINE_TITLE, bars.summary(room_px), colours, title)
 
 
 def show_one_device(figure: go.Figure, losses: Sequence[float], colours: Palette = LIGHT) -> None:

@@ -212,7 +212,7 @@ def _timeline(bars: TimelineBars, ranks: Sequence[int]) -> list[str]:
     scale = (WIDE.timeline_right - TIMELINE_LEFT) / longest
     parts = [
         _rule(0, PANES_HEIGHT, _WIDTH, PANES_HEIGHT),
-        _title(12, PANES_HEIGHT + 24, f"Timeline, step {bars.step + 1}", bars.summary),
+        _title(12, PANES_HEIGHT + 24, f"Timeline, step {bars.step + 1}", bars.summary()),
     ]
     for row, rank in enumerate(ranks):
         y = WIDE.timeline_top + ROW * row + 2

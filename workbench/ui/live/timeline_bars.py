@@ -5,6 +5,7 @@ Pure functions: spans -> arrays. Each rank has a row. Times are seconds from the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from workbench.core.metrics import ACTION_NAMES, ActionSpan, StepSpans, bubble
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
 from workbench.ui.number_text import percent, signed_percent
+from workbench.ui.pictures.svg import text_width
 from workbench.units import format_bytes, format_seconds
 
 KINDS = ("forward", "backward", "optimizer", "boxing")
@@ -49,17 +51,20 @@ class TimelineBars:
     bubble: float | None
     simulated_bubble: float | None
 
-    @property
-    def summary(self) -> str:
-        """``measured 1.86 s, simulated 1.84 s (-1 %), bubble 25 % measured, 26 % simulated``."""
-        parts = [f"measured {format_seconds(self.measured_s)}"]
+    def summary(self, width_px: float = math.inf) -> str:
+        """``measured 1.86 s, simulated 1.84 s (-1 %) \u00b7 bubble 25 % measured, 26 % simulated``; in so many pixels
+        ``1.86 s, simulated 1.84 s \u00b7 bubble 25 %, simulated 26 %``.
+        """
+        measured, times = format_seconds(self.measured_s), ""
         if self.simulated_s:
-            difference = signed_percent(self.simulated_s / self.measured_s - 1)
-            parts[0] += f", simulated {format_seconds(self.simulated_s)} ({difference})"
+            times = f", simulated {format_seconds(self.simulated_s)}"
+            difference = f" ({signed_percent(self.simulated_s / self.measured_s - 1)})"
+        whole, brief = f"measured {measured}{times and times + difference}", f"{measured}{times}"
         if self.bubble:
-            expected = f", {percent(self.simulated_bubble)} simulated" if self.simulated_bubble else ""
-            parts.append(f"bubble {percent(self.bubble)} measured{expected}")
-        return " \u00b7 ".join(parts)
+            simulated = percent(self.simulated_bubble) if self.simulated_bubble else ""
+            whole += f" \u00b7 bubble {percent(self.bubble)} measured{simulated and f', {simulated} simulated'}"
+            brief += f" \u00b7 bubble {percent(self.bubble)}{simulated and f', simulated {simulated}'}"
+        return whole if text_width(whole) <= width_px else brief
 
 
 def timeline_bars(ranks: Sequence[StepSpans], expected: Timeline | None = None) -> TimelineBars:
