@@ -18,7 +18,6 @@ from tests.training.programs import training_equals_one_device
 from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 from workbench.training.diagnostics.memory import ActivationMeter
-from workbench.training.recompute import blocks_of
 
 STRATEGIES = [
     ("*: data | 1x2x1", 2),
@@ -118,15 +117,6 @@ def towers(count):
     torch.manual_seed(0)
     model = Tower()
     return [model, *(copy.deepcopy(model) for _ in range(count - 1))]
-
-
-def test_which_modules_are_blocks():
-    tower = Tower()
-    assert blocks_of(tower) == list(tower.blocks)
-    encoder = make("encoder")
-    assert blocks_of(encoder) == list(encoder.enc.layers)
-    cnn = make("cnn")
-    assert blocks_of(cnn) == [cnn.conv1, cnn.bn1, cnn.conv2, cnn.bn2, cnn.fc1, cnn.fc2]
 
 
 PIPELINE = "tok: data; blocks.[2-3]: data@1; head: data@1 | 2x1x1 mb=2 1f1b"

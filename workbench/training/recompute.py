@@ -2,15 +2,16 @@
 backward. It may also keep results that take long to compute (torch's selective checkpointing), or only some blocks run
 again.
 
-Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList`` or ``nn.Sequential`` objects
-that have submodules. A model without blocks (a chain of layers) is recomputed layer by layer. (Chen et al., Training
-Deep Nets with Sublinear Memory Cost, 2016.)
+Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList``, ``nn.ModuleDict`` or
+``nn.Sequential`` objects that have submodules, else its modules of one class. A model without blocks (a chain of
+layers) is recomputed layer by layer. (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.)
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -117,14 +118,47 @@ def numbered_blocks(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists and sequences of modules that have submodules."""
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        blocks = [child for child in module if any(True for _ in child.children()) and _has_parameters(child)]
+    """The members of the outermost lists, sequences and dicts of modules that have submodules, where those of a dict
+    are of one class. Of a model without such members: the outermost modules with submodules whose class repeats.
+    """
+    in_containers = list(_members_of_containers(module))
+    return iter(in_containers or _outermost_of_repeated_classes(module))
+
+
+def _members_of_containers(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    blocks = [child for child in children if _can_be_block(child)]
+    is_dict_of_blocks = isinstance(module, nn.ModuleDict) and len(blocks) > 1 and len(set(map(type, blocks))) == 1
+    if isinstance(module, nn.ModuleList | nn.Sequential) or is_dict_of_blocks:
+        for child in children if blocks else ():
+            if child in blocks:
+                yield child
+            elif not _can_be_called(child):
+                yield from _members_of_containers(child)
         if blocks:
-            yield from blocks
             return
-    for child in module.children():
-        yield from repeated_blocks(child)
+    for child in children:
+        yield from _members_of_containers(child)
+
+
+def _outermost_of_repeated_classes(module: nn.Module) -> Iterator[nn.Module]:
+    """Without containers, whose class says nothing about their members."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
+    parts = [p for p in module.modules() if p is not module and _can_be_block(p) and not isinstance(p, containers)]
+    counts, inside = Counter(map(type, parts)), set[nn.Module]()
+    for part in parts:
+        if counts[type(part)] > 1 and part not in inside:
+            yield part
+            inside.update(part.modules())
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and _has_parameters(module) and _can_be_called(module)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, as lists and dicts of modules have not."""
+    return type(module).forward is not nn.Module.forward
 
 
 _KEPT_PASS_HOOKS_BY: dict[str, Any] = {

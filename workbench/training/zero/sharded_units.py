@@ -349,6 +349,7 @@ def _units(
     for layer, found in members.items():
         if isinstance(layer, nn.MultiheadAttention):
             in_attention.update(part for part in layer.modules() if part is not layer)
+            gathered.pop(layer, None)
             yield ShardedUnit(layer, inside(layer), execution_order, list(layer.modules()))
         elif layer not in in_attention:
             yield ShardedUnit(layer, gathered.pop(layer, found), execution_order, [layer])
