@@ -27,6 +27,9 @@ def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, gradients
     widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
     shown = [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in _folded(rows)]
     lines = ["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, sum(gradients))]
+    picked = [each.layer.name for each in layers if each.layer.expert is not None and not each.boxes_input.is_known]
+    if picked and all(each.input_shape for each in layers if each.layer.name in picked):
+        lines.append(f"not counted: rows that the model picks for experts of a list ({picked[0]} to {picked[-1]})")
     wide = left_in_16_bits([planned.layer for planned in layers]) if resolved.options.precision == "fp8" else []
     if wide:
         sizes = ", ".join(f"{layer.name} ({' x '.join(map(str, layer.shapes['weight']))})" for layer in wide)

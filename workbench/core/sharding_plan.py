@@ -31,7 +31,7 @@ from workbench.core.model_costs import Extent
 from workbench.core.placement import Placement
 from workbench.core.plan_text import plan_text
 from workbench.core.rows import Layer
-from workbench.core.sbp import Sbp, Split, broadcast
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import TABLE, share_input, split_dim
 
@@ -221,16 +221,14 @@ class ShardingPlan:
             itemsize: bytes of an element of an activation.
         """
         chain, everything = _Chain(self, micro_batch, itemsize), range(len(self.layers))
-        if extents is None and self.calls.found:
-            index_of = {layer.name: index for index, layer in enumerate(self.layers)}
-            for name, extent in self.calls.found:
-                chain.add(index_of[name], extent)
-            for index in set(everything) - chain.plans.keys():
-                chain.add(index, LayerExtents(), is_called=False)
-            return [chain.plans[index] for index in self._in_order_of_calls()]
-        for index in everything:
-            chain.add(index, LayerExtents() if extents is None else extents[index])
-        return list(chain.plans.values())
+        if extents is not None or not self.calls.found:
+            chain.add_all([(i, LayerExtents() if extents is None else extents[i]) for i in everything])
+            return list(chain.plans.values())
+        index_of = {layer.name: index for index, layer in enumerate(self.layers)}
+        chain.add_all([(index_of[name], extent) for name, extent in self.calls.found])
+        for index in set(everything) - chain.plans.keys():
+            chain.add(index, LayerExtents(), is_called=False)
+        return [chain.plans[index] for index in self._in_order_of_calls()]
 
     def _in_order_of_calls(self) -> list[int]:
         """The layers by their first calls; one that is not called stays behind its predecessor."""
@@ -277,9 +275,21 @@ class _Chain:
         self._latest: LayerPlan | None = None
         self._outputs: dict[bool, _Activation] = {}  # by whether the tensor is equal for all samples, like positions
         self._arriving: _Activation | None = None
+        self._of_first = LayerExtents()  # of the first layer of the expert whose layers are called
 
-    def add(self, index: int, extent: LayerExtents, is_called: bool = True) -> None:
-        """Plan the next call. A layer that is not called boxes nothing: others use its weight."""
+    def add_all(self, calls: Sequence[tuple[int, LayerExtents]]) -> None:
+        """Plan calls of layers, by index."""
+        experts = [None, *(self.plan.resolved.layers[index].expert for index, _ in calls), None]
+        for (index, extent), before, own, behind in zip(calls, experts, experts[1:], experts[2:], strict=False):
+            self.add(index, extent, ends=(own != before, own != behind))
+
+    def add(
+        self, index: int, extent: LayerExtents, is_called: bool = True, ends: tuple[bool, bool] = (False, False)
+    ) -> None:
+        """Plan the next call. A layer that is not called boxes nothing: others use its weight.
+
+        ``ends``: whether it is the first layer of its expert in a list of experts, and whether it is the last.
+        """
         plan, layer, choice = self.plan, self.plan.layers[index], self.plan.resolved.layers[index]
         taken = extent.input or _UNKNOWN
         given = extent.output or taken
@@ -302,7 +312,9 @@ class _Chain:
                 arriving = self._layout(self._arriving, taken, layer.kind)
                 before = self._edge(arriving, layouts[0], self._shape(extent.input), extent.input_itemsize)
             behind = self._edge(layouts[1], layouts[2], self._shape(extent.output), extent.output_itemsize)
-        if choice.over_data > 1 and choice.expert is None and is_called:
+        if choice.expert is not None:
+            layouts, before, behind = self._of_expert(choice, extent, layouts[2], ends)
+        elif choice.over_data > 1 and is_called:
             there = self._travel(layer, choice, extent)
             before, behind = before + there, there + behind
         parameters = {name: plan.parameter_layout(choice, len(shape)) for name, shape in layer.shapes.items()}
@@ -322,6 +334,31 @@ class _Chain:
 
     def _edge(self, source: Layout, target: Layout, shape: Shape | None, itemsize: int | None) -> LayerEdge:
         return LayerEdge.between(source, target, shape, itemsize or self.itemsize, self.plan.cost)
+
+    def _of_expert(
+        self, choice: ResolvedLayer, extent: LayerExtents, on_stage: Layout, ends: tuple[bool, bool]
+    ) -> tuple[tuple[Layout, Layout, Layout], LayerEdge, LayerEdge]:
+        """The layouts and boxings of a layer of a listed expert.
+
+        Its first layer brings rows to the expert's ranks, unless the expert before has them there; its last one gives
+        terms back to all of the stage, of an unknown size as many as its first layer takes. Rows that are no samples
+        were picked by values: nobody knows how many in the next batch, and they are not counted.
+        """
+        plan, taken = self.plan, extent.input or _UNKNOWN
+        given = extent.output or taken
+        takes, gives = (plan.input_layout(choice, each.num_dims, each.batch_dim) for each in (taken, given))
+        before, behind, leaves = LayerEdge((), not taken.is_batchless, plan.cost), LayerEdge(cost=plan.cost), gives
+        self._of_first = extent if ends[0] else self._of_first
+        is_there = self._latest and self._latest.layer.expert is not None and self._latest.input_layout == takes
+        if ends[0] and self._arriving is not None and before.is_known and not is_there:
+            arriving = self._layout(self._arriving, taken, choice.kind)
+            before = self._edge(arriving, takes, self._shape(extent.input), extent.input_itemsize)
+        if ends[1]:
+            gives, leaves = plan.layout(choice.stage, partial_sum, partial_sum, partial_sum), on_stage
+            if not taken.is_batchless:
+                result = extent.output or self._of_first.input
+                behind = self._edge(gives, leaves, self._shape(result), extent.output_itemsize)
+        return (takes, gives, leaves), before, behind
 
     def _travel(self, layer: Layer, choice: ResolvedLayer, extent: LayerExtents) -> LayerEdge:
         """Tokens that go to their experts, or results that come back. The boxing of rows for features counts them."""

@@ -266,3 +266,48 @@ def test_a_copy_has_the_plan_and_another_strategy_another_one() -> None:
         assert [parallelize(each, "model").plan is first for each in (model, copied)] == [False, False]
 
     run_ranks(program, 1)
+
+
+class Listed(nn.Module):
+    """A list of experts behind a layer; all take all samples, or each those that choose it."""
+
+    def __init__(self, picks: bool) -> None:
+        super().__init__()
+        self.first, self.gate, self.picks = nn.Linear(8, 8), nn.Linear(8, 4), picks
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        chosen = self.gate(x).softmax(-1)
+        if not self.picks:
+            return x + sum(expert(x) * chosen[:, k, None] for k, expert in enumerate(self.experts))
+        for k, expert in enumerate(self.experts):
+            rows = torch.where(chosen.argmax(-1) == k)[0]
+            x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*gather")
+@pytest.mark.parametrize("picks", [False, True])
+def test_a_list_of_experts_lies_on_its_ranks_and_what_goes_there_counts(picks):
+    base = Listed(picks)
+    models = [deepcopy(base) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data; *: expert")
+        with wb.debug.trace() as trace:
+            model(torch.randn(16, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
+        plans = model.plan.layers_of()
+        for name, parameter in model.named_parameters():
+            planned = next(each for each in plans if each.layer.name == name.rpartition(".")[0])
+            assert planned.input_layout.placement == parameter.placement, name
+        edges = [edge for each in plans for edge in (each.boxes_input, each.boxes_output)]
+        return (
+            sum(sum(edge.sent_bytes(rank)) for edge in edges),
+            sum(r.sent_bytes for r in trace.records),
+            str(model.plan),
+        )
+
+    for planned, sent, text in run_ranks(program, 2):
+        assert (planned == 0) if picks else (planned == sent > 0)
+        assert ("not counted: rows that the model picks for experts" in text) == picks
