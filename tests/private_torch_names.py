@@ -89,6 +89,8 @@ torch._C._nn.cross_entropy_loss
 torch._C._nn.nll_loss_nd
 torch._functorch.eager_transforms._wrap_for_grad
 torch._functorch.vmap._add_batch_dim
+torch.autograd.Function._backward_cls._forward_cls
+torch.autograd.function._SingleLevelFunction
 torch.distributed.fsdp._fully_shard._fully_shard._validate_module
 torch.nn._reduction.legacy_get_string
 torch.nn.attention.bias.CausalBias._dispatch
@@ -130,6 +132,7 @@ torch._dynamo.types.FrameAction.SKIP
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder._wrap
 torch.jit._recursive.create_script_module
+torch.jit._trace.TracedModule
 torch._inductor.runtime.cache_dir_utils.cache_dir
 torch._inductor.standalone_compile
 torch._subclasses.fake_tensor.DataDependentOutputException

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from workbench.errors import CollectiveAborted
+from workbench.tensors import patch_table
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, finish, run_backward_in_calling_thread
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
@@ -68,10 +69,11 @@ def run_ranks(
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(num_ranks)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with patch_table.installed():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if failures:
         _raise_first_cause(failures)
     hub.check_empty()

@@ -226,3 +226,27 @@ def test_an_average_that_stays_where_its_model_was_is_an_error():
     asked = r"AveragedModel.update_parameters\(Sequential\): 4 of 4 parameters lie on other ranks"
     with pytest.raises(LayoutError, match=asked + r".*'0.weight', B on cpu:\[0\], .* wb.parallelize\(averaged.module"):
         run_ranks(program)
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of its own, and one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 8) -> (batch, 8)."""
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_compiled_modules_of_torchscript_with_parameters_are_refused():
+    def program():
+        for part, strategy in zip(compiled_parts, ("*: data", "*: data | zero=3"), strict=True):
+            says = f"Scaled is a {type(part).__name__} of torch.jit with 3 parameters.* as it was before torch.jit"
+            with pytest.raises(StrategyError, match=says):
+                wb.parallelize(nn.Sequential(nn.Linear(4, 8), part), strategy)
+
+    compiled_parts = [torch.jit.script(Scaled()), torch.jit.trace(Scaled(), torch.ones(2, 8))]
+    run_ranks(program, 1)

@@ -1,6 +1,7 @@
 """Functions of torch that would read a shard without asking: wrapped, or refused; and the list of them, once more."""
 
 import copy
+import functools
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import workbench as wb
 from tests.tensors.dispatch.custom_functions import Cube
 from workbench.errors import LayoutError
 from workbench.tensors.torch_patches import torch_function_bypasses as bypasses
+from workbench.tensors.torch_patches import whole_values
 from workbench.testing import run_ranks
 
 
@@ -26,6 +28,64 @@ def test_a_custom_function_runs_on_shards_that_are_declared():
         return x.grad.full_tensor().tolist()
 
     assert run_ranks(program, 2) == [[6.0] * 4] * 2
+
+
+cube = Cube.apply
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+def test_a_custom_function_bound_before_the_world_is_dispatched():
+    def program(call):
+        x = wb.to_global(torch.arange(4.0), wb.placement.all("cpu"), "B").to_global(sbp="P").detach().requires_grad_()
+        call(x).sum().backward()
+        return x.grad.full_tensor().tolist()
+
+    found = run_ranks(lambda: program(cube), 2)
+    before = {"key": Cube.apply}  # since torch 2.14 such a method looks up nothing
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        found += run_ranks(lambda: program(before["key"]), 2)
+    assert all(each == [0.0, 3.0, 12.0, 27.0] for each in found)
+
+
+def softmax(x, scale: float = 1.0):
+    return torch.tanh(x * scale) / (1.0 + x * x).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=str)
+def test_compiled_functions_of_torchscript_take_the_whole(sbp, ranks):
+    """Also one that has the name of a function of torch."""
+    data = torch.arange(5.0) / 4
+    scripted, traced = torch.jit.script(softmax), torch.jit.trace(softmax, data)
+
+    def gradient(x):
+        result = scripted(x, scale=2.0) + traced(x)
+        (result**2).sum().backward()
+        return result.detach(), x.grad
+
+    def program():
+        x = wb.to_global(data, placement=wb.placement("cpu", ranks=ranks), sbp="B").to_global(sbp=sbp)
+        return [each.full_tensor() for each in gradient(x.detach().requires_grad_())]
+
+    expected = gradient(data.clone().requires_grad_())
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, list(expected))
+    assert torch.equal(scripted(data), softmax(data))
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_a_rule_for_a_compiled_function_is_its_own():
+    compiled = [torch.jit.trace(lambda x, n=n: x.tanh() * n, torch.ones(4)) for n in (2, 3)]
+    wb.register_rule(compiled[0], "... -> ...")
+
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        return [str(function(x).sbp[0]) for function in compiled]
+
+    assert run_ranks(program, 2) == [["S(0)", "B"]] * 2
 
 
 EXCHANGES = {
@@ -175,6 +235,48 @@ WITH_A_SCALAR = {
 """How to give each function that makes tensors, or takes a count, a scalar tensor to read."""
 
 
+def assigned(name, value):
+    tensor = torch.ones(3, dtype=torch.complex64 if name in ("real", "imag") else torch.float32)
+    setattr(tensor, name, value)
+    return getattr(tensor, name)
+
+
+ROWS, COLUMNS, OFFSETS = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 3])
+WITH_TENSORS = {
+    "torch.stack": lambda t: torch.stack([t, t]),
+    "torch.cartesian_prod": lambda t: torch.cartesian_prod(t, t),
+    "torch.where": lambda t: torch.where(torch.ones(3) > 0, 1.0, t),
+    "torch.from_dlpack": lambda t: torch.from_dlpack(t),
+    "torch.Tensor.copy_": lambda t: torch.zeros(3).copy_(t),
+    "torch.Tensor.index_put": lambda t: torch.zeros(3).index_put((torch.arange(3),), t),
+    "torch._foreach_add": lambda t: torch._foreach_add([torch.ones(3)], [t]),
+    "torch.nn.utils.rnn.pad_sequence": lambda t: torch.nn.utils.rnn.pad_sequence([t, t]),
+    "torch.sparse_coo_tensor": lambda t: torch.sparse_coo_tensor(torch.stack([COLUMNS, ROWS]), t, (4, 4)).to_dense(),
+    "torch.sparse_csr_tensor": lambda t: torch.sparse_csr_tensor(ROWS, COLUMNS, t, (2, 2)).to_dense(),
+    "torch.sparse_csc_tensor": lambda t: torch.sparse_csc_tensor(ROWS, COLUMNS, t, (2, 2)).to_dense(),
+    "torch.sparse_bsr_tensor": lambda t: torch.sparse_bsr_tensor(ROWS, COLUMNS, t, (2, 2)).to_dense(),
+    "torch.sparse_bsc_tensor": lambda t: torch.sparse_bsc_tensor(ROWS, COLUMNS, t, (2, 2)).to_dense(),
+    "torch.sparse_compressed_tensor": lambda t: torch.sparse_compressed_tensor(
+        ROWS, COLUMNS, t, (2, 2), layout=torch.sparse_csr
+    ).to_dense(),
+    "torch.nested.nested_tensor": lambda t: torch.nested.nested_tensor([t, t]).to_padded_tensor(0.0),
+    "torch.nested.as_nested_tensor": lambda t: torch.nested.as_nested_tensor([t, t[:2]]).to_padded_tensor(0.0),
+    "torch.nested.nested_tensor_from_jagged": lambda t: torch.nested.nested_tensor_from_jagged(t, OFFSETS).values(),
+    "torch.to_dlpack": lambda t: torch.from_dlpack(torch.to_dlpack(t)),
+    "torch.utils.dlpack.to_dlpack": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t)),
+    **{f"torch.Tensor.{name}": functools.partial(assigned, name) for name in whole_values.SETTERS},
+}
+"""How to give functions a tensor of three numbers, alone or in a list, and how to assign one to an attribute."""
+
+
+def numbers_for(name):
+    numbers = torch.tensor([1.0, 2.0, 3.0])
+    return numbers[:, None, None] if name in ("torch.sparse_bsr_tensor", "torch.sparse_bsc_tensor") else numbers
+
+
+TAKE_WHOLE = sorted(WITH_TENSORS.keys() & {*whole_values.MAKERS, *(f"torch.Tensor.{s}" for s in whole_values.SETTERS)})
+
+
 WRAPPED = (*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS, *bypasses.COUNTING)
 
 
@@ -190,6 +292,40 @@ def test_the_list_is_complete_for_this_torch():
         if not Recorder.asked:
             unseen.add(name)
     assert unseen == {*WRAPPED, *bypasses.CONVERSIONS}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:Sparse", "ignore:.*nested")
+def test_the_list_of_what_takes_whole_values_is_complete_for_this_torch():
+    unseen = set()
+    for name, call in WITH_TENSORS.items():
+        given = numbers_for(name).as_subclass(Recorder)
+        Recorder.asked.clear()
+        call(given)
+        if not Recorder.asked:
+            unseen.add(name)
+    ask_for_parts = {"torch.nested.as_nested_tensor", "torch.nested.nested_tensor_from_jagged"}
+    assert unseen | ask_for_parts == set(TAKE_WHOLE)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:Sparse", "ignore:.*nested")
+def test_plain_tensors_of_other_kinds_are_made_of_whole_values():
+    def result(name, x):
+        made = WITH_TENSORS[name](x)
+        if made.requires_grad:
+            (made * torch.arange(made.numel()).view_as(made)).sum().backward()
+        return made.detach(), x.grad
+
+    def program(name, ranks, sbp):
+        x = wb.to_global(numbers_for(name), wb.placement("cpu", ranks=ranks), "B").to_global(sbp=sbp).detach()
+        made, grad = result(name, x.requires_grad_("dlpack" not in name))
+        assert not isinstance(made, wb.GlobalTensor), name
+        return made, grad if grad is None else grad.full_tensor()
+
+    for name in TAKE_WHOLE:
+        expected = result(name, numbers_for(name).requires_grad_("dlpack" not in name))
+        for ranks, sbp in (([0, 1], "S(0)"), ([0, 1], "P"), ([1], "B")):
+            for found in run_ranks(functools.partial(program, name, ranks, sbp), 2):
+                torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_every_wrapped_function_takes_the_logical_value_on_every_rank():

@@ -59,6 +59,39 @@ def test_simulated_ranks_install_them_and_the_last_one_removes_them(no_world: No
     assert all(found[i] is not before[i] for found in inside for i in loaded)
 
 
+PROGRAM_WITH_NAMES = """
+from torch import Tensor, arange, full as filled, nn, tensor
+from torch.autograd import grad
+from torch.distributed import reduce_scatter
+from torch.nn.utils import get_total_norm
+number = 3
+"""
+
+
+def test_names_that_a_module_has_imported_before_are_replaced(no_world: None, monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("program_of_a_user")
+    exec(PROGRAM_WITH_NAMES, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = dict(vars(module))
+
+    def program() -> tuple[list[int], object, bool, list[str]]:
+        x = wb.to_global(torch.arange(3), wb.placement.all("cpu"), "S(0)")
+        changed = [name for name, value in before.items() if vars(module)[name] is not value]
+        return module.arange(x.max()).tolist(), type(module.tensor(x)), module.filled is torch.full, changed
+
+    changed = ["arange", "filled", "tensor", "grad", "reduce_scatter", "get_total_norm"]
+    assert run_ranks(program, 2) == [([0, 1], wb.GlobalTensor, True, changed)] * 2
+    assert all(vars(module)[name] is value for name, value in before.items())
+
+
+def test_a_name_that_changes_in_a_world_stays(no_world: None, monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("program_of_a_user")
+    module.make = torch.full
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run_ranks(lambda: setattr(module, "make", torch.ones), 1)
+    assert module.make is torch.ones
+
+
 def test_simulated_ranks_keep_the_patches_of_a_world(no_world: None):
     table.install()
     inside = own("torch.full")

@@ -2,15 +2,20 @@
 
 Joining a world (``wb.init``, or a simulated rank) installs them. Leaving the last one (``wb.shutdown``) puts torch's
 own back. Each replacement does for plain tensors what torch does.
+
+A name that a module of the program has imported before (``from torch import tensor``) becomes the replacement, too, and
+then torch's own again. Other references stay torch's own: default arguments, closures, attributes, entries of lists.
+Where torch looks up a later step at each call, an entry replaces that step, and all references are right.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 from torch.jit import _builtins
@@ -36,6 +41,10 @@ class Patch:
 
 PATCHES: list[Patch] = []
 _undo: dict[int, Callable[[], None]] = {}
+_imported: list[tuple[dict[str, Any], str, Any, Any]] = []
+"""Names in a program's modules: namespace, name, torch's own, and its replacement."""
+_KEEP_NAMES = {"torch", "workbench", *sys.stdlib_module_names} - {"__main__"}
+"""Packages whose modules mean torch's own, or import none of it."""
 _num_worlds = 0
 _lock = threading.RLock()
 
@@ -72,17 +81,70 @@ def remove() -> None:
         _num_worlds -= 1
         while not _num_worlds and _undo:
             _undo.popitem()[1]()
+        while not _num_worlds and _imported:
+            namespace, name, torchs_own, replacement = _imported.pop()
+            if namespace.get(name) is replacement:
+                namespace[name] = torchs_own
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Context in which all are installed."""
+    install()
+    try:
+        yield
+    finally:
+        remove()
 
 
 def install_loaded() -> None:
     """Install the entries whose modules have been loaded since."""
     with _lock:
+        replaced = _Replaced()
         for index, entry in enumerate(PATCHES):
-            if index not in _undo and (undo := _apply(entry)) is not None:
+            if index not in _undo and (undo := _apply(entry, replaced)) is not None:
                 _undo[index] = undo
+        if replaced.functions:
+            _replace_imported(replaced)
 
 
-def _apply(entry: Patch) -> Callable[[], None] | None:
+class _Replaced:
+    """What has been replaced: functions (torch's own, replacement) by ``id``, and classes by the name of a method of C.
+
+    A method of C that is bound to a class, as ``Function.apply`` is since torch 2.14, looks up nothing at a call.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[int, tuple[Any, Any]] = {}
+        self.classes: dict[str, type] = {}
+
+    def now(self, value: Any) -> Any:
+        """The replacement of a value, or the value."""
+        if id(value) in self.functions:
+            return self.functions[id(value)][1]
+        if type(value) is BuiltinMethodType and value.__name__ in self.classes and isinstance(value.__self__, type):
+            cls = value.__self__
+            return getattr(cls, value.__name__) if issubclass(cls, self.classes[value.__name__]) else value
+        return value
+
+    def are_in(self, values: list[Any]) -> bool:
+        """A quick look; False if ``now`` gives every value back."""
+        has_methods = bool(self.classes) and BuiltinMethodType in set(map(type, values))
+        return has_methods or not self.functions.keys().isdisjoint(map(id, values))
+
+
+def _replace_imported(replaced: _Replaced) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in _KEEP_NAMES and isinstance(module, ModuleType):
+            namespace = vars(module)
+            for name, value in list(namespace.items()) if replaced.are_in(list(namespace.values())) else ():
+                now = replaced.now(value)
+                if now is not value:
+                    namespace[name] = now
+                    _imported.append((namespace, name, value, now))
+
+
+def _apply(entry: Patch, replaced: _Replaced) -> Callable[[], None] | None:
     if entry.is_hook:
         undo: Callable[[], None] = entry.replacement().remove
         return undo
@@ -95,6 +157,10 @@ def _apply(entry: Patch) -> Callable[[], None] | None:
     if torchs_own is not None and getattr(replacement, "__wrapped__", None) is torchs_own:
         _name_by_place(replacement, owner, name)
     forget_operator = _script_as(torchs_own, replacement)
+    if callable(torchs_own) and callable(replacement):
+        replaced.functions[id(torchs_own)] = torchs_own, replacement
+    elif type(torchs_own) is BuiltinMethodType and before is not _ABSENT:
+        replaced.classes[name] = owner
 
     def undo_patch() -> None:
         delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)

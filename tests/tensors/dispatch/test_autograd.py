@@ -118,6 +118,38 @@ def gradient_of_the_seed(make):
 
 
 @program
+def global_seeds_of_plain_outputs(make):
+    x, b = DATA["a"].clone().requires_grad_(), make("b")
+    (of_x,) = torch.autograd.grad(x**3, x, b, create_graph=True)
+    (of_b,) = torch.autograd.grad(of_x, b, grad_outputs=[make("a", False)], retain_graph=True)
+    of_x.backward(make("b", False), retain_graph=True, inputs=[x, b])
+    torch.autograd.backward([x * 2, of_x.sum()], grad_tensors=[b.detach(), None], inputs=[x])
+    return isinstance(of_x, wb.GlobalTensor), of_x, of_b, x.grad, b.grad
+
+
+@program
+def global_gradients_of_plain_tensors(make):
+    x, b = DATA["a"].clone().requires_grad_(), make("b", False)
+    y = TimesHidden.apply(x * 2, lambda: b)
+    y.register_hook(lambda grad: grad * b.exp())
+    ((y * y).sum() + (make("a") * x).sum()).backward()
+    return isinstance(x.grad, wb.GlobalTensor), x.grad
+
+
+class TimesHidden(torch.autograd.Function):
+    """Its first argument; the gradient is multiplied with a tensor that no argument shows."""
+
+    @staticmethod
+    def forward(ctx, x, get):
+        ctx.get = get
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.get(), None
+
+
+@program
 def plain_learnable_operand(make):
     a, w = make("a"), DATA["w"].clone().requires_grad_()
     (of_w,) = torch.autograd.grad((a @ w).tanh().sum(), [w], create_graph=True)

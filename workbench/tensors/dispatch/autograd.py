@@ -9,20 +9,24 @@ The engine runs with torch functions enabled: what it calls of the user's (hooks
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.overrides import handle_torch_function
+from torch.utils._pytree import tree_leaves
 
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
-from workbench.tensors.conversion import from_local, to_local
+from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.registry import EXACT
 from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
+from workbench.tensors.patch_table import patch
 
 
 def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
@@ -60,9 +64,9 @@ def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
 
 
 def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
-    """What torch takes for a plain output (or an edge of the graph); a global gradient is taken whole."""
+    """What torch takes for a plain output (or an edge of the graph); a global gradient is taken whole, on all ranks."""
     if isinstance(gradient, GlobalTensor):
-        return to_local(box(gradient, gradient._spec.layout.broadcast()))
+        return gradient.full_tensor()
     if gradient is None and isinstance(loss, torch.Tensor) and loss.requires_grad:
         if loss.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -203,7 +207,29 @@ def _detach_in_place(self: GlobalTensor) -> GlobalTensor:
     return self
 
 
+def _asking_seeds(torchs_own: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
+    """``torchs_own``, which asks its outputs and inputs, and here the gradients that it starts from, too."""
+
+    @functools.wraps(torchs_own)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        seeds = args[position] if len(args) > position else kwargs.get(name)
+        known = tuple(seed for seed in tree_leaves(seeds) if isinstance(seed, GlobalTensor))
+        if known and torch._C._is_torch_function_enabled():
+            return handle_torch_function(torchs_own, known, *args, **kwargs)
+        return torchs_own(*args, **kwargs)
+
+    return ask
+
+
+def _instead(replacement: Any, torchs_own: Any) -> Any:
+    return replacement
+
+
 EXACT[torch.Tensor.detach_] = EXACT[torch.detach_] = _detach_in_place
 EXACT[torch.Tensor.backward] = _backward_of_one
-EXACT[torch.autograd.backward] = backward
-EXACT[torch.autograd.grad] = grad
+for ours, position, name in ((backward, 1, "grad_tensors"), (grad, 2, "grad_outputs")):
+    own = getattr(torch.autograd, ours.__name__)
+    asking = _asking_seeds(own, position, name)
+    EXACT[own] = EXACT[asking] = ours  # torch hands itself on by its name, which finds the replacement
+    why = "it asks outputs and inputs: global gradients of plain outputs would be shards"
+    patch(f"torch.autograd.{ours.__name__}", why, functools.partial(_instead, asking))

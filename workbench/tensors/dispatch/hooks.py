@@ -90,6 +90,22 @@ def _seeing_globals(tensor: GlobalTensor, hook: Callable[[Any], Any]) -> Callabl
     return on_shard
 
 
+def _register_on_any(self: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
+    """``Tensor.register_hook``; of what a hook on a plain tensor returns, the whole value."""
+
+    @functools.wraps(hook, updated=())
+    def whole(grad: Any) -> Any:
+        result = hook(grad)
+        is_for_plain = isinstance(result, GlobalTensor) and not isinstance(grad, GlobalTensor)
+        return result.full_tensor() if is_for_plain else result
+
+    return _register_hook(self, hook if isinstance(self, GlobalTensor) else whole)
+
+
+_register_hook = torch.Tensor.register_hook
+functools.update_wrapper(_register_on_any, _register_hook)
+
+
 @handler("register_post_accumulate_grad_hook")
 def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any:
     """``leaf.register_post_accumulate_grad_hook(hook)``; the hooks run when the backward ends, as registered.
@@ -295,4 +311,9 @@ patch(
     "torch.nn.Module._maybe_warn_non_full_backward_hook",
     "hooks of register_backward_hook would see this rank's terms of the last function's gradient",
     lambda torchs_own: _refuse_non_full_hook,
+)
+patch(
+    "torch.Tensor.register_hook",
+    "a plain tensor's gradient would become this rank's shard of what its hook returns",
+    lambda torchs_own: _register_on_any,
 )

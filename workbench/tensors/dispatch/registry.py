@@ -157,6 +157,8 @@ def fold_name(func: Any) -> Name:
     """
     if func in USER_FUNCTION_NAMES:
         return Name(USER_FUNCTION_NAMES[func])
+    if isinstance(func, torch.jit.ScriptFunction):
+        return Name(func.qualified_name)
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         qualified = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
         if not qualified.startswith(("aten::", "prim")):  # a user's "mylib::add" is not torch's function

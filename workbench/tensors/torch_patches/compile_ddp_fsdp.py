@@ -76,11 +76,23 @@ def refuse_wrapped(module: nn.Module) -> None:
                 'distribute_module out, and say it in the strategy: wb.parallelize(module, "up: model:column; '
                 'down: model:row").'
             )
+        if not isinstance(part, torch.jit._trace.TracedModule):  # these take hooks
+            refuse_scripted(part, f"parallelize({type(module).__name__})")
         if what:
             raise StrategyError(
                 f"parallelize({type(module).__name__}): 1 module is wrapped by {what}, {name or 'the whole'!r} "
                 f"({kind}). Only one system can own a module. Give the module itself. {_INSTEAD[what]}"
             )
+
+
+def refuse_scripted(part: nn.Module, asked: str) -> None:
+    """Raise ``StrategyError`` if TorchScript has compiled a module with parameters."""
+    if isinstance(part, torch.jit.ScriptModule) and (count := len(list(part.parameters()))):
+        raise StrategyError(
+            f"{asked}: {part.original_name} is a {type(part).__name__} of torch.jit with {count} parameters. Its "
+            "compiled code keeps its own parameters, and reads no others. Give the module as it was before "
+            "torch.jit.script, trace or load; a function of tensors, or a module without parameters, may be compiled."
+        )
 
 
 _NAMES = ("module", "model", "mod", "func", "nn_module")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ from workbench.tensors.dispatch.checks import refuse_exchange
 from workbench.tensors.dispatch.custom_function import apply_custom, apply_plain, bound_arguments
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
+from workbench.tensors.torch_patches.whole_values import whole_values
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
 
@@ -51,27 +53,64 @@ one that computes nothing.
 """
 
 
-def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``autograd.Function.apply``; a custom function of global tensors is dispatched like functions of torch."""
-    if torch._C._are_functorch_transforms_active() and cls.__module__.startswith("workbench."):
-        raise LayoutError(
-            "a global tensor is boxed, gathered or made inside a function transform (torch.vmap, torch.func.grad or "
-            f"jacrev), by {cls.__module__}.{cls.__qualname__}. Transforms drop layouts: use loss.backward() or "
-            "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
-        )
-    if _torch_function_enabled():
-        for arg in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(arg, GlobalTensor) or (type(arg) in (list, tuple) and any(map(_is_global, arg))):
-                if cls.__module__.startswith(_TAKE_GLOBAL_TENSORS):
-                    break
-                if cls.__module__.startswith("torch.distributed."):
-                    refuse_exchange(f"{cls.__module__}.{cls.__qualname__}.apply", cls.forward, (None, *args), kwargs)
-                return apply_custom(cls, bound_arguments(cls, args, kwargs) if kwargs else args)
-    return apply_plain(cls, *args, **kwargs)
+def _guarding(torchs_own: Callable[..., Any], _: Any) -> Any:
+    """``Function.apply``, then ``torchs_own``; one of global tensors is dispatched like functions of torch."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() and cls.__module__.startswith("workbench."):
+            raise LayoutError(
+                "a global tensor is boxed, gathered or made inside a function transform (torch.vmap, torch.func.grad "
+                f"or jacrev), by {cls.__module__}.{cls.__qualname__}. Transforms drop layouts: use loss.backward() or "
+                "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
+            )
+        if _torch_function_enabled():
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                if isinstance(arg, GlobalTensor) or (type(arg) in (list, tuple) and any(map(_is_global, arg))):
+                    if cls.__module__.startswith(_TAKE_GLOBAL_TENSORS):
+                        break
+                    if cls.__module__.startswith("torch.distributed."):
+                        call = f"{cls.__module__}.{cls.__qualname__}.apply"
+                        refuse_exchange(call, cls.forward, (None, *args), kwargs)
+                    return apply_custom(cls, bound_arguments(cls, args, kwargs) if kwargs else args)
+        return torchs_own(cls, *args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _apply_below(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step in which ``Function.apply`` ends before torch 2.14."""
+    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+def _returning_whole(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of users' functions of plain tensors; of a global gradient that it returns, the whole value."""
+
+    @functools.wraps(torchs_own)
+    def apply(self: Any, *args: Any) -> Any:
+        result = torchs_own(self, *args)
+        for leaf in result if type(result) is tuple else (result,):
+            if isinstance(leaf, GlobalTensor) and not self._forward_cls.__module__.startswith(("workbench.", "torch.")):
+                return whole_values(result)
+        return result
+
+    return apply
 
 
 def _is_global(value: Any) -> bool:
     return isinstance(value, GlobalTensor)
+
+
+def _dispatching(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of functions of ``torch.jit.script`` and ``torch.jit.trace``."""
+
+    @functools.wraps(torchs_own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor))
+        if known and _torch_function_enabled():
+            return handle_torch_function(self, known, *args, **kwargs)
+        return torchs_own(self, *args, **kwargs)
+
+    return call
 
 
 def _reading_whole(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
@@ -156,10 +195,21 @@ def refuse_transform(what: str, tensor: GlobalTensor) -> None:
 _READS = "it reads a global scalar among its arguments without asking: this rank's shard of it"
 # The first ``with torch.device(...)`` collects torch's creation functions: collect them before the patches.
 _device_constructors()
+for place, own in (("Function", apply_plain), ("_SingleLevelFunction", _apply_below)):
+    patch(
+        f"torch.autograd.function.{place}.apply",
+        "a custom function would see this rank's shard as if it were the whole",
+        functools.partial(_guarding, own),
+    )
 patch(
-    "torch.autograd.function.Function.apply",
-    "a custom function would see this rank's shard as if it were the whole",
-    lambda torchs_own: classmethod(_guarded_apply),
+    "torch.autograd.function.BackwardCFunction.apply",
+    "the gradient of a plain tensor would be this rank's shard of what a custom function's backward returns",
+    _returning_whole,
+)
+patch(
+    "torch.jit.ScriptFunction.__call__",
+    "a scripted or traced function asks no operands: it would see this rank's shard",
+    _dispatching,
 )
 for name in MAKERS:
     patch(f"torch.{name}", _READS, _reading_whole)

@@ -36,6 +36,7 @@ from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.torch_patches.checkpoint import is_in_checkpoint
+from workbench.tensors.torch_patches.compile_ddp_fsdp import refuse_scripted
 from workbench.tensors.world import World, current
 from workbench.training.gradients.overlap import install_reducer
 from workbench.training.gradients.shard import Shard, choose_shards, shard_of
@@ -338,6 +339,7 @@ def _units(
         own = [(name, p) for name, p in named if id(p) in shards]
         # Layout hooks box whole parameters of other stages here, around each use.
         here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
+        refuse_scripted(layer, "zero=3")
         members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
 
     def inside(part: nn.Module) -> list[ShardedParameter]:
