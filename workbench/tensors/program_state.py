@@ -195,14 +195,21 @@ class ProgramState:
 
     def is_unchanged(self) -> bool:
         """Whether the program has this state now."""
+        draws = not _same(_comparable(self._random), _comparable(random_states(self._device)))
+        return not draws and self.has_same_objects()
+
+    def has_same_objects(self) -> bool:
+        """Whether the program has this state now, but for the generators of torch, Python and numpy."""
         with local_torch():
-            return _same(_comparable(self._random), _comparable(random_states(self._device))) and all(
-                _is_as_before(value, contents) for value, contents in self._held.values()
-            )
+            return all(_is_as_before(value, contents) for value, contents in self._held.values())
 
     def put_back(self) -> None:
         """Go on from this state."""
         set_random_states(self._random, self._device)
+        self.put_back_objects()
+
+    def put_back_objects(self) -> None:
+        """Go on from this state, but for the generators of torch, Python and numpy."""
         with local_torch(), torch.no_grad():
             for value, contents in self._held.values():
                 if not _is_as_before(value, contents):

@@ -190,3 +190,32 @@ class SumOfGradients(Function):
     def backward(ctx, grad):
         dist.all_reduce(grad)
         return grad, None
+
+
+class Ranged(Function):
+    """Scales by what an object, a plain tensor and a dict keep, and changes all of them."""
+
+    @staticmethod
+    def forward(ctx, x, layer, counts, reads_value):
+        with torch.no_grad():
+            layer.largest.mul_(0.5).add_(x.abs().max())
+        counts["calls"] += 1
+        layer.range = 0.5 * layer.range + (x.max().item() if reads_value else 1.0)
+        ctx.scale = layer.range * counts["calls"]
+        return x * ctx.scale / layer.largest
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None, None, None
+
+
+class WithModule(Function):
+    """Calls a module that is an argument, with its parameters beside it."""
+
+    @staticmethod
+    def forward(ctx, x, module, *parameters):
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None, None

@@ -10,6 +10,7 @@ import workbench as wb
 from tests.tensors.dispatch import custom_functions as fns
 from tests.training.classifier_steps import assert_steps_equal_one_device
 from workbench.errors import ExplicitBoxingError, LayoutError
+from workbench.tensors.dispatch.custom_function import _warned as function_warnings
 from workbench.tensors.dispatch.fallback import FallbackWarning, _warned
 from workbench.testing import run_ranks
 
@@ -200,6 +201,59 @@ def test_an_exchange_is_refused_on_all_ranks(sbp: str):
             torch.autograd.grad(y, x)
 
     run_ranks(program, 3)
+
+
+class KeepsRange(nn.Module):
+    def __init__(self, reads_value):
+        super().__init__()
+        self.largest, self.range, self.counts, self.reads_value = torch.ones(()), 1.0, {"calls": 0}, reads_value
+
+    def forward(self, x):
+        return fns.Ranged.apply(x, self, self.counts, self.reads_value)
+
+
+@GATHERS
+@pytest.mark.filterwarnings("ignore:Ranged.apply. it changes what the program keeps:UserWarning")
+@pytest.mark.parametrize("reads_value", [False, True])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_trial_runs_change_nothing_that_a_function_keeps(ranks, reads_value):
+    x = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
+
+    def steps(x):
+        layer = KeepsRange(reads_value).double()
+        results = [torch.autograd.grad(layer(x).sum(), x)[0] for _ in range(2)]
+        return results, [layer.range, layer.counts["calls"], layer.largest.item()]
+
+    def program():
+        placement = wb.placement("cpu", ranks=ranks)
+        grads, kept = steps(wb.to_global(x, placement=placement, sbp="B").to_global(sbp="S(0)").requires_grad_())
+        return [grad.full_tensor() for grad in grads], kept
+
+    grads, kept = steps(x.clone().requires_grad_())
+    for rank, (found, found_kept) in enumerate(run_ranks(program, 2)):
+        torch.testing.assert_close(found, grads)
+        assert found_kept == pytest.approx(kept if rank in ranks else [1.0, 0, 1.0])
+
+
+@GATHERS
+def test_a_function_that_changes_the_program_warns_of_ranks_that_do_not_run_it():
+    def program():
+        x = wb.ones(4, placement=wb.placement("cpu", ranks=[1]), sbp="B")
+        KeepsRange(False)(x)
+
+    function_warnings.clear()
+    with pytest.warns(UserWarning, match=r"Ranged.apply: it changes .*Ranks \[0\] hold no part.* on ranks \[1\]"):
+        run_ranks(program, 2)
+
+
+def test_a_module_among_the_arguments_is_refused_with_a_way_out():
+    def program():
+        module = wb.parallelize(nn.Linear(4, 4), "*: data")
+        x = wb.ones(2, 4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with pytest.raises(LayoutError, match=r"module computes with its own parameters.*odeint"):
+            fns.WithModule.apply(x, module, *module.parameters())
+
+    run_ranks(program, 1)
 
 
 class Block(nn.Module):

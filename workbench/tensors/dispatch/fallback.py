@@ -136,7 +136,7 @@ def _infos_for_placeholders(
     value_args, value_kwargs = tree_map(value_of, (args, kwargs))
     draws_nothing = plan.world.device.type == "meta"  # a dry run, maybe beside a program that draws
     with nullcontext() if draws_nothing else default_generator.restored():
-        result = func(*value_args, **value_kwargs)
+        result = getattr(func, "try_out", func)(*value_args, **value_kwargs)
     return outputs_info(result, [values[id(leaf)] for leaf in whole])
 
 

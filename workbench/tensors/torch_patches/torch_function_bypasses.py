@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.checks import refuse_exchange
-from workbench.tensors.dispatch.custom_function import apply_custom, apply_plain, bound_arguments
+from workbench.tensors.dispatch.custom_function import apply_custom, bound_arguments
+from workbench.tensors.dispatch.function_trials import apply_plain
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
 from workbench.tensors.torch_patches.whole_values import whole_values
