@@ -1,6 +1,7 @@
 """Plain tensors that a forward makes and stages write to in place."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import workbench as wb
 from tests.pipeline.test_steps import whole
 from workbench.errors import StrategyError
 from workbench.testing import run_ranks
+from workbench.training.pipelining.running_step import ValueReadWarning
 
 
 class Slots(nn.Module):
@@ -79,3 +81,51 @@ def test_a_write_that_others_would_miss_is_refused(write):
     model = nn.Sequential(Slots(write), Slots(write))
     with pytest.raises(StrategyError, match=r"plain tensor \(4, .*is a view, has views.*by index.*new_zeros"):
         run_ranks(lambda: trained(model, "0: data@0; 1: data@1 | mb=2 1f1b", torch.ones(8, 4), torch.ones(8, 4)), 2)
+
+
+class Mixture(nn.Module):
+    """Adds what two experts make of the rows that chose them to a plain leaf of its own."""
+
+    def __init__(self, scale, reads):
+        super().__init__()
+        self.gate, self.experts, self.reads = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), reads
+        self.scale = [scale]  # a plain leaf outside, which no module owns
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros(len(x), 4, requires_grad=True)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten() if self.reads else torch.arange(len(x))
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return x + out * self.scale[0]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["mb=2 gpipe", "mb=3 1f1b", "mb=3 zero_bubble", "mb=4 interleaved", "mb=4 zero_bubble_v"]
+)
+def test_plain_leaves_of_forwards_have_their_gradients_after_the_step(schedule):
+    reads = "4" not in schedule  # several stages on a rank cannot read values
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randn(12, 4)
+
+    def trained(strategy):
+        torch.manual_seed(1)
+        scale = torch.tensor(1.5, requires_grad=True)
+        model = nn.Sequential(*(Mixture(scale, reads) for _ in range(4)))
+        if strategy:
+            model = wb.parallelize(model, strategy)
+        for _ in range(2):
+            loss = wb.forward_backward(model, F.mse_loss, x, y) if strategy else F.mse_loss(model(x), y)
+            if not strategy:
+                loss.backward()
+        return loss.item(), scale.grad, [whole(p.grad) if strategy else p.grad for p in model.parameters()]
+
+    loss, of_scale, grads = trained(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ValueReadWarning)
+        results = run_ranks(lambda: trained(f"pipeline | {schedule}"), num_ranks=2)
+    for found, found_of_scale, found_grads in results:
+        assert found == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(found_of_scale, of_scale)
+        for grad, expected in zip(found_grads, grads, strict=True):
+            torch.testing.assert_close(grad, expected)

@@ -33,6 +33,8 @@ class _FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.dtype, ctx.shape = spec, local.dtype, tuple(local.shape)
+        running = spec.world.context.running
+        ctx.leaf = None if running is None else running.numbered_leaf(local, spec)
         if spec.is_placeholder:
             return new_placeholder(spec.shape, local.dtype, spec.world.device)
         return local.view_as(local)
@@ -44,6 +46,8 @@ class _FromLocal(torch.autograd.Function):
             local = spread_zero(dual.local_shape, ctx.dtype, spec.world.device)
         with local_torch():
             grad = wrap(local.view_as(local), dual)
+        if ctx.leaf is not None and ctx.leaf.keeps(grad):
+            return None, None
         if spec.layout.is_broadcast:
             everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
             grad = box(grad, Layout(everywhere, (broadcast,)))

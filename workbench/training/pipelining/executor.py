@@ -7,6 +7,7 @@ never block. Their tags hold micro-batch, position in the program and direction.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
@@ -23,7 +24,7 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import ForwardCache, cached_forwards
-from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.pipelining.running_step import PlainLeaf, RunningStep
 from workbench.training.pipelining.split_backward import WeightGradients, backward_of_inputs
 from workbench.training.pipelining.stage_ranks import StageRank
 from workbench.training.pipelining.stage_states import StageStates
@@ -117,7 +118,30 @@ class Executor:
                             call()
                         run_hooks(self._hooks.pop(_key(action), {}))
                         self._boxings.pop(_key(action)).end()
+        self._sum_gradients_of_leaves()
         return [losses[index] for index in sorted(losses)]
+
+    def _sum_gradients_of_leaves(self) -> None:
+        """Give the plain leaves of forwards their gradients, in an order that all ranks know.
+
+        A rank with several stages has met a leaf once in the forward of each; one of them may hold the gradient.
+        """
+        met: dict[tuple[int, int], list[tuple[Stage, PlainLeaf]]] = {}
+        for _, stage in sorted(self.stages.items()):
+            numbers = Counter[int]()
+            for kept in self.running.leaves:
+                if kept.world is stage.world:
+                    met.setdefault((kept.micro_batch, numbers[kept.micro_batch]), []).append((stage, kept))
+                    numbers[kept.micro_batch] += 1
+        self.running.leaves = []
+        for _, found in sorted(met.items(), key=lambda item: item[0]):
+            grad: Any = None
+            for stage, kept in found:
+                if kept.grad is not None:
+                    grad = _without_placeholder(grad, stage.to_rank_world(kept.grad))
+            if grad is not None:
+                leaf, value = found[0][1].leaf, value_on_all_ranks(grad)
+                leaf.grad = value if leaf.grad is None else leaf.grad + value
 
     def evaluate(
         self, actions: Sequence[Action], program: MicroBatchFunction, take: Callable[[Stage, int, Any], None]

@@ -15,7 +15,29 @@ from workbench.pipeline.check import along_stages, check_table
 from workbench.pipeline.schedules import Table
 from workbench.tensors.boxing.box import MicroBatchBoxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.leaf_gradients import has_hooks
+from workbench.tensors.world import World
 from workbench.transport.user_code import user_location
+
+
+@dataclass
+class PlainLeaf:
+    """A plain leaf of one micro-batch's forward, and its gradient: terms, on the ranks of a stage."""
+
+    step: RunningStep
+    leaf: torch.Tensor
+    world: World
+    micro_batch: int
+    grad: GlobalTensor | None = None
+
+    def keeps(self, grad: GlobalTensor) -> bool:
+        """Take the gradient that a backward has found. False where it is needed at once: by a forward
+        (``torch.autograd.grad``) or a hook.
+        """
+        if self.step.edges is not None or has_hooks(self.leaf):
+            return False
+        self.grad = grad
+        return True
 
 
 @dataclass
@@ -38,6 +60,7 @@ class RunningStep:
             backward runs at once.
         runs_backward: whether the schedule's own backward runs, which gives all leaves their gradients.
         hooks: hooks after accumulation that wait for the end of this micro-batch's backward, by number.
+        leaves: the plain leaves that forwards have met, with their gradients; these are summed after the step.
         boxings: the key of the boxings that tensors keep for this micro-batch of this stage; None between actions.
     """
 
@@ -54,6 +77,7 @@ class RunningStep:
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    leaves: list[PlainLeaf] = field(default_factory=list)
     boxings: MicroBatchBoxings | None = None
     _stages: dict[Placement, int] = field(init=False, repr=False)
     _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
@@ -141,6 +165,19 @@ class RunningStep:
         """Record that an operation takes a boxing of a tensor that an earlier one has made."""
         if self.observer is not None:
             self.observer.add_reuse(tensor, boxed, function, tensor._spec.world.context.position)
+
+    def numbered_leaf(self, local: torch.Tensor, spec: Spec) -> PlainLeaf | None:
+        """A plain leaf that meets global tensors in a forward of several stages, if it keeps its gradient until the
+        step ends: in a backward, ranks of other stages would not come to sum it. None if it is summed at once.
+        """
+        context = spec.world.context
+        is_forward = self.edges is not None and len(self.placements) > 1
+        if not is_forward or context.recorder is not None or not local.is_leaf or not spec.layout.is_broadcast:
+            return None
+        if self.observer is not None:
+            self.observer.can_skip = False  # every rank counts the same leaves
+        self.leaves.append(PlainLeaf(self, local, spec.world, context.micro_batch))
+        return self.leaves[-1]
 
     def _stage_of(self, placement: Placement) -> int | None:
         return self._stages.get(placement)
