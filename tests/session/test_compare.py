@@ -61,6 +61,18 @@ def result(shared_session, log_path):
     return wb.compare(*job, batch_size=16, steps=12, session=shared_session, log=log)
 
 
+def test_an_interrupt_is_one_line(shared_session, monkeypatch):
+    """Not the lines of the workbench and of Python that were running."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Comparison, "baseline", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"compare was interrupted.*keep=True") as raised:
+        wb.compare(make_model, data(), F.cross_entropy, "data", batch_size=16, session=shared_session, keep=False)
+    assert len(raised.value._render_traceback_()) == 1
+
+
 def test_every_strategy_gives_the_numbers_of_one_device(result):
     assert [run.name for run in result.runs] == ["data", "split", "stages", "mixed"]
     assert result.all_equal, result

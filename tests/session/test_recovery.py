@@ -334,7 +334,10 @@ def test_set_up_cells_keep_their_places_and_fail_with_what_to_do(capsys):
         if code == "y = x":
             raise CellError("NameError on rank 0")
 
-    with pytest.raises(SessionError, match=r"(?s)set-up cell 2 of 2 failed.*have their variables back.*NameError"):
+    with pytest.raises(
+        SessionError,
+        match=r"(?s)set-up cell 2 of 2 failed.*have their variables back.*from %push, push again.*NameError",
+    ):
         cells.run_again(["model"], fail, 2)
     cells.record("b", "y = z", (0,), is_setup=False)
     assert "no longer marked as set-up" in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_folders_are_private(temp_base):
 
 def test_a_folder_that_others_may_enter_is_refused(temp_base):
     temp_base.mkdir(parents=True, mode=0o755)
-    with pytest.raises(SessionError, match=r"mode 0700.*0755.*WORKBENCH_SESSIONS"):
+    with pytest.raises(SessionError, match=r"mode 0700.*0755.*Run `chmod 700 .*WORKBENCH_SESSIONS"):
         folder.base_folder()
 
 

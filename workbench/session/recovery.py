@@ -180,7 +180,8 @@ class SetupCells:
                 raise SessionError(
                     f"recover: set-up cell {number} of {len(self._cells)} failed, so nothing is recovered yet; ranks "
                     f"that were not replaced have their variables back, the others have none. Change the cell, run it "
-                    f"with %%global --setup (and before it those that make what it reads), then {COMMAND} once more.\n"
+                    f"with %%global --setup (and before it those that make what it reads; what it reads from %push, "
+                    f"push again), then {COMMAND} once more.\n"
                     f"{error}"
                 ) from None
         return len(cells)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from workbench.errors import RunError
-from workbench.training.batches import Batch, LossFunction, as_tensors, num_samples
+from workbench.training.batches import Batch, LossFunction, as_tensors, named_tensors, num_samples
+from workbench.training.sample_rows import batch_leaves, count_samples
 
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch, as for ``torch.utils.data.DataLoader``."""
@@ -55,7 +56,16 @@ def num_samples_of(dataset: Any) -> int:
         RunError: tensors with different numbers of samples.
     """
     columns = columns_of(dataset)
-    return len(dataset) if columns is None else num_samples(columns)
+    if columns is None:
+        return len(dataset)
+    if count_samples(batch_leaves(columns)) is None:
+        told = ", ".join(f"{name} {tuple(column.shape)}" for name, column in named_tensors(columns).items())
+        raise RunError(
+            f"the data set's tensors have different numbers of samples: {told}. Each has one row per sample, along dim "
+            "0; a number or a tensor of 1 row goes whole to each batch. Give all the same number of rows, or a list of "
+            "samples, each with its own rows, and collate_fn=."
+        )
+    return num_samples(columns)
 
 
 def epoch_by_epoch(num_samples: int, shuffle: bool, seed: int) -> Iterator[torch.Tensor]:

@@ -156,7 +156,8 @@ BEFORE = {
     "a loader": ({"dataset": loader()}, r"DataLoader of 13 samples in batches of 4.*give loader.dataset.*=4, c"),
     "a list of arrays": ({"dataset": list(features())}, r"=5, but the data set has 2 samples.*stand in a tuple"),
     "too few samples": ({"dataset": features(4)}, r"batch_size=5, but the data set has 4 samples.*=4 is the largest"),
-    "unlike rows": ({"dataset": (features(6)[0], features(9)[1])}, r"different numbers of rows: 0 \(6, 8\), 1 \(9,\)"),
+    "unlike rows": (
+        {"dataset": (features(6)[0], features(9)[1])}, r"different numbers of samples: 0 \(6, 8\), 1 \(9,\).*one row"),
     "words": ({"dataset": (features()[0], ["a"] * 13)}, r"has a list beside its arrays.*collate_fn that makes batches"),
     "arrays and a collate_fn": ({"collate_fn": padded}, r"collate_fn= with a tuple of 2 arrays.*or a TensorDataset"),
     "half a sample": ({"batch_size": 2.5}, r"batch_size=2.5: a whole number"),

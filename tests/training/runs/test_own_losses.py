@@ -120,7 +120,7 @@ MISTAKES = {
     "too many": (TwoInputs, (*sentences(torch.arange(LENGTH)).values(), torch.ones(SAMPLES)), None,
                  r"gives 5 arguments, but TwoInputs.forward\(ids, positions, weights, targets\) does not take them"),
     "unlike rows": ("gpt2", {**words(), "labels": torch.ones(9, LENGTH)}, None,
-                    r"different numbers of rows: input_ids \(10, 8\), attention_mask \(10, 8\), labels \(9, 8\)"),
+                    r"different numbers of samples: input_ids \(10, 8\), attention_mask \(10, 8\), labels \(9, 8\)"),
     "the old way": ("gpt2", words(), lambda output, _: output.loss, "loss_fn returned a NoneType.*leave out loss_fn"),
 }  # fmt: skip
 

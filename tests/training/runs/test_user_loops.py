@@ -292,6 +292,8 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
         ({"phase": "warm-up"}, "a str"),
         ({"loss": ones(2)}, r"wb.log\(loss=...\): a Tensor of shape \(2,\)"),
         ({"a": {"b": ones(2)}}, r"wb.log\(a/b=...\): a Tensor of shape \(2,\)"),
+        ({"optimizer": [None, None]}, r"optimizer=...\): a list of 2; a step has 1 optimizer.*rates="),
+        ({"model": [None] * 3}, r"model=...\): a list of 3; a step has 1 nn.Module"),
         ({"to": "jsn:x"}, "Did you mean 'jsonl'"),
     ],
 )

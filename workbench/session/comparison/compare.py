@@ -21,6 +21,7 @@ from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.output.start_progress import progress_stream
+from workbench.session.output.tracebacks import explained_interrupt
 from workbench.units import format_bytes
 from workbench.writers.choose import Log, writers
 
@@ -226,7 +227,13 @@ def compare(
     running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
+    kept = (
+        "Runs that have ended are kept: wb.draw.SavedRuns()"
+        if saved is not None
+        else "keep=True keeps runs as they end"
+    )
     with (
+        explained_interrupt(f"wb.compare was interrupted, and returns no result. {kept}"),
         Session(engines) if running is None else nullcontext(running) as used,
         Comparison(used, subject, saved, check_steps, begin) as comparison,
     ):

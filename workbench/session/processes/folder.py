@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import stat
@@ -154,10 +155,12 @@ def base_folder() -> Path:
     path.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        is_own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+        fix = f"Run `chmod 700 {shlex.quote(str(path))}`" if is_own else "Remove it"
         raise SessionError(
             f"Session: {path} must be a folder of user {os.getuid()} with mode 0700, but it has owner "
             f"{info.st_uid} and mode {stat.S_IMODE(info.st_mode):04o}. Sessions keep their keys there. "
-            f"Remove it, or set {BASE_VARIABLE} to a folder of your own."
+            f"{fix}, or set {BASE_VARIABLE} to a folder of your own, of that mode or not there yet."
         )
     return path
 

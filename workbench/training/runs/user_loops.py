@@ -83,8 +83,9 @@ def log(
             belongs to no step.
 
     Raises:
-        RunError: a place in ``to`` after another one has followed it; a loss or value that is neither a number nor one
-            element, a value called ``step``, an unknown writer in ``to``, or one whose package is not installed.
+        RunError: several models or optimizers; a place in ``to`` after another one has followed it; a loss or value
+            that is neither a number nor one element, a value called ``step``, an unknown writer in ``to``, or one whose
+            package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
@@ -97,6 +98,7 @@ def log(
     world = current()
     if _listener is None and to is None and world not in _loops:
         return
+    _check_trained(model, optimizer)
     found = dict(_checked(values))
     if loss is not None:
         loss = _kept("loss", loss)
@@ -113,6 +115,20 @@ def log(
     if loss is None and not (samples or tokens) and loop.adds_to_last_step(found):
         return
     loop.add(loss, samples, tokens, model, optimizer, found, _listener)
+
+
+def _check_trained(model: Any, optimizer: Any) -> None:
+    """Raise ``RunError`` for several models or optimizers in the place of one."""
+    for name, value, kind, has in (
+        ("model", model, "nn.Module", "parameters"), ("optimizer", optimizer, "optimizer", "param_groups"),
+    ):  # fmt: skip
+        if value is not None and not hasattr(value, has):
+            many = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
+            raise RunError(
+                f"wb.log({name}=...): a {type(value).__name__}{many}; a step has 1 {kind}. Give the one whose "
+                "memory, learning rate and gradients the view shows, and what you want to see of others as values: "
+                "wb.log(model=generator, optimizer=first, rates={'second': second.param_groups[0]['lr']})."
+            )
 
 
 def _checked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
