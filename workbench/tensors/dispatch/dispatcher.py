@@ -141,7 +141,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
 
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:
-    handler = _handler_by_name(func)
+    handler = _handler_by_name(func) or (HANDLERS["::"] if "::" in fold_name(func).folded else None)
     if handler is not None and takes_numbers(func):
         handler = partial(_call_with_numbers, handler)
     if fold_name(func).in_place:

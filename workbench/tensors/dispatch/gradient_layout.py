@@ -12,6 +12,7 @@ from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 
 
 class _GradientLayout(torch.autograd.Function):
@@ -49,7 +50,10 @@ class _DividedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None if grads[0] is None else grads[0] / ctx.divisor[0]), None
+        if grads[0] is None:  # of a placeholder
+            mark_placeholder_leaves(ctx)
+            return None, None
+        return grads[0] / ctx.divisor[0], None
 
 
 def with_whole_gradients(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

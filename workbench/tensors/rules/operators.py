@@ -1,0 +1,75 @@
+"""Operators of ``torch.library`` without a rule: they run on gathered plain tensors, as nobody knows their backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
+from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, fold_name, handler
+from workbench.tensors.global_tensor import GlobalTensor
+
+
+class _OnPlainTensors:
+    """An operator that gets plain tensors, for what it saves, and returns what it has written beside its results."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator, self.__name__ = operator, fold_name(operator).folded
+        arguments = operator._schema.arguments
+        self.names = [argument.name for argument in arguments]
+        self.num_positional = sum(not argument.kwarg_only for argument in arguments)
+        self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        USER_FUNCTION_NAMES[self] = self.__name__
+
+    def bind(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """A value for each argument of the schema."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        return tuple(given.get(a.name, a.default_value) for a in self.operator._schema.arguments)
+
+    def __call__(self, *args: Any) -> Any:
+        given = [tree_map(_plain_copy if i in self.written else _plain, arg) for i, arg in enumerate(args)]
+        by_name = dict(zip(self.names[self.num_positional :], given[self.num_positional :], strict=True))
+        result = self.operator(*given[: self.num_positional], **by_name)
+        return result, [given[i] for i in self.written]
+
+
+_on_plain_tensors = lru_cache(maxsize=None)(_OnPlainTensors)
+
+
+@handler("::")
+def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator outside of ``aten``, and write into its operands what it writes by its schema."""
+    name = fold_name(func)
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        overloads = func.overloads()
+        if len(overloads) != 1:
+            return NotImplemented
+        func = getattr(func, overloads[0])
+    if name.in_place or name.folded in RULES:
+        return NotImplemented
+    operator = _on_plain_tensors(func)
+    given = operator.bind(args, kwargs)
+    if torch.is_grad_enabled():
+        result, written = with_whole_gradients(lambda *some: call_by_plan(operator, some, {}), given)
+    else:
+        result, written = call_by_plan(operator, given, {})
+    with torch.no_grad():
+        for position, value in zip(operator.written, written, strict=True):
+            tree_map(_write, given[position], value)
+    return result
+
+
+def _write(target: Any, value: Any) -> Any:
+    return target.copy_(value) if isinstance(target, torch.Tensor) else target
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, GlobalTensor) else leaf
+
+
+def _plain_copy(leaf: Any) -> Any:
+    return _plain(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
