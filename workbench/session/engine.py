@@ -27,6 +27,7 @@ from workbench.session.on_engine import displayed_values as engine_values
 from workbench.session.on_engine import failures as engine_failures
 from workbench.session.on_engine import interruptible_waits as engine_waits
 from workbench.session.on_engine import last_messages as engine_messages
+from workbench.session.on_engine import progress as engine_progress
 from workbench.session.on_engine.shell import current_tag, publish, shell, stop_requested
 from workbench.session.processes import oom_kills
 
@@ -139,6 +140,7 @@ def call(payload: bytes) -> bytes:
     with restored_after_interrupt():
         result = protocol.dump(function(*arguments, **keywords))
         engine_messages.deliver()
+        engine_progress.tell()
         return result
 
 
@@ -208,6 +210,7 @@ def _install() -> None:
 
         engine_bars.install(here)
     engine_debug.install()
+    engine_progress.install(here)
     here.ask_exit = sys.exit  # exit() and quit() end the cell; IPython's end the process after it
     _define_names(here.user_ns)
     here.workbench_installed = True

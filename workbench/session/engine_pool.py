@@ -33,6 +33,7 @@ from workbench.session.ranks import describe_ranks
 from workbench.session.recovery import Losses, describe_loss, refuse_to_give_back
 from workbench.session.run import Listener, Run
 from workbench.session.stopping import IgnoredProcesses
+from workbench.session.unlike_counts import ExchangeCounts
 from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
@@ -70,8 +71,7 @@ class EnginePool:
         self._processes, self._folder = processes, folder
         self._engines: Engines | None = None
         self._facts: dict[int, dict[str, Any]] = {}
-        self._world_is_stale = False
-        self.losses = Losses()
+        self._world_is_stale, self.losses, self._counts = False, Losses(), ExchangeCounts()
 
     def devices(self) -> dict[str, list[int]]:
         """The ranks by the type of their device."""
@@ -168,6 +168,7 @@ class EnginePool:
             self.active.discard(run)
             live.forget()
             came_late = request.release() or run.was_interrupted_late
+        self._counts.check(outcome, self.ranks, self.ask)
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         if lacking := self.losses.lacking(self.num_engines):

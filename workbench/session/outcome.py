@@ -39,16 +39,20 @@ class Outcome:
     replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
     killed: tuple[int, ...] = ()
     unended: dict[int, str] = field(default_factory=dict)  #: those of them that had time, and what they did not end
+    progress: dict[int, protocol.Progress] = field(default_factory=dict)  #: of ranks that have exchanged data
+    unlike_counts: str = ""  #: an error if ranks have called unlike numbers of exchanges
     elapsed_s: float = 0.0
     replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
 
     @property
     def ok(self) -> bool:
-        return not self.failures and not self.dead and not self.stop_reason
+        return not self.failures and not self.dead and not self.stop_reason and not self.unlike_counts
 
     @property
     def left_exchanges_open(self) -> bool:
-        """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, or only
-        some ranks failed."""
+        """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, only some
+        ranks failed, or some have called more exchanges."""
         only_some = 0 < len(self.failures) < len(self.ranks)
-        return only_some or any(failure.was_stopped or failure.broke_off_step for failure in self.failures.values())
+        return bool(only_some or self.unlike_counts) or any(
+            failure.was_stopped or failure.broke_off_step for failure in self.failures.values()
+        )

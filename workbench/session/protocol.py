@@ -114,6 +114,16 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How many exchanges the program on one rank has called since its world was built."""
+
+    num_rebuilds: int = 0
+    num_boxings: int = 0  #: every rank counts every one
+    num_sums: tuple[tuple[tuple[int, ...], int], ...] = ()  #: by group of ranks, which count theirs
+    latest: str = ""  #: the latest boxing
+
+
+@dataclass(frozen=True, slots=True)
 class OmittedValue:
     """Replaces a value that stayed on its engine. It says why, and how to get the value."""
 

@@ -61,6 +61,7 @@ class ExecutionContext:
         micro_batch: the micro-batch of that step that runs now; 0 outside of one.
         num_edges: by micro-batch, how many boxings were called so far.
         num_sums: by group of ranks, how many sums were called so far.
+        latest: the layouts of the latest boxing and the function that needed it; for messages.
     """
 
     generator: torch.Generator | None = None
@@ -78,6 +79,7 @@ class ExecutionContext:
     micro_batch: int = 0
     num_edges: dict[int, int] = field(default_factory=dict)
     num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)
+    latest: tuple[Any, Any, str] | None = None
 
     def add_stage_order(self, order: tuple[Placement, ...]) -> None:
         """Note the stages of a module that is parallelized; nothing if it has one."""
@@ -126,6 +128,7 @@ class ExecutionContext:
         """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""
         self.num_edges.clear()
         self.num_sums.clear()
+        self.latest = None
         self.micro_batch, self.call, self.batch, self.running = 0, OUTSIDE, "", None
 
     @property

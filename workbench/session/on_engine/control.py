@@ -9,6 +9,7 @@ Operations:
 * ``command``: let a training run pause, resume, change its strategy or stop.
 * ``complete``, ``inspect``, ``names``: completion, help and variables of the engine.
 * ``debug``: let a debugger listen.
+* ``progress``: how many exchanges the program has called.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from workbench.session.on_engine import current_request
 from workbench.session.on_engine import debugger as engine_debug
 from workbench.session.on_engine import deferred_interrupts as engine_imports
 from workbench.session.on_engine import interruptible_waits as engine_waits
+from workbench.session.on_engine import progress as engine_progress
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
 
@@ -138,4 +140,5 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "inspect": engine_assist.inspect,
     "names": engine_assist.names,
     "debug": engine_debug.listen,
+    "progress": engine_progress.progress,
 }

@@ -101,6 +101,8 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
     if outcome.stop_reason in ("divergence", "deadlock"):
         lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
         lines += _awaited_calls(outcome)
+    if outcome.unlike_counts:
+        lines.append(paint(outcome.unlike_counts, _RED, _BOLD))
     for how, dead in _died_together(outcome).items():
         its = "its" if len(dead) == 1 else "their"
         died = f"{describe_ranks(dead)} died while running this {what} ({how}): {its} variables are lost. "

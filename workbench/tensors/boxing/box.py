@@ -47,7 +47,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     if target is source:
         return tensor
     context = source.world.context
-    tag = context.next_tag()
+    tag, context.latest = context.next_tag(), (source, target, function)
     if context.running is not None:
         context.running.add_edge(tensor, target, function, tag)
     site = _trace_forward(tensor, source, target, function) if context.tracer is not None else None

@@ -1,0 +1,43 @@
+"""Tells the notebook how many exchanges this rank's program has called, at the end of a request that called some."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from workbench.session.on_engine.shell import send
+from workbench.session.protocol import Progress
+
+_told = Progress()
+
+
+def install(here: Any) -> None:
+    """Tell it behind every cell of an engine's shell. The last hook: others may exchange something."""
+    here.events.register("post_run_cell", lambda _result: tell())
+
+
+def tell() -> None:
+    """Send the present counts if they are new. A request without exchanges sends nothing."""
+    global _told
+    if (found := progress()) != _told:
+        _told = found
+        send(found)
+
+
+def progress() -> Progress:
+    """The present counts. Imports nothing: a cell without the runtime needs no torch."""
+    worlds = sys.modules.get("workbench.tensors.world")
+    world = worlds.joined() if worlds is not None else None
+    if world is None:
+        return Progress()
+    context = world.context
+    num_boxings, sums = sum(context.num_edges.values()), tuple(sorted(context.num_sums.items()))
+    return Progress(world.num_rebuilds, num_boxings, sums, _describe(context.latest))
+
+
+def _describe(latest: Any) -> str:
+    if latest is None:
+        return ""
+    source, target, function = latest
+    layouts = f"{source.layout} -> {target.layout} of {tuple(source.shape)}"
+    return f"boxing {layouts} in {function}" if function else f"boxing {layouts}"
