@@ -55,18 +55,20 @@ class Overlap(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One exchange of a micro-batch: its kind, the bytes that each rank of the axis receives, and the product beside
-    which it runs in pieces.
+    """One exchange of a micro-batch: its kind, the bytes that each rank of the axis receives, the product beside
+    which it runs in pieces, and on the data axis its number of ranks.
     """
 
     kind: str
     received_bytes: float
     axis: str = "model"
     overlap: Overlap | None = None
+    num_ranks: int = 0
 
     def seconds(self, setting: StageSettings) -> float:
         """Its time. The ranks of a context are as far apart as a model axis is long."""
-        size, stride = (setting.model, 1) if self.axis == "model" else (setting.context, setting.model)
+        size = {"model": setting.model, "context": setting.context}.get(self.axis, self.num_ranks)
+        stride = 1 if self.axis == "model" else setting.model
         pieces = 1 if self.overlap is None else self.overlap.pieces
         seconds = exchange_s(setting.hardware, self.received_bytes / pieces, size, stride, self.kind)
         return seconds if self.overlap is None else self.overlap.exposed_s(seconds, setting)
@@ -98,6 +100,8 @@ def boxings(
     products in forward and backward, beside which exchanges of its sums may run.
     """
     forward, backward = _on_context_axis(row, choice, before, setting, is_last)
+    spread, brought = _to_experts(row, choice, ends_of_expert(choice, before, following, setting.model), setting)
+    forward, backward = [*forward, *spread], [*brought, *backward]
     if setting.model == 1:
         return Boxings(tuple(forward), tuple(backward))
     arriving, leaving = _changes(row, choice, before, following, setting, boxed_for or choice)
@@ -159,16 +163,42 @@ def _on_context_axis(
     return forward, backward
 
 
-def tokens_s_and_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
-    """(seconds, bytes that a rank receives) of tokens that go to experts of other ranks of the data axis, and of
-    results that come back. Backward has the same two exchanges. All experts are chosen alike often.
+def ends_of_expert(
+    choice: ResolvedLayer, before: Neighbour | None, following: ResolvedLayer | None, model: int
+) -> tuple[bool, bool]:
+    """Whether rows come to the ranks of an expert of a list before its layer, which the expert before does not have
+    there, and whether results go back behind it.
     """
-    if choice.over_data == 1 or choice.expert is not None:
-        return 0.0, 0.0
-    chosen = max(1, row.layer.chosen) / setting.model
-    received = chosen * output_bytes(row, setting) * (1 - 1 / choice.over_data)
-    seconds = exchange_s(setting.hardware, received, choice.over_data, setting.model, "all-to-all")
-    return 2 * seconds, 2 * received
+    if choice.expert is None:
+        return False, False
+    number, experts = choice.expert
+    last = before[1].expert if before is not None else None
+    ranks = choice.over_data * model
+    is_there = last is not None and last[0] * ranks // experts == number * ranks // experts
+    return not is_there, following is None or following.expert != choice.expert
+
+
+def _to_experts(
+    row: LayerCost, choice: ResolvedLayer, ends: tuple[bool, bool], setting: StageSettings
+) -> tuple[list[Exchange], list[Exchange]]:
+    """Exchanges of forward and backward over the data axis: of tokens that go to experts of other ranks, and of results
+    that come back. All experts are chosen alike often.
+
+    Of a list, all rows go to each rank that has an expert; what comes back is a sum over all ranks.
+    """
+    split, both = choice.over_data, row.has_gradients
+    if choice.expert is None:
+        chosen = max(1, row.layer.chosen) / setting.model
+        tokens = Exchange("all-to-all", chosen * output_bytes(row, setting) * (1 - 1 / split), "data", None, split)
+        return [tokens, tokens] * (split > 1), [tokens, tokens] * (split > 1 and both[1])
+    taken = extent_bytes(row.input_extent or row.output, row.itemsize, setting)
+    given = output_bytes(row, setting)
+    num_bytes = (split - 1) * taken / (split * setting.model)  # all for one of these ranks
+    rows = [Exchange("all-to-all", num_bytes, "data", None, split)] * ends[0]
+    sums = [Exchange("reduce-scatter", (setting.data - 1) * given, "data", None, setting.data)] * ends[1]
+    of_model = [Exchange("all-reduce", summed_bytes(setting.hardware, given, setting.model))] * ends[1]
+    back = [each._replace(kind="all-gather") for each in sums if both[1]] + rows * both[0]
+    return [*rows, *sums, *(of_model if setting.model > 1 else ())], back
 
 
 def _changes(

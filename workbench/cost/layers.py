@@ -24,7 +24,6 @@ from workbench.cost.boxings import (
     passed_bytes,
     seconds_and_bytes,
     splits_words,
-    tokens_s_and_bytes,
 )
 from workbench.cost.compute import FLASH, backward_s, forward_s
 from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
@@ -186,14 +185,7 @@ def layer_price(
         products_back += sum(back) if work.is_matmul and is_own else 0.0
     beside = products_s[True], products_back
     exchanges = boxings(row, choice, before, following, setting, is_last=is_last, products_s=beside)
-    travel_s, travel_bytes = tokens_s_and_bytes(row, choice, setting)
-    boxing = [
-        (seconds + travel_s * travels, received + travel_bytes * travels)
-        for (seconds, received), travels in (
-            (seconds_and_bytes(exchanges.forward, setting), True),
-            (seconds_and_bytes(exchanges.backward, setting), row.has_gradients[1]),
-        )
-    ]
+    boxing = [seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)]
     sums_s, _ = seconds_and_bytes(exchanges.sums, setting)
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials

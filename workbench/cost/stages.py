@@ -11,7 +11,7 @@ from workbench.core.recompute_kinds import chosen_blocks
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE
 from workbench.cost.accumulation import accumulation_s, rows_in_blocks, stage_adds_in_place
-from workbench.cost.boxings import are_siblings
+from workbench.cost.boxings import are_siblings, ends_of_expert
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import NO_WEIGHTS, LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
@@ -89,10 +89,11 @@ def prices_of(
                 are_siblings(before, (row, choice)),
             )
         is_last = index == len(rows) - 1
-        key += (None if following is None else _of_choice(following[1]), is_last)
+        behind = None if following is None else following[1]
+        key += (behind and _of_choice(behind), is_last, ends_of_expert(choice, before, behind, setting.model))
         price = known.get(key)
         if price is None:
-            price = known[key] = layer_price(row, choice, before, following[1] if following else None, setting, is_last)
+            price = known[key] = layer_price(row, choice, before, behind, setting, is_last)
         prices.append(price)
     return prices
 

@@ -40,9 +40,14 @@ class RowClasses:
             key = (row.counted, layer.kind, layer.tied_to is None)
             self.of_row.append(known.setdefault(key, len(known)))
             shares = index > 0 and share_input(problem.rows[index - 1].layer, layer)
-            before = (self.of_row[index - 1], shares) if index else None
+            goes_on = index > 0 and problem.rows[index - 1].layer.expert == layer.expert
+            before = (self.of_row[index - 1], shares, goes_on) if index else None
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
-        self.kinds = [row.layer.kind for row in problem.rows]
+        experts = [row.layer.expert for row in problem.rows]
+        self.kinds = [
+            (row.layer.kind, expert == before)
+            for row, expert, before in zip(problem.rows, experts, [None, *experts], strict=False)
+        ]
         self.blocks = block_of_rows(problem.costs)
         self.recomputed, self.are_alone = rows_again(problem.costs)
 

@@ -308,6 +308,12 @@ def test_a_list_of_experts_lies_on_its_ranks_and_what_goes_there_counts(picks):
             str(model.plan),
         )
 
-    for planned, sent, text in run_ranks(program, 2):
+    found = run_ranks(program, 2)
+    for planned, sent, text in found:
         assert (planned == 0) if picks else (planned == sent > 0)
         assert ("not counted: rows that the model picks for experts" in text) == picks
+    if not picks:  # costs of a model that reads values are refused
+        costs = layer_costs(base, torch.ones(16, 8), loss_fn=lambda output, _: output.sum(), targets=torch.ones(16))
+        strategy = Strategy("*: data; *: expert").resolve(costs.layers, 2)
+        predicted = estimate(costs, strategy, load_hardware("a100-80g-selene"), 16)
+        assert predicted.sent.activations == sum(planned for planned, _, _ in found) and predicted.boxing_s > 0
