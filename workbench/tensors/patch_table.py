@@ -43,6 +43,12 @@ PATCHES: list[Patch] = []
 _undo: dict[int, Callable[[], None]] = {}
 _imported: list[tuple[dict[str, Any], str, Any, Any]] = []
 """Names in a program's modules: namespace, name, torch's own, and its replacement."""
+_looked_for: set[int | str] = set()
+"""What modules have been searched for, as the keys of ``_Replaced``."""
+_looked_at: set[str] = set()
+"""The modules that have been searched: thousands of them take a tenth of a second, which is too long for each world."""
+_importing: dict[str, set[str]] = {}
+"""By module, its names that mean something replaced."""
 _KEEP_NAMES = {"torch", "workbench", *sys.stdlib_module_names} - {"__main__"}
 """Packages whose modules mean torch's own, or import none of it."""
 _num_worlds = 0
@@ -134,14 +140,30 @@ class _Replaced:
 
 
 def _replace_imported(replaced: _Replaced) -> None:
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] not in _KEEP_NAMES and isinstance(module, ModuleType):
-            namespace = vars(module)
-            for name, value in list(namespace.items()) if replaced.are_in(list(namespace.values())) else ():
-                now = replaced.now(value)
-                if now is not value:
-                    namespace[name] = now
-                    _imported.append((namespace, name, value, now))
+    _look_at_modules(replaced)
+    for module_name, names in _importing.items():
+        namespace = vars(sys.modules[module_name]) if module_name in sys.modules else {}
+        for name in names & namespace.keys():
+            if (now := replaced.now(value := namespace[name])) is not value:
+                namespace[name] = now
+                _imported.append((namespace, name, value, now))
+
+
+def _look_at_modules(replaced: _Replaced) -> None:
+    """Find the modules with names of something replaced: in ``__main__`` each time, in others when they are new."""
+    wanted: set[int | str] = {*replaced.functions, *replaced.classes}
+    if not wanted <= _looked_for:
+        _looked_for.update(wanted)
+        _looked_at.clear()
+    for module_name in [*(sys.modules.keys() - _looked_at), "__main__"]:
+        module = sys.modules.get(module_name)
+        _looked_at.add(module_name)
+        if module_name.partition(".")[0] in _KEEP_NAMES or not isinstance(module, ModuleType):
+            continue
+        namespace = dict(vars(module))
+        if replaced.are_in(list(namespace.values())):
+            found = {name for name, value in namespace.items() if replaced.now(value) is not value}
+            _importing.setdefault(module_name, set()).update(found)
 
 
 def _apply(entry: Patch, replaced: _Replaced) -> Callable[[], None] | None:
