@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import subprocess
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -217,11 +218,11 @@ def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is
 
         def interrupted(rank):
             worlds[rank] = current()
-            model, num_calls = copy.deepcopy(built), []
+            model, calls = copy.deepcopy(built), SimpleQueue()  # which the first look at a model cannot put back
 
             def stop(*_):
-                num_calls.append(1)
-                if rank == 1 and len(num_calls) == 2:
+                calls.put(1)
+                if rank == 1 and calls.qsize() == 2:
                     process.kill()
                     process.wait()
                     raise SystemExit if is_lost else KeyboardInterrupt

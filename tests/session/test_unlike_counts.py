@@ -92,6 +92,12 @@ def test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(ses
     session.run("torch.set_grad_enabled(True);")
 
 
+@pytest.mark.engines
+def test_it_is_found_beside_an_engine_that_has_been_replaced(session):
+    session.restart([1])
+    test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(session, None)
+
+
 def box_and_count(n):
     import workbench as wb
 

@@ -117,7 +117,7 @@ class Value:
 class Progress:
     """How many exchanges the program on one rank has called since its world was built."""
 
-    num_rebuilds: int = 0
+    generation: int = 0  #: of the world; equal on its ranks
     num_boxings: int = 0  #: every rank counts every one
     num_sums: tuple[tuple[tuple[int, ...], int], ...] = ()  #: by group of ranks, which count theirs
     latest: str = ""  #: the latest boxing

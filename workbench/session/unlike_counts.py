@@ -47,7 +47,7 @@ def describe_unlike(progress: Mapping[int, Progress]) -> str:
     >>> print(describe_unlike({0: Progress(num_boxings=8, latest="boxing B -> P"), 1: Progress(num_boxings=7)})[:79])
     The ranks have called unlike numbers of exchanges: rank 0 called 8, rank 1 7. T
     """
-    if len({each.num_rebuilds for each in progress.values()}) > 1:
+    if len({each.generation for each in progress.values()}) > 1:
         return ""
     boxings = {rank: each.num_boxings for rank, each in progress.items()}
     if len(set(boxings.values())) > 1:

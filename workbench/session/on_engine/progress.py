@@ -32,7 +32,7 @@ def progress() -> Progress:
         return Progress()
     context = world.context
     num_boxings, sums = sum(context.num_edges.values()), tuple(sorted(context.num_sums.items()))
-    return Progress(world.num_rebuilds, num_boxings, sums, _describe(context.latest))
+    return Progress(world.generation, num_boxings, sums, _describe(context.latest))
 
 
 def _describe(latest: Any) -> str:
