@@ -57,6 +57,7 @@ def test_a_cell_that_failed_on_one_rank_is_not_asked_about():
     failures = {0: Failure("ValueError", "x", (), 0.0)}
     outcome = Outcome((0, 1), progress={0: Progress(0, 5)}, failures=failures)
     ExchangeCounts().check(outcome, RANKS, refuse_to_answer)
+    assert not outcome.unlike_counts
 
 
 def test_an_engine_counts_every_boxing_and_names_the_latest():
@@ -83,19 +84,15 @@ IS_RIGHT = "y = model(x[:4])\nbool((y.full_tensor() - plain(x[:4])).abs().max() 
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("ranks", [[0], None])
-def test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(session, ranks):
+@pytest.mark.parametrize(("ranks", "replaced"), [([0], []), (None, []), (None, [1])])
+def test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(session, ranks, replaced):
+    if replaced:
+        session.restart(replaced)
     session.run(SETUP)
     with pytest.raises(CellError, match=r"unlike numbers of exchanges: rank 0 called \d+, rank 1 \d+\. .* in 1\. All"):
         session.run("if wb.rank() == 0: model(x[4:])", ranks=ranks)
     assert session.run(IS_RIGHT).values == [True, True]
     session.run("torch.set_grad_enabled(True);")
-
-
-@pytest.mark.engines
-def test_it_is_found_beside_an_engine_that_has_been_replaced(session):
-    session.restart([1])
-    test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(session, None)
 
 
 def box_and_count(n):

@@ -270,7 +270,8 @@ def test_a_profile_has_the_name_of_its_strategy(part: RunsSection, trainer: Fake
     trainer.runs[0].waiting += [RunEvent("strategy", 2, "*: model"), begun, changed, profile]
     wait_until(lambda: "Profile of model<" in part.profile_section._title.value, "the profile is shown")
     trainer.runs[0].waiting += [begun, profile]
-    wait_until(lambda: "Profile of model:row" in part.profile_section._title.value, "the next one is shown")
+    wait_until(lambda: "Profile of model<" not in part.profile_section._title.value, "the next one is shown")
+    assert "Profile of model:row<" in part.profile_section._title.value
     finish(part, trainer)
 
 
