@@ -213,6 +213,15 @@ def test_mistakes_are_found(mistake, monkeypatch):
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=8 1f1b"])
 def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is_lost, num_ranks):
+    assert_they_train_again(strategy, is_lost, num_ranks, num_forwards=2)
+
+
+def test_ranks_notice_a_lost_one_while_another_waits_in_the_first_call_on_a_communicator():
+    assert_they_train_again("pipeline | mb=8 1f1b", True, 4, num_forwards=3)
+
+
+def assert_they_train_again(strategy, is_lost, num_ranks, num_forwards):
+    """After rank 1 has stopped in its ``num_forwards``-th forward, of which the first look at a model makes one."""
     built, worlds = deep_mlp(), [None] * num_ranks
     with subprocess.Popen(["sleep", "60"]) as process:
 
@@ -222,7 +231,7 @@ def test_ranks_train_again_after_an_interrupt_or_the_loss_of_a_rank(strategy, is
 
             def stop(*_):
                 calls.put(1)
-                if rank == 1 and calls.qsize() == 2:
+                if rank == 1 and calls.qsize() == num_forwards:
                     process.kill()
                     process.wait()
                     raise SystemExit if is_lost else KeyboardInterrupt

@@ -44,18 +44,33 @@ def watches(monkeypatch):
 def test_nothing_is_written_while_all_is_well(watches):
     for watchdog in watches:
         for number in range(100):
-            watchdog.record(f"call {number}", [nccl_watchdog.group_channel(range(3))], range(3), [Call(is_done=True)])
+            watchdog.call(
+                lambda: Call(is_done=True), f"call {number}", [nccl_watchdog.group_channel(range(3))], range(3)
+            )
         assert watchdog.find_hang() is None
     assert watches[0]._store.num_keys() == 0 and not watches[0]._pending
 
 
+def test_a_call_is_watched_while_torch_waits_in_it_for_the_peer(watches):
+    one, two, _ = watches
+    found = []
+
+    def first_on_its_communicator():
+        two.end("gave up: KeyboardInterrupt")
+        found.append(one.find_hang())
+        raise RuntimeError("NCCL communicator was aborted")
+
+    with pytest.raises(RuntimeError):
+        one.call(first_on_its_communicator, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
+    assert found == ["rank 0 stopped waiting in a sum: rank 1 gave up: KeyboardInterrupt"]
+    assert one.find_hang() is None  # a call that has failed is not in flight
+
+
 def test_two_calls_with_one_number_are_reported_on_both_ranks(watches):
     one, two, _ = watches
-    one.record("boxing S(0) -> B", [nccl_watchdog.send_channel(0, 1), nccl_watchdog.send_channel(1, 0)], [1], [Call()])
+    one.call(Call, "boxing S(0) -> B", [nccl_watchdog.send_channel(0, 1), nccl_watchdog.send_channel(1, 0)], [1])
     assert one.find_hang() is None  # rank 1 has written nothing, it may be slow
-    two.record(
-        "boxing S(0) -> S(1)", [nccl_watchdog.send_channel(1, 0), nccl_watchdog.send_channel(0, 1)], [0], [Call()]
-    )
+    two.call(Call, "boxing S(0) -> S(1)", [nccl_watchdog.send_channel(1, 0), nccl_watchdog.send_channel(0, 1)], [0])
     text = two.find_hang()
     assert "rank 1 stopped waiting in boxing S(0) -> S(1): ranks diverged" in text
     assert "call 1 of 1 -> 0 is boxing S(0) -> B on rank 0" in text
@@ -66,7 +81,7 @@ def test_a_skipped_call_is_found_at_the_next_one(watches):
     for watchdog in watches[:2]:
         for name in ("first", "second", "third"):
             if (watchdog.rank, name) != (1, "second"):
-                watchdog.record(name, [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+                watchdog.call(Call, name, [nccl_watchdog.group_channel([0, 1])], [0, 1])
     assert watches[1].find_hang() is None
     for watchdog in watches[:2]:
         watchdog._pending.popleft()
@@ -77,11 +92,11 @@ def test_a_skipped_call_is_found_at_the_next_one(watches):
 def test_each_direction_of_a_pipeline_is_counted_separately(watches):
     one, two, _ = watches
     for number in range(3):
-        one.record(f"forward {number}", [nccl_watchdog.send_channel(0, 1)], [1], [Call()])
-    one.record("backward 0", [nccl_watchdog.send_channel(1, 0)], [1], [Call()])
-    two.record("forward 0", [nccl_watchdog.send_channel(0, 1)], [0], [Call()])
-    two.record("backward 0", [nccl_watchdog.send_channel(1, 0)], [0], [Call()])
-    two.record("forward 1", [nccl_watchdog.send_channel(0, 1)], [0], [Call()])
+        one.call(Call, f"forward {number}", [nccl_watchdog.send_channel(0, 1)], [1])
+    one.call(Call, "backward 0", [nccl_watchdog.send_channel(1, 0)], [1])
+    two.call(Call, "forward 0", [nccl_watchdog.send_channel(0, 1)], [0])
+    two.call(Call, "backward 0", [nccl_watchdog.send_channel(1, 0)], [0])
+    two.call(Call, "forward 1", [nccl_watchdog.send_channel(0, 1)], [0])
     for _ in range(4):
         for watchdog in (one, two):
             assert watchdog.find_hang() is None
@@ -90,9 +105,9 @@ def test_each_direction_of_a_pipeline_is_counted_separately(watches):
 
 def test_a_slow_rank_is_reported_only_at_the_timeout(watches):
     one, two, _ = watches
-    two.record("first", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
-    one.record("first", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
-    one.record("second", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+    two.call(Call, "first", [nccl_watchdog.group_channel([0, 1])], [0, 1])
+    one.call(Call, "first", [nccl_watchdog.group_channel([0, 1])], [0, 1])
+    one.call(Call, "second", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     one._pending.popleft()
     assert two.find_hang() is None and one.find_hang() is None
     one._timeout_s = 0.0
@@ -104,7 +119,7 @@ def test_a_slow_rank_is_reported_only_at_the_timeout(watches):
 
 def test_ranks_that_close_or_fail_are_named(watches):
     one, two, three = watches
-    one.record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+    one.call(Call, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     three.end(HAS_LEFT)
     assert one.find_hang() is None
     two.end(HAS_LEFT)
@@ -116,9 +131,9 @@ def test_ranks_that_close_or_fail_are_named(watches):
 
 def test_forgotten_headers_cause_no_error(watches):
     one, two, _ = watches
-    one.record("old", [nccl_watchdog.send_channel(0, 1)], [1], [Call()])
+    one.call(Call, "old", [nccl_watchdog.send_channel(0, 1)], [1])
     for number in range(nccl_watchdog._NUM_REMEMBERED + 5):
-        two.record(f"call {number}", [nccl_watchdog.send_channel(0, 1)], [0], [Call(is_done=True)])
+        two.call(lambda: Call(is_done=True), f"call {number}", [nccl_watchdog.send_channel(0, 1)], [0])
     two._write()
     assert one.find_hang() is None
 
@@ -128,7 +143,7 @@ def test_the_end_of_a_process_is_detected(monkeypatch):
     monkeypatch.setattr(NcclWatchdog, "_watch", lambda self: None)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     watchdog = NcclWatchdog(rendezvous_of(2, [os.getpid(), other.pid]), 0, 60.0, lambda reason: None)
-    watchdog.record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+    watchdog.call(Call, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     assert watchdog.find_hang() is None
     other.kill()
     other.wait()
@@ -141,7 +156,7 @@ def test_an_error_of_nccl_is_reported(watches):
         def is_completed(self):
             raise RuntimeError("NCCL error: remote process exited\nand a stack")
 
-    watches[0].record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Broken()])
+    watches[0].call(Broken, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     text = watches[0].find_hang()
     assert text == "rank 0 stopped waiting in a sum: NCCL reports NCCL error: remote process exited"
 
@@ -194,7 +209,7 @@ def test_a_hang_says_what_nccl_has_not_ended(watches, monkeypatch):
 
     one, two, _ = watches
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
-    one.record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
+    one.call(Call, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     assert one.find_hang() is None and not asked
     two.end(HAS_LEFT)
     assert one.find_hang() == (

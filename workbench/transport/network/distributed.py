@@ -110,7 +110,7 @@ class DistributedTransport(Transport):
             for call in one_way:  # the first call on a communicator waits for the peer's: one order for all
                 group = None if call.source < call.destination else self._downward
                 group = self._channels[self._channel] if self._channel else group
-                pending = self._record_calls(header, [call], call.function(call.memory, call.peer, group=group))
+                pending = self._call(partial(call.function, call.memory, call.peer, group=group), header, [call])
                 if call.destination == self.rank:
                     received.append(pending)
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
@@ -121,14 +121,14 @@ class DistributedTransport(Transport):
         """Start calls of one exchange together. ``init`` has met all ranks before, which torch requires."""
         if not calls:
             return []
-        [work] = dist.batch_isend_irecv([dist.P2POp(call.function, call.memory, call.peer) for call in calls])
-        return [self._record_calls(header, calls, work)]
+        batch = [dist.P2POp(call.function, call.memory, call.peer) for call in calls]
+        return [self._call(lambda: dist.batch_isend_irecv(batch)[0], header, calls)]
 
-    def _record_calls(self, header: str, calls: list[_Call], work: Any) -> Pending:
+    def _call(self, function: Callable[[], Any], header: str, calls: list[_Call]) -> Pending:
         channels = dict.fromkeys(
             nccl_watchdog.send_channel(call.source, call.destination) + self._channel for call in calls
         )
-        return self._watchdog.record(header, list(channels), [call.peer for call in calls], [work])
+        return self._watchdog.call(function, header, list(channels), [call.peer for call in calls])
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -186,21 +186,21 @@ class DistributedTransport(Transport):
         return finish
 
     def _start_collective(self, call: Callable[..., Any], group: Sequence[int], header: str) -> Callable[[], None]:
+        def start() -> Any:
+            return call(group=self._group(tuple(group)), async_op=True)
+
         with self._calling(header):
-            work = call(group=self._group(tuple(group)), async_op=True)
-        pending = self._watchdog.record(header, [nccl_watchdog.group_channel(group)], group, [work])
+            pending = self._watchdog.call(start, header, [nccl_watchdog.group_channel(group)], group)
         return partial(self._wait, [pending], header)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        all_ranks, call = range(self.world_size), partial(dist.all_gather, parts, tensor, async_op=True)
+        channels = [nccl_watchdog.group_channel(all_ranks)]
         with self._calling(header):
-            work = dist.all_gather(parts, tensor, async_op=True)
-        all_ranks = range(self.world_size)
-        pending = self._watchdog.record(
-            f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(all_ranks)], all_ranks, [work]
-        )
+            pending = self._watchdog.call(call, f"{header}, all-gather of {tensor.numel()}", channels, all_ranks)
         started, count = time.perf_counter(), 0
-        while not work.is_completed():
+        while not pending.has_ended:
             count += 1
             if count < _NUM_YIELDS:
                 os.sched_yield()
@@ -247,7 +247,7 @@ class DistributedTransport(Transport):
         torch's handles would keep all results until then.
         """
         for call in calls:
-            for work in call.works:
+            for work in call.works or ():
                 work.wait()
             call.works = () if self.device.type == "cpu" else (StreamPosition(self.device),)
         self._raise_if_aborted(header)

@@ -59,19 +59,20 @@ class Pending:
     """A call that has not ended.
 
     Attributes:
-        works: torch's handles. They hold the results: set others as soon as they have been waited for.
+        works: torch's handles; None while torch has not returned them, as the first call on a communicator waits there
+            for the peers. They hold the results: set others as soon as they have been waited for.
     """
 
     started_s: float
     header: str
     numbers: tuple[tuple[str, int], ...]
     ranks: frozenset[int]
-    works: tuple[Work, ...]
+    works: tuple[Work, ...] | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether all of it has been done."""
-        return all(work.is_completed() for work in self.works)
+        return self.works is not None and all(work.is_completed() for work in self.works)
 
 
 class StreamPosition:
@@ -136,8 +137,8 @@ class NcclWatchdog:
         self._thread: threading.Thread | None = None
         self._how = ""
 
-    def record(self, header: str, channels: Sequence[str], ranks: Sequence[int], works: Sequence[Work]) -> Pending:
-        """Record a call of this rank on these channels, together with ``ranks``."""
+    def call(self, function: Callable[[], Work], header: str, channels: Sequence[str], ranks: Sequence[int]) -> Pending:
+        """Make a call of this rank on these channels, together with ``ranks``; it is recorded before it is made."""
         with suppress(RuntimeError):  # the thread reports it
             self._drop_ended()
         numbers = []
@@ -148,11 +149,17 @@ class NcclWatchdog:
                 self._calls[channel] = (number + 1, headers)
                 numbers.append((channel, number + 1))
             others = frozenset(ranks) - {self.rank}
-            pending = Pending(time.monotonic(), header, tuple(numbers), others, tuple(works))
+            pending = Pending(time.monotonic(), header, tuple(numbers), others)
             self._pending.append(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="workbench-calls", daemon=True)
             self._thread.start()
+        try:
+            pending.works = (function(),)
+        finally:
+            if pending.works is None:  # it failed, which is no hang
+                with self._lock:
+                    self._pending.remove(pending)
         return pending
 
     def find_hang(self) -> str | None:
