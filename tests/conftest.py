@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -15,6 +16,8 @@ import pytest
 from tests import warm
 from tests.sampling import mark_what_is_not_sampled
 from tests.timeouts import PAGE_TIMEOUT_S, PROGRAM_TIMEOUT_S
+
+atexit.register(gc.unfreeze)  # extension modules tell of objects that are left; others collect garbage before, slowly
 
 _REAL = ("procs", "engines", "browser")
 _LATER = (*_REAL, "slow")
@@ -107,11 +110,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _set_aside() -> None:
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Extension modules tell of objects that are left when the interpreter ends."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
