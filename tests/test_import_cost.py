@@ -90,6 +90,12 @@ def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:
     assert not loaded & (NOTEBOOK_SIDE - {"IPython.display"} | {"torch._dynamo", "workbench.session.cluster"})
 
 
+def test_an_engine_loads_nothing_of_the_notebooks_side_to_run_jobs() -> None:
+    loaded = loaded_with_torch()["jobs"]
+    assert "workbench.flow.jobs.remote" in loaded
+    assert not loaded & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session.cluster", "sklearn"})
+
+
 def test_the_command_line_answers_without_torch() -> None:
     assert not loaded_by(*modules_in("cli")) & {"torch", "plotly", "pandas", "ipyparallel", "sklearn"}
 

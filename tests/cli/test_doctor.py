@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import socket
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,22 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {what} " in said
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 def test_an_engine_starts() -> None:
     finding = checks.check_engine()
     assert finding.state == GOOD, finding.text
+
+
+@pytest.mark.parametrize(("size", "state"), [(1, GOOD), (2, BAD)])
+def test_an_engine_is_good_where_it_is_alone_in_its_world(
+    monkeypatch: pytest.MonkeyPatch, size: int, state: Any
+) -> None:
+    from workbench.session import cluster
+
+    played = SimpleNamespace(run=lambda code, timeout: SimpleNamespace(values=[size]))
+    monkeypatch.setattr(cluster, "Session", lambda **_asked: nullcontext(played))
+    assert checks.check_engine().state == state
 
 
 def test_a_needed_package_that_is_missing_is_bad() -> None:

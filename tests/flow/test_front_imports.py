@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tests.test_import_cost import NOTEBOOK_SIDE, loaded_by, loaded_with_torch
+from tests.test_import_cost import loaded_by
 from workbench import flow
 from workbench.flow import nn
 
@@ -15,21 +15,10 @@ def test_the_table_of_names_loads_nothing() -> None:
     assert not loaded_by("workbench.flow", "workbench.flow.nn") & {"torch", "numpy", "ipyparallel"}
 
 
-def test_an_engine_loads_nothing_of_the_notebooks_side_to_run_jobs() -> None:
-    loaded = loaded_with_torch()["jobs"]
-    assert "workbench.flow.jobs.remote" in loaded
-    assert not loaded & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session.cluster", "sklearn"})
-
-
-@pytest.mark.parametrize("name", flow.__all__)
-def test_a_name_of_flow_is_there(name: str) -> None:
-    assert getattr(flow, name) is not None
-    assert name in dir(flow)
-
-
-@pytest.mark.parametrize("name", nn.__all__)
-def test_a_name_of_nn_is_there(name: str) -> None:
-    assert getattr(nn, name) is not None
+def test_all_names_are_there() -> None:
+    assert set(flow.__all__) <= set(dir(flow))
+    for module, names in ((flow, flow.__all__), (nn, nn.__all__)):
+        assert not [name for name in names if getattr(module, name) is None]
 
 
 @pytest.mark.parametrize("module", ["config", "distribute", "layers", "losses", "optimizer", "scope", "train"])

@@ -86,7 +86,7 @@ def test_groups_of_ranks(num_ranks, spans):
     assert default_spans(num_ranks) == spans
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_measure_together(monkeypatch, num_ranks):
     """On simulated ranks, with small sizes: rows of all kinds, and a machine that can be."""
     monkeypatch.setattr(machine_times, "PRODUCTS", ((8, 4, 8), (8, 64, 8)))

@@ -141,6 +141,12 @@ FAULTS = {
 COSTLY = ("kill", "stop", "plain group")
 
 
+@pytest.fixture
+def own_session():
+    with Session(engines=NUM_ENGINES, device="cpu") as session:
+        yield session
+
+
 def empty_cell_s(session):
     began = time.monotonic()
     session.run("pass")
@@ -170,33 +176,32 @@ def assert_not_grown(before, after):
     assert not grown, grown
 
 
-def assert_endures(faults, seed, folder):
+def assert_endures(session, faults, seed, folder):
     """Each fault in turn, on a random rank, with a training loop that goes on from its newest checkpoint."""
     chance = random.Random(seed)
     late = []
-    with Session(engines=NUM_ENGINES, device="cpu") as session:
-        session.run(SETUP)
-        save = f"wb.checkpoint.save(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer, step=step)"
-        load = f"step = wb.checkpoint.load(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer)['step']"
-        session.run(f"for _ in range(5): train()\n{save}")
-        steps, before = 5, None
-        for number, name in enumerate(faults):
-            busy_s = empty_cell_s(session)
-            began = FAULTS[name](session, chance.randrange(NUM_ENGINES))
-            took = time.monotonic() - began
-            if took > BACK_WITHIN_S + busy_s:
-                late.append((number, name, round(took, 2)))
-            if name in COSTLY:
-                session.run(f"{SETUP}\n{load}")
-                assert session.run("step").values == [steps] * NUM_ENGINES
-            else:
-                session.run(load)
-            losses = session.run(f"losses = [train() for _ in range(3)]\n{save}\nlosses").values
-            assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] + 1e-6, (number, name, losses)
-            steps += 3
-            if number == min(3, len(faults) - 1):
-                before = measures(session)
-        after = measures(session)
+    session.run(SETUP)
+    save = f"wb.checkpoint.save(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer, step=step)"
+    load = f"step = wb.checkpoint.load(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer)['step']"
+    session.run(f"for _ in range(5): train()\n{save}")
+    steps, before = 5, None
+    for number, name in enumerate(faults):
+        busy_s = empty_cell_s(session)
+        began = FAULTS[name](session, chance.randrange(NUM_ENGINES))
+        took = time.monotonic() - began
+        if took > BACK_WITHIN_S + busy_s:
+            late.append((number, name, round(took, 2)))
+        if name in COSTLY:
+            session.run(f"{SETUP}\n{load}")
+            assert session.run("step").values == [steps] * NUM_ENGINES
+        else:
+            session.run(load)
+        losses = session.run(f"losses = [train() for _ in range(3)]\n{save}\nlosses").values
+        assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] + 1e-6, (number, name, losses)
+        steps += 3
+        if number == min(3, len(faults) - 1):
+            before = measures(session)
+    after = measures(session)
     assert not late, late
     figures = ", ".join(f"{name} {was:.4g} -> {after[name][0]:.4g}" for name, (was, _) in before.items())
     sys.stdout.write(f"\nafter {len(faults)} faults: {figures}\n")  # for pytest -s
@@ -210,14 +215,21 @@ def test_growth_is_noticed():
         assert_not_grown(before, {"files": (18, 8), "processes": (6, 0)})
 
 
-def test_ten_faults(tmp_path):
+def test_five_faults(session, tmp_path):
+    assert_endures(session, ["raise", "interrupt", "backward of DDP", "diverge", "kill"], 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_ten_faults(own_session, tmp_path):
     ours = ["raise", "interrupt", "diverge", "kill", "timeout", "stop"]
     plain = ["plain collective", "backward of DDP", "two plain calls", "plain call and boxing"]
-    assert_endures([name for pair in itertools.zip_longest(ours, plain) for name in pair if name], 1, tmp_path)
+    assert_endures(
+        own_session, [name for pair in itertools.zip_longest(ours, plain) for name in pair if name], 1, tmp_path
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_hundred_faults(tmp_path):
+def test_two_hundred_faults(own_session, tmp_path):
     chance = random.Random(2)
-    assert_endures([chance.choice(list(FAULTS)) for _ in range(200)], 3, tmp_path)
+    assert_endures(own_session, [chance.choice(list(FAULTS)) for _ in range(200)], 3, tmp_path)

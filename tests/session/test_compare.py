@@ -129,6 +129,7 @@ def test_a_wrong_number_is_noticed(result):
     assert not broken.all_equal
 
 
+@pytest.mark.slow
 def test_large_losses_are_equal_though_they_round(session):
     large = {"loss_fn": large_loss, "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=1e-4)}
     result = wb.compare(make_model, data(), strategies=["data", "model"], batch_size=16, session=session, **large)

@@ -78,7 +78,7 @@ def run_alone(package, body, holds=True):
 
 
 @pytest.mark.procs
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BODIES)
 def test_the_interrupt_comes_after_the_whole_import(package, kind):
     ended = run_alone(package, BODIES[kind])
@@ -139,6 +139,7 @@ class TestEngines:
             session.run(program)
         assert session.run("import slow\nslow.core.number, slow.value").values == [(41, 41)] * 2
 
+    @pytest.mark.slow
     def test_an_import_that_takes_longer_than_all_steps_to_stop_is_waited_for(self, session, package):
         (package / "slow" / "core.py").write_text("import time\ntime.sleep(3)\nnumber = 41")
         session.run("kept = 7")
@@ -154,6 +155,7 @@ class TestEngines:
         call.result(WAIT_TIMEOUT_S)
         assert [each.importing for each in session.status()] == ["", ""]
 
+    @pytest.mark.slow  # test_stopping has the same in a played session
     def test_another_interrupt_ends_an_import_that_hangs_with_its_engine(self, session, hanging, capsys):
         for after_s in (0.5, 4.0):
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -164,6 +166,7 @@ class TestEngines:
         )
         assert session.run("globals().get('kept')").values == [None, 7]
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("slow", ["_publish_execute_input", "finish_metadata", "init_metadata"])
     def test_an_interrupt_around_the_code_of_a_cell_costs_no_engine(self, session, slow):
         """The kernel reads the request, or writes the reply: an interrupt there left it without one."""
@@ -178,6 +181,7 @@ class TestEngines:
         session.run(f"del {kernel}.{slow}")
         assert session.run("kept").values == [7, 7]
 
+    @pytest.mark.sampled(2, 1)
     @pytest.mark.parametrize("slow", ["kernel.do_apply", "showtraceback"])
     def test_an_interrupt_around_a_call_costs_no_engine(self, session, slow):
         """The second comes while the kernel handles the first: nothing replied then."""
@@ -200,6 +204,7 @@ class TestEngines:
             session.run("if wb.rank() == 0: import slow", timeout=0.5)
         assert session.run("globals().get('kept')").values == [None, 7]
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("clause", ["except KeyboardInterrupt", "finally"])
     def test_code_that_handles_an_interrupt_ends_in_its_time(self, session, tmp_path, clause):
         """It was interrupted again 0.6 s later, and killed if it computed in C."""
@@ -225,6 +230,7 @@ class TestEngines:
             session.run(textwrap.dedent(code))
         assert session.run("ended").values == [7, 7]
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("others", ["raise ValueError('yours')", "torch.distributed.barrier()"])
     def test_a_clause_for_an_error_ends_in_its_time_though_another_rank_has_failed(self, session, others):
         program = (

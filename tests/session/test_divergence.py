@@ -180,6 +180,7 @@ def test_messages_leave_a_rank_that_has_finished_its_cell(session):
     assert session.run("y.full_tensor().sum().item()").values == [4.0, 4.0]
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 def test_a_rank_whose_messages_nobody_reads_is_stopped(session):
     session.run(ONE_WAY)

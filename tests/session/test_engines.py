@@ -228,6 +228,7 @@ class TestFailures:
         assert "▶    2  1 / x" in text
         assert set(caught.value.failures) == {0, 1}
 
+    @pytest.mark.sampled(2, 1)
     @pytest.mark.parametrize(
         "wait", ["import time; time.sleep(30)", "wb.barrier()", "dist.barrier()", "dist.recv(t, 1)"]
     )

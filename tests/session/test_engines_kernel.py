@@ -8,7 +8,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from tests.session.traces import Traces
-from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S
+from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.engines
 
@@ -125,6 +125,10 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook, tmp_path
 
     assert notebook.run(START_ONE)[2] is None  # at once
     assert notebook.run("%%global\nwb.world_size()")[0] == "[all] 1\n"
+    in_c = tmp_path / "in_c"
+    stuck = f"import hashlib\nopen({str(in_c)!r}, 'w').close()\nhashlib.pbkdf2_hmac('sha256', b'x', b'y', 200_000_000)"
+    notebook.client.execute(f"%%global\n{stuck}")
+    wait_until(in_c.exists, "the cell")
     traces = Traces.of(notebook.pid)
     psutil.Process(notebook.pid).kill()
     traces.assert_gone()

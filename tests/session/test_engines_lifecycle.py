@@ -36,6 +36,7 @@ def ending_servers(monkeypatch):
 
 
 @pytest.mark.usefixtures("ending_servers")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ends", ["while all are awaited", "before all have been started"])
 def test_engines_that_fail_to_start_are_reported_with_their_log(ends, tmp_path, monkeypatch):
     if ends.startswith("before"):  # ipyparallel forgets an engine when it has seen the end of its process
@@ -85,11 +86,18 @@ def test_a_fork_server_that_cannot_load_is_reported_with_its_output(tmp_path, mo
     assert set(psutil.Process().children(recursive=True)) <= children_before
 
 
+def parents(session):
+    return {psutil.Process(pid).parent() for pid in session.run("import os; os.getpid()").values}
+
+
+def test_engines_have_one_parent(session):
+    (server,) = parents(session)
+    assert server.pid != os.getpid()
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("ending_servers")
 def test_engines_have_one_parent_which_ends_with_the_last_session():
-    def parents(session):
-        return {psutil.Process(pid).parent() for pid in session.run("import os; os.getpid()").values}
-
     with Session(engines=2, device="cpu") as session:
         (server,) = parents(session)
         session.restart([1])
@@ -155,6 +163,7 @@ def test_a_session_outlives_the_process_that_forks_its_engines(monkeypatch):
         assert session.run("wb.rank()").values == [0, 1]
 
 
+@pytest.mark.slow  # three processes that fork engines load torch
 @pytest.mark.usefixtures("ending_servers")
 def test_engines_stay_where_others_are_forked_by_another_server(monkeypatch):
     monkeypatch.setattr(launch, "num_cores", lambda: 2)  # two engines have fewer threads each than one
@@ -236,6 +245,7 @@ def test_a_plain_script_leaves_nothing_behind(tmp_path):
     assert not os.path.exists(facts["folder"])
 
 
+@pytest.mark.slow  # so ends the notebook of test_engines_kernel
 def test_nothing_outlives_a_killed_notebook(tmp_path):
     """The parent is killed while rank 0 is stuck in C."""
     script = tmp_path / "notebook.py"

@@ -78,9 +78,10 @@ def test_after_a_restart_the_job_is_sent_again(own_session, panel, comparison):
     assert_runs(panel, comparison)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_engine_gets_the_job_when_it_is_replaced(own_session, panel, comparison, rank):
-    """Rank 0 has one device's runs as well: they are made again. (Rank 1 is lost in the next test, during a run.)"""
+    """Rank 0 has one device's runs as well: they are made again, as after a restart."""
     kill(own_session, rank)
     assert_runs(panel, comparison)
     assert wb.compare(

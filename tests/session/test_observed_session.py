@@ -1,6 +1,7 @@
 """A second notebook, or a terminal, looks at engines that serve another one, also while a cell is stuck there."""
 
 import os
+import signal
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -18,14 +19,16 @@ from workbench.session.processes import discovery, folder
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
 
 STUCK = """
-import threading
+import os, threading
 session.run("kept = 7")
 def work():
-    for number in range(2):
+    for number in range(3):
+        while number == 2 and not os.path.exists(__file__ + ".go"):
+            time.sleep(0.05)
         try:
             session.run("print('before it, round', kept, flush=True)\\nimport time\\nwhile True: time.sleep(0.1)")
         except BaseException as error:
-            print(type(error).__name__, flush=True)
+            print("rank 1 died" if "rank 1 died while running" in str(error) else type(error).__name__, flush=True)
             session.run("kept += 1")
 worker = threading.Thread(target=work, daemon=True)
 worker.start()
@@ -79,6 +82,13 @@ def test_while_a_cell_is_stuck_elsewhere(tmp_path, capsys):
         magic_commands.detach(options())
         assert cluster.find_current() is None
         magic_commands.attach(options())
+
+        (tmp_path / "first.py.go").touch()
+        wait_until(lambda: terminal(capsys, "status")[1].count("busy: at cell line 3") == 2, "the last cell")
+        os.kill(cluster.current().status()[1].pid, signal.SIGSTOP)
+        code, out, _ = terminal(capsys, "interrupt")  # it is killed
+        assert code == 0 and "rank 1 did not react to an interrupt" in out and "its variables are lost" in out
+        assert first.process.stdout.readline() == b"rank 1 died\n"
     finally:
         kill(first)
     wait_until(lambda: not cluster.current()._facts.is_alive(), "the end of the session")
@@ -116,27 +126,3 @@ def test_one_of_several_is_chosen_by_its_name(tmp_path, capsys):
     magic_commands.attach(options(name=name))  # left by its notebook, so this is more than looking
     assert cluster.current().run("wb.rank()").values == [0]
     cluster.current().close()
-
-
-def test_a_rank_that_does_not_react_is_killed_from_there(tmp_path, capsys):
-    program = """
-    import os, signal, threading
-    pids = [each.pid for each in session.status()]
-    ran = []
-    def work():
-        try:
-            session.run("import time\\nwhile True: time.sleep(0.1)", ranks=[1])
-        except BaseException as error:
-            print("rank 1 died while running" in str(error), flush=True)
-    threading.Thread(target=work, daemon=True).start()
-    while not session.status()[1].busy:
-        time.sleep(0.05)
-    os.kill(pids[1], signal.SIGSTOP)
-    """
-    first = first_notebook(tmp_path, program, engines=2, keep=False)
-    try:
-        code, out, _ = terminal(capsys, "interrupt")
-        assert code == 0 and "rank 1 did not react to an interrupt" in out and "its variables are lost" in out
-        assert first.process.stdout.readline() == b"True\n"
-    finally:
-        kill(first)

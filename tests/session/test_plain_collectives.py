@@ -34,10 +34,13 @@ CASES = {
         "all_reduce",
     ),
 }
+ALWAYS = ("a collective", "two collectives")
+"""`test_chaos` has a backward of DDP beside them."""
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES]
+)
 def test_control_is_back_and_the_next_cell_works(session, case):
     code, words, call = CASES[case]
     is_killed = case == "a group"  # nothing ends a wait in a store
@@ -50,6 +53,7 @@ def test_control_is_back_and_the_next_cell_works(session, case):
     assert session.run("y.tolist(), globals().get('kept')").values[is_killed:] == [([2.0] * 3, 5)] * (2 - is_killed)
 
 
+@pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize("call", ["wait()", "wait(timedelta(seconds=60))", "wait(timeout=timedelta(seconds=60))"])
 def test_a_wait_takes_the_arguments_of_torch(session, call):
     """A short one, which torch serves, and one that a helper thread serves because it is long."""

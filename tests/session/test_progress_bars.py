@@ -122,6 +122,7 @@ class TestEngines:
             session.run_cell("1 / 0", show_bars=drawn.append)
         assert not any(drawn)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.std"])
     def test_every_tqdm_is_one_bar_that_moves(self, session, module):
         code = f"import time\nfrom {module} import tqdm, trange\nfor _ in trange(4): time.sleep(0.15)"

@@ -100,6 +100,7 @@ def test_random_numbers_continue_where_the_ranks_were(each_has_its_seed):
         assert then == expected[0 if rank == LOST and each_has_its_seed else 1]
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "givers"),
     [("*: data", 3, "rank 0"), ("0: model; 1: data; 4: model | 1x2x2", 4, "ranks 0,3")],
@@ -202,6 +203,7 @@ def test_each_value_comes_from_where_it_can():
     assert type(results[0][2]["meter"]) is new_class
 
 
+@pytest.mark.sampled(4, 1)
 @pytest.mark.parametrize(
     ("strategy", "lost"),
     [

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-import workbench as wb
 from workbench.errors import CellError, SessionError
 from workbench.session import magic_commands
 
@@ -39,13 +38,6 @@ def train(num_steps):
     assert isinstance(meter, Meter) and own_rank == wb.rank()
     return meter.values
 """
-
-
-@pytest.fixture(scope="module")
-def own_session():
-    """Of this module alone: it remembers set-up cells."""
-    with wb.Session(engines=2, device="cpu") as session:
-        yield session
 
 
 def kill(session, rank):
@@ -110,6 +102,7 @@ def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_
     assert own_session.run("train(3)[-3:]").values == [expected[3:]] * 2
 
 
+@pytest.mark.slow  # test_recovery has it on simulated ranks
 def test_training_of_new_engines_is_kept(own_session):
     """All were replaced, and the user has run the cells again by hand."""
     own_session.restart()

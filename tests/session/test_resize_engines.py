@@ -6,7 +6,6 @@ import signal
 import pytest
 from IPython.core.error import UsageError
 
-import workbench as wb
 from tests.timeouts import wait_until
 from workbench.errors import CellError, SessionError
 from workbench.session import magic_commands
@@ -36,12 +35,6 @@ def train(num_steps):
     assert own_rank == wb.rank()
     return losses
 """
-
-
-@pytest.fixture(scope="module")
-def own_session():
-    with wb.Session(engines=2, device="cpu") as session:
-        yield session
 
 
 def trained(session):
@@ -107,6 +100,7 @@ def test_numbers_that_cannot_be(own_session):
     assert own_session.num_engines == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_lost_while_others_start_is_named(own_session, monkeypatch, capfd):
     processes = own_session._pool._processes
     start_engines, started = processes.start_engines, []

@@ -52,6 +52,7 @@ def unbroken(num_steps):
     return run_ranks(lambda: train(set_up("*: data"), num_steps), 1)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "then"),
     [
@@ -98,6 +99,7 @@ def test_what_differs_between_ranks_stays_and_is_said():
     assert "S(0)" in where and "[0, 1]" in where and others == ["not moved: it differs between ranks"] * 2
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize(
     ("strategy", "givers"),
     [("*: data", "rank 0"), ("*: data | zero=3", "ranks 0-1"), ("0: model; 3: model; 5: data", "ranks 0-1")],

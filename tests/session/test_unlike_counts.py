@@ -84,7 +84,9 @@ IS_RIGHT = "y = model(x[:4])\nbool((y.full_tensor() - plain(x[:4])).abs().max() 
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize(("ranks", "replaced"), [([0], []), (None, []), (None, [1])])
+@pytest.mark.parametrize(
+    ("ranks", "replaced"), [([0], []), (None, []), pytest.param(None, [1], marks=pytest.mark.slow)]
+)
 def test_a_call_on_one_rank_that_need_not_wait_fails_and_harms_no_later_cell(session, ranks, replaced):
     if replaced:
         session.restart(replaced)

@@ -65,6 +65,7 @@ def test_and_when_one_rank_fails_or_the_cell_takes_too_long(session, view):
     assert view.live.history.last_step == 30
 
 
+@pytest.mark.slow
 def test_two_loops_in_one_cell(session, view):
     session.run(LOOP + LOOP.replace("range(40)", "range(7)"))
     assert_all_of_it(view, session, 7)

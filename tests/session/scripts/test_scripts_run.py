@@ -103,6 +103,7 @@ def losses_of_the_comparison(make: Callable[[], Any], dataset: Any, loss_fn: Any
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 def test_dropout_is_that_of_the_comparison(tmp_path: Path) -> None:
     text = wb.planner.script("*: data", 2, with_dropout, Pairs, mean_over_words, batch_size=BATCH_SIZE, steps=NUM_STEPS)
     right = losses_of_the_comparison(with_dropout, Pairs(), mean_over_words)
