@@ -136,6 +136,7 @@ def test_the_source_distribution_has_no_tests(built: Built) -> None:
     assert built.source.name == f"workbench-{workbench.__version__}.tar.gz"
 
 
+@pytest.mark.slow
 def test_it_is_imported_without_a_warning(installed: Installed) -> None:
     program = "import workbench; print(workbench.__file__, workbench.Session, workbench.GlobalTensor)"
     done = installed.run(installed.python, "-W", "error", "-c", program)

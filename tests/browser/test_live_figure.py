@@ -69,6 +69,7 @@ def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened:
     opened.page.wait_for_function(f"() => ({AXIS})().join() === '0,500'")
 
 
+@pytest.mark.slow
 def test_a_page_that_is_loaded_again_shows_all_of_it(opened: LabPage) -> None:
     opened.reload()
     opened.wait_for_points("1 device", 299)  # all of them, or this waits in vain

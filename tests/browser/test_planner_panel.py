@@ -42,6 +42,7 @@ def planned(opened: LabPage) -> LabPage:
     return opened
 
 
+@pytest.mark.slow
 def test_the_planner_says_why_and_why_not(opened: LabPage) -> None:
     page = opened.page
     plan(opened)

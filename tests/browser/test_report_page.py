@@ -16,6 +16,7 @@ pytestmark = pytest.mark.browser
 NUM_FIGURES = 6
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_report_draws_everything_by_itself(browser: Any, tmp_path: Path, theme: str) -> None:
     runs = [make_record("data"), make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2)]

@@ -157,6 +157,7 @@ CUT = """() => {
 """In a very narrow panel: controls and lines that end outside of it, and buttons that the tabs lie over."""
 
 
+@pytest.mark.slow
 def test_in_a_very_narrow_notebook_rows_of_controls_wrap(lab_page: Any) -> None:
     lab_page.page.set_viewport_size({"width": 480, "height": 1400})
     lab_page.settle()
@@ -198,6 +199,7 @@ def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_show
     assert seen == {width: ([], [], set()) for width in WIDTHS}
 
 
+@pytest.mark.slow
 def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any) -> None:
     show(notebook, CONVOLUTIONS, ".wb-row[data-row='out']")
     for width in (1920, 1200):

@@ -68,7 +68,7 @@ def images_step(model):
     return loss.detach()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3"])
 @pytest.mark.parametrize(("make", "step"), [(Words, words_step), (cnn, images_step)])
 def test_models(make, step, strategy):
@@ -76,7 +76,7 @@ def test_models(make, step, strategy):
     assert_equal_to_the_host(lambda: train(build(), step, 2)[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("make", "step", "strategy", "num_ranks"), test_on_gpu.SEQUENCES_AND_EXPERTS)
 def test_sequences_and_experts(make, step, strategy, num_ranks):
     [truth] = test_on_gpu.run(make, "*: data", 1, "cpu", step)
@@ -94,6 +94,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_optimizers(make):
     build = parallel(mlp, "*: data; 2: model")
@@ -123,7 +124,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data; 5: model:row"])
 def test_plain_operands_come_to_the_device(strategy):
     build = parallel(mlp, strategy)
@@ -143,6 +144,7 @@ def test_plain_operands_come_to_the_device(strategy):
     assert_equal_to_the_host(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=2", "pipeline | mb=2"])
 def test_clipping_evaluation_and_sums_of_losses(strategy):
     build = parallel(mlp, strategy)
@@ -176,6 +178,7 @@ def test_a_loader_copies_the_ranks_own_rows():
     assert_equal_to_the_host(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data; 2: model", "*: data | zero=3"])
 def test_a_saved_run_goes_on(strategy, tmp_path):
     build = parallel(mlp, strategy)
@@ -193,6 +196,7 @@ def test_a_saved_run_goes_on(strategy, tmp_path):
     assert_equal_to_the_host(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", ["bf16", "fp16"])
 def test_mixed_precision(word):
     build = parallel(mlp, f"*: data; 2: model | {word}")
@@ -215,6 +219,7 @@ def test_mixed_precision(word):
         assert losses == pytest.approx(expected[0], rel=5e-2) and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_captured_step():
     build = parallel(mlp, "*: data")
 
@@ -235,6 +240,7 @@ def test_a_captured_step():
     assert_equal_to_the_host(program)
 
 
+@pytest.mark.slow
 def test_generated_text():
     from tests.models.test_generate import GREEDY, SAMPLED, make_model, prompts
 

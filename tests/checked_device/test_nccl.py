@@ -121,7 +121,7 @@ def assert_trains(name, num_ranks):
 CASES = [(name, n) for n in (2, 4, 8) for name, text in STRATEGIES.items() if isinstance(text, str) or n in text]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_training_never_stalls_and_equals_the_host(name, num_ranks):
     assert_trains(name, num_ranks)
@@ -198,7 +198,11 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+QUICK = {"a receive is not waited for", "a sum is not waited for", "a send is waited for"}
+QUICK |= {"both directions of a pair share a communicator"}
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in PLANTED])
 def test_mistakes_are_found(mistake, monkeypatch):
     name, num_ranks, replaced = PLANTED[mistake]
     for place, function in replaced.items():
@@ -208,7 +212,7 @@ def test_mistakes_are_found(mistake, monkeypatch):
         assert_trains(name, num_ranks)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=8 1f1b"])
@@ -284,7 +288,7 @@ class Skipping(Tied):
         return self.head(self.inner(first) + first)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"])
 def test_tied_weights_on_distant_stages(schedule, num_ranks):

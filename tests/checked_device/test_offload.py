@@ -74,7 +74,7 @@ def same(found, expected):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kinds", ["optimizer", "activations", "optimizer+activations"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_numbers_are_those_without_it_and_nothing_waits(strategy, kinds):
@@ -92,8 +92,8 @@ def test_a_scaler_skips_and_takes_steps():
 
     def program(strategy):
         model = wb.parallelize(copy.deepcopy(built), strategy)
-        optimizer, scaler = OPTIMIZERS["adamw"](model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**40)
-        for _ in range(30):
+        optimizer, scaler = OPTIMIZERS["adamw"](model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        for _ in range(12):
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(X).float(), Y)).backward()
             scaler.step(optimizer)
@@ -103,7 +103,7 @@ def test_a_scaler_skips_and_takes_steps():
 
     found = run_ranks(lambda: program("*: data | fp16 offload=optimizer"), device=DEVICE)
     assert same(found, run_ranks(lambda: program("*: data | fp16"), device=DEVICE))
-    assert found[0][1] < 2.0**40
+    assert found[0][1] < 2.0**24
     assert len(found[0][0]) == 3 * len(list(built.parameters())), "some steps were taken"
 
 
@@ -137,6 +137,7 @@ def test_a_copy_out_waits_for_what_makes_the_activation(monkeypatch):
         trained("*: data | offload=activations")
 
 
+@pytest.mark.sampled(3, start=1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     make = OPTIMIZERS[name]
@@ -193,6 +194,7 @@ def test_the_strategy_changes_and_state_is_saved(tmp_path):
     assert same(found, run_ranks(lambda: program("*: data | zero=1", "*: model", tmp_path / "off"), device=DEVICE))
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("run", ["refused", "captured"])
 def test_state_around_refused_and_replayed_steps(run):
     """A refused step restores the state while copies of it are under way. A replay steps on a plain dict of torch's,
@@ -228,6 +230,7 @@ def test_state_around_refused_and_replayed_steps(run):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data | zero=1", "*: model |"])
 def test_parts_of_state_are_exchanged_from_the_host(strategy):
     built = mlp()

@@ -57,7 +57,7 @@ def test_ranks_begin_with_the_random_state_of_rank_0_on_the_device_too():
     assert all(map(torch.equal, default_generator.states(DEVICE), of_rank_0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("moved", ["before", "after"])
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=2"])
 def test_a_module_may_be_moved_to_the_device_before_and_after(strategy, moved):

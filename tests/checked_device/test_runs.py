@@ -23,7 +23,7 @@ def with_dropout():
     return nn.Sequential(mlp(), nn.Dropout(0.3), nn.Linear(6, 6))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=2", "pipeline | mb=2", "*: data | bf16"])
 @pytest.mark.parametrize("make", [mlp, with_dropout])
 def test_a_run_equals_the_run_on_one_device(make, strategy):

@@ -82,6 +82,7 @@ def run(strategy, num_steps):
     return run_ranks(program, 2 if strategy else 1, device=DEVICE)
 
 
+@pytest.mark.sampled(3, start=1)
 @pytest.mark.parametrize("strategy", ["*: data | zero=3", "pipeline | mb=2", ""])
 def test_steps_of_a_run_take_their_launches_and_wait_for_nothing(monkeypatch, strategy):
     """Also on one device."""

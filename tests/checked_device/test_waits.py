@@ -162,7 +162,7 @@ def counts_gathers(monkeypatch):
     monkeypatch.setattr(DistributedTransport, "all_gather", all_gather)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("strategy", "step"), WAITS)
 def test_waits_of_a_steady_step(strategy, step, counts_gathers):
     built = MODELS.get(step, mlp)()

@@ -20,12 +20,26 @@ ELSEWHERE = {
 }
 """Pages whose blocks other tests run."""
 
+SELDOM = {
+    "docs/concepts/sessions.md": "tests/session/test_engines.py",
+    "docs/guides/experts.md": "tests/training/strategies/test_experts.py",
+    "docs/guides/long-sequences.md": "tests/models/test_context.py",
+    "docs/guides/own-loop.md": "the notebook of this name in the gallery",
+    "docs/guides/plan-published-models.md": "docs/guides/plan-3072.md and tests/models/test_published_plans.py",
+    "docs/guides/transformers.md": "tests/models/test_transformers.py",
+}
+"""Slow pages, and where the quick tests see what they show."""
+
 TEXTS = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}
 HOW = {name: how(text) for name, text in TEXTS.items() if any(block.runs for block in blocks(text))}
 
 
 def pages_that_run(kind: str) -> list[str]:
     return [name for name, said in HOW.items() if name not in ELSEWHERE and said is not None and kind in said]
+
+
+def cases_of(kind: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in pages_that_run(kind)]
 
 
 def blocks_of(name: str) -> list[Block]:
@@ -40,14 +54,14 @@ def test_every_page_with_python_says_how_it_runs() -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", pages_that_run(" ranks"))
+@pytest.mark.parametrize("name", cases_of(" ranks"))
 def test_page_on_ranks(name: str, tmp_path: Path) -> None:
     num_ranks = int(str(HOW[name]).split()[0])
     by_rank = run_processes(run_program, num_ranks, name, blocks_of(name), str(tmp_path))
     assert_printed(name, blocks_of(name), together(by_rank))
 
 
-@pytest.mark.parametrize("name", pages_that_run("alone"))
+@pytest.mark.parametrize("name", cases_of("alone"))
 def test_page_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert_printed(name, blocks_of(name), run_program(name, blocks_of(name), str(tmp_path)))
@@ -72,7 +86,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_session: None) -> 
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("name", pages_that_run("notebook"))
+@pytest.mark.parametrize("name", cases_of("notebook"))
 def test_page_in_a_notebook(name: str, shell: Any) -> None:
     assert_printed(name, blocks_of(name), run_cells(shell, name, blocks_of(name)))
 

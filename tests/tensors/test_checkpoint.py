@@ -102,11 +102,11 @@ def sequential(make):
     return y, a.grad, weight.grad
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("turn", range(4))
 def test_as_one_device(program, turn):
-    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
+    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::4])
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

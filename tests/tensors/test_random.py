@@ -125,7 +125,7 @@ MAKERS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_same_numbers_for_every_layout_and_world(name):
     def program(rank):

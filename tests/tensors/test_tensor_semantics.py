@@ -205,14 +205,14 @@ def plain_operands_of_global_indices(make):
     return rows[index], rows.index_select(0, index), rows.gather(0, index[None]), torch.where(index > 2, 1, 0)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.filterwarnings(
     "ignore:To copy construct", "ignore:Converting a tensor with requires_grad", "ignore:torch.save or pickle"
 )
 def test_as_one_device(program, turn):
-    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
+    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::4])
 
 
 def test_a_shape_is_logical_in_inference_mode():

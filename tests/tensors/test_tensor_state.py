@@ -51,7 +51,7 @@ def _sums(make, plus_one):
     return found
 
 
-@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+@pytest.mark.parametrize("sbp", [pytest.param("B", marks=pytest.mark.slow), "S(0)"])
 def test_ranks_outside_a_placement_see_that_a_view_was_written_through_its_base(sbp):
     """Rank 2 holds nothing, and has to take part in as many boxings as the ranks that do."""
 

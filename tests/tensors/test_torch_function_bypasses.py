@@ -4,7 +4,6 @@ import copy
 import functools
 import re
 import subprocess
-import sys
 import warnings
 from typing import ClassVar
 
@@ -15,6 +14,7 @@ from torch.distributed.nn.functional import _AllReduce
 
 import workbench as wb
 from tests.tensors.dispatch.custom_functions import Cube
+from tests.warm import executable
 from workbench.errors import LayoutError
 from workbench.tensors.torch_patches import torch_function_bypasses as bypasses
 from workbench.tensors.torch_patches import whole_values
@@ -367,5 +367,5 @@ print(*{tensor.device.type for tensor in made})
 
 def test_wrapped_functions_heed_the_device_in_force():
     """Torch tells them by identity, from the first use on: in a process where that comes after they were wrapped."""
-    done = subprocess.run([sys.executable, "-c", UNDER_A_DEVICE], capture_output=True, text=True, check=True)
+    done = subprocess.run([executable(), "-c", UNDER_A_DEVICE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["meta"]

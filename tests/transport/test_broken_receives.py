@@ -63,6 +63,7 @@ def stop_while_sending():
         sender.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_an_interrupted_receive_frees_its_resources_after_the_timeout():
     with Ranks(stop_while_sending, 2, joins=False) as ranks:
         _, (noticed_s, threads, left) = ranks.results()

@@ -86,7 +86,7 @@ QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11), "ipc": (3, 8, 10), "m
 """Seeds; the number of a fault is the seed modulo their number."""
 
 
-SELDOM = {"ipc", "mixed"}
+SELDOM = {"gloo", "ipc", "mixed"}
 """Half a minute of the quick tests; the long runs have them as well."""
 
 

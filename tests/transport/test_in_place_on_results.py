@@ -70,7 +70,7 @@ def test_simulated_ranks(rows):
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_processes(transport):
     found = run_processes(wrong_results_at_all_sizes, 2, environment={"WORKBENCH_TRANSPORT": transport})
     assert found == [[], []]

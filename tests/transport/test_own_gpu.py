@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import torch
 from torch.distributed import FileStore
 
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from tests.warm import executable
 from workbench.errors import WorldError
 from workbench.transport import own_gpu, selection
 from workbench.transport.rendezvous import HOST_VARIABLE, Member, Rendezvous
@@ -136,7 +136,7 @@ print([(str(each.message).split(".")[0], each.filename) for each in seen])
 
 
 def test_two_ranks_that_see_the_same_gpu_say_that_they_work_on_the_cpu(tmp_path):
-    command = [sys.executable, "-c", PROGRAM]
+    command = [executable(), "-c", PROGRAM]
     place = f"file://{tmp_path}/store"
     options = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | {HOST_VARIABLE: "alpha"}}
     ranks = [subprocess.Popen([*command, str(rank), place], **options) for rank in range(2)]

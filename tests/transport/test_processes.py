@@ -29,9 +29,16 @@ def boxing(count):
     return boxing_forward_and_backward(wb.world_size(), count), current().transport_name
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_boxing_between_sampled_layouts(transport):
-    assert run_processes(boxing, 4, 60, environment=over(transport)) == [(60, transport)] * 4
+@pytest.mark.parametrize(
+    ("transport", "count"),
+    [
+        ("shared", 20),
+        pytest.param("shared", 60, marks=pytest.mark.slow),
+        pytest.param("gloo", 60, marks=pytest.mark.slow),
+    ],
+)
+def test_boxing_between_sampled_layouts(transport, count):
+    assert run_processes(boxing, 4, count, environment=over(transport)) == [(count, transport)] * 4
 
 
 def extrema_with_nan():
@@ -56,12 +63,14 @@ def training(kind, strategies):
     return current().transport_name
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_training_equals_one_device_under_every_preset(transport):
     presets = ["data", "model", "pipeline", "hybrid"]
     assert run_processes(training, 2, "mlp", presets, environment=over(transport)) == [transport] * 2
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_on_four_processes():
     strategies = ["*: data | 1x2x2", "conv1: data; fc1: model@1 | 2x1x2 mb=3 1f1b"]
     assert run_processes(training, 4, "cnn", strategies) == ["shared"] * 4
@@ -105,6 +114,7 @@ def awaiting(late):
     return {call for call in found if call is not None}, transport.awaited_call(), transport.name
 
 
+@pytest.mark.sampled(3, start=2)
 @pytest.mark.parametrize("transport", ["shared", "gloo", "mixed"])
 def test_a_wait_names_the_peer_and_the_call(transport):
     hosts = [{"WORKBENCH_TRANSPORT": transport} for _ in range(3)]
@@ -128,7 +138,7 @@ def sending_one_way(num_messages):
     return None if wb.rank() == 0 else y.to_local().tolist()
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_leaves_its_last_messages(transport):
     """More than a ring holds, so some of them wait in its own memory for a reader that is late."""
     ranks = run_processes(sending_one_way, 2, 3 * NUM_SLOTS, environment=over(transport))

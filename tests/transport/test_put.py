@@ -64,7 +64,7 @@ def assert_right(world, shape, dtype, target, make_local, ranks=RANKS):
         found.zero_()  # the result is this rank's own
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [LARGE, NARROW], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("block_bytes", [put.BLOCK_BYTES, 10_000], ids=str)

@@ -66,7 +66,7 @@ def _label(world, local, layout, shape):
     return wrap(local, spec_of(world, layout, tuple(shape)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_wherever_a_shard_lies_the_result_is_that_of_one_device(num_ranks):
     shapes = [(5, 3), (64, 48), (300, 257), (2, 40000)]
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.int16]
@@ -137,7 +137,7 @@ def overwriting(num_rounds, sizes):
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 80), (4, 30)])
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 80), pytest.param(4, 30, marks=pytest.mark.slow)])
 def test_a_write_right_after_a_boxing_never_reaches_a_peer(num_ranks, rounds):
     results = run_processes(overwriting, num_ranks, rounds, [8, 40, 1000, 3000, 6000])
     assert all(num_in_place > rounds // 5 and size < 48 * 2**20 for num_in_place, size in results)

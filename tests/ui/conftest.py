@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -62,10 +62,18 @@ def runs() -> list[RunRecord]:
 
 
 @pytest.fixture
-def trainer() -> FakeTrainer:
-    """Describes a model of two layers and starts runs that report what a test wants."""
+def trainer(monkeypatch: pytest.MonkeyPatch) -> FakeTrainer:
+    """Describes a model of two layers and starts runs that report what a test wants; their ends are seen at once."""
     from tests.ui.reports import FakeTrainer
+    from workbench.ui.live.poller import Poller
 
+    begin = Poller.__init__
+
+    def begin_quickly(poller: Poller, *args: Any, **options: Any) -> None:
+        begin(poller, *args, **options)
+        poller._interval_s = 0.01
+
+    monkeypatch.setattr(Poller, "__init__", begin_quickly)
     return FakeTrainer()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from tests.ui.odd_activations import (
     batches,
 )
 from workbench.core.layer_plan import LayerEdge, LayerPlan
-from workbench.core.model_costs import Extent
+from workbench.core.model_costs import Extent, ModelCosts
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.runs.job import Job
@@ -34,11 +36,15 @@ from workbench.units import format_bytes
 BATCH = 16
 
 
+@functools.cache
+def costs_of(model: type[Words]) -> ModelCosts:
+    return offline_trainer.costs_of(model, batches(), cross_entropy)
+
+
 def panel_of(model: type[Words], strategy: str, num_ranks: int = 2) -> Panel:
-    costs = offline_trainer.costs_of(model, batches(), cross_entropy)
     return Panel(
-        None, model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs, batch_size=BATCH,
-        hardware="v100-dgx1", keep=False,
+        None, model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs_of(model),
+        batch_size=BATCH, hardware="v100-dgx1", keep=False,
     )  # fmt: skip
 
 
@@ -46,7 +52,7 @@ def select(panel: Panel, pattern: str) -> None:
     panel._editor.grid._handle_custom_msg({"event": "select", "rows": [pattern]}, [])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", ["data", "model", "*: model | sequence", "hybrid"])
 def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Words], strategy: str):
@@ -59,7 +65,7 @@ def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Wor
     assert [row["pattern"] for row in panel._editor.grid.view["rows"]] == [row.node.pattern for row in panel.state.rows]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in (Twice, Flat)])
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("data", 2), ("model", 2), ("*: model | 1x2x2", 4)])
 def test_the_panel_and_the_planner_count_what_a_step_sends(model: type[Words], strategy: str, num_ranks: int):
@@ -71,7 +77,7 @@ def test_the_panel_and_the_planner_count_what_a_step_sends(model: type[Words], s
     assert estimate is not None and estimate.boxed_bytes == pytest.approx(sent)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: model | sequence"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_has_the_numbers_of_one_device(model: type[Words], strategy: str):
@@ -104,7 +110,7 @@ def test_samples_in_the_second_dim_are_split_there():
 
 
 def extents(model: type[Words]) -> dict[str, tuple[Extent | None, Extent | None]]:
-    rows = offline_trainer.costs_of(model, batches(), cross_entropy).rows
+    rows = costs_of(model).rows
     return {row.layer.name: (row.input_extent, row.output) for row in rows}
 
 

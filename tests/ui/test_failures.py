@@ -130,7 +130,14 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prepare", dict.fromkeys(case[1] for case in CALLBACKS), ids=lambda prepare: prepare.__name__)
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(prepare, marks=() if prepare in (untouched, start) else pytest.mark.slow)
+        for prepare in dict.fromkeys(case[1] for case in CALLBACKS)
+    ],
+    ids=lambda prepare: prepare.__name__,
+)
 def test_a_callback_that_fails_is_shown(panel: Panel, prepare: Callable[[Panel], None]):
     """One after the other in one panel, which goes on with what the one before has left."""
     strategy = str(panel.strategy)
@@ -261,6 +268,7 @@ def test_a_run_is_over_when_its_end_is_shown(panel: Panel, monkeypatch: pytest.M
     assert panel.wait(WAIT_TIMEOUT_S) and shown == [False]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", [(FakeRun, "poll"), (FakeRun, "done"), (RunView, "add"), (RunView, "draw")])
 def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pytest.MonkeyPatch, target: Target):
     with monkeypatch.context() as broken:

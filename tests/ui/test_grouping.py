@@ -62,7 +62,7 @@ def test_patterns_cover_exactly_the_layers_of_their_rows():
         assert matched == tuple(sorted(node.layers)), node.pattern
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_patterns_cover_their_layers_whatever_the_names_are(seed: int):
     rng = random.Random(seed)

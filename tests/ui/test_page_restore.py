@@ -39,6 +39,7 @@ class Channel:
 @pytest.fixture(autouse=True)
 def _answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(comm.get_comm_manager(), "targets", {})
+    monkeypatch.setattr(widget, "_instances", {})  # else the answer has what every test before has made
     page_restore.install()
     yield
     widgets.Widget._control_comm = None

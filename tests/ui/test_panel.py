@@ -382,6 +382,7 @@ def test_a_real_model_is_counted_on_metadata():
     assert estimate is not None and estimate.boxed_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_loss_is_counted_on_metadata():
 
     from tests.models.zoo import batch_for, make

@@ -198,8 +198,8 @@ def test_the_answer_is_priced_for_the_machine_as_it_is_now(plan: Plan):
     assert "search again" in words(priced_plan_html(priced, plan.strategy))
 
 
-def test_the_answer_follows_rows_selection_and_ranks():
-    part = make_part()
+def test_the_answer_follows_rows_selection_and_ranks(plan: Plan):
+    part = make_part(search=lambda *_: plan)
     ask(part)
     assert "They are the planner's choice" in words(part.planner.box.value)
     part._on_event({"event": "parallel", "rows": ["lm_head"], "value": "data"})
@@ -212,8 +212,8 @@ def test_the_answer_follows_rows_selection_and_ranks():
     assert "The plan is for 4 ranks, and there are 8 now" in words(part.planner.box.value)
 
 
-def test_another_split_of_the_ranks_can_be_opened():
-    part = make_part()
+def test_another_split_of_the_ranks_can_be_opened(plan: Plan):
+    part = make_part(search=lambda *_: plan)
     ask(part)
     text = re.findall(r'data-text="([^"]*)"', part.planner.box.value)[1]
     part._on_event({"event": "open", "value": text})

@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[type[nn.Module], Any, Callable[..., Any] | None]] = {
     "towers": (TwoTowers, {"pixels": torch.ones(BATCH, 20), "words": WORDS % 30}, None),
 }
 STRATEGIES = {"pipeline": 2, "hybrid": 4, "model": 2, "data": 2, "data | zero=3": 2}
-QUICK = {("denoiser", "hybrid"), ("twice", "data | zero=3"), ("tied", "pipeline"), ("towers", "data")}
+QUICK = {("denoiser", "hybrid"), ("towers", "data")}
 CASES = [
     pytest.param(name, strategy, marks=() if (name, strategy) in QUICK else pytest.mark.slow)
     for name in MODELS

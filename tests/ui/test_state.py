@@ -367,7 +367,7 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     assert state.can_run and "expert" in state.text
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_edits_reach_their_layers_whatever_the_names_are(seed: int):
     rng = random.Random(seed)

@@ -25,6 +25,7 @@ def sweep():
     return simulate(GPT3, gpt3_strategy, [MACHINE, "h200"], gpus=[1024, 1536, 1537], batch_size=1536)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 def test_every_metric_is_a_curve_per_machine(sweep, metric, colours):

@@ -136,7 +136,7 @@ def test_totals_add_up():
     assert parts == "272 kB activations + 660 kB gradients"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
     [("data", 2), ("model", 2), ("pipeline", 2), ("hybrid", 4), ("*: data; head: model:column | 1x1x2", 2),

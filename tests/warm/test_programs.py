@@ -77,6 +77,7 @@ def test_modules_are_found_where_the_variable_says(name: str, tmp_path: Path) ->
     assert found[0] == found[1] and "/nowhere" in found[0]
 
 
+@pytest.mark.slow
 def test_the_first_program_does_not_choose_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORKBENCH_TEST_PYTHON")
     program = ["-c", "import sys; print('torch' in sys.modules)"]

@@ -48,6 +48,7 @@ print("the accelerator's name:", torch._C._get_privateuse1_backend_name())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.procs
 def test_the_tests_on_a_gpu_register_no_device_of_their_own() -> None:
     """With one, torch finds no streams of CUDA in a backward."""
@@ -89,6 +90,7 @@ def alone() -> list[list[Found]]:
     return [list(part(CPU)) for part in (steps.times, steps.trace, steps.waits, offloaded.offload)]
 
 
+@pytest.mark.slow
 @pytest.mark.procs
 def test_steps_in_a_world_of_one() -> None:
     with Ranks(alone, 1, joins=False) as ranks:

@@ -14,6 +14,7 @@ from workbench.testing import run_ranks
 from workbench.transport import threads
 
 
+@pytest.mark.sampled(3, start=1)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_sampled_pairs_of_layouts(num_ranks):
     assert (
@@ -141,6 +142,7 @@ def of_numbers(a, b):
     return loss + norm + total + scaled.sum() + torch.maximum(b.max(), a.max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sbp", ["B", "S(0)"])
 @pytest.mark.parametrize(
     ("here", "there"), [([0, 1], [2, 3]), ([2, 3], [0]), ([0, 1, 2, 3], [[0, 1], [2, 3]]), ([[0, 2], [1, 3]], [0, 3])]

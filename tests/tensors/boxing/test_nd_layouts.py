@@ -141,7 +141,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("grid", ["3x2 permuted", "2x2x2 permuted"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_part_of_the_layouts(case, grid):

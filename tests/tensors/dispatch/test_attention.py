@@ -60,7 +60,7 @@ def with_gradients(function, *operands):
     return [getattr(x, "full_tensor", lambda x=x: x)().detach() for x in (out, *grads)]
 
 
-@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("rows", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_dropout_in_blocks_is_that_of_one_device(rows, monkeypatch):
     expected = {name: with_gradients(partial(written_out, **given), Q, K, V) for name, given in CALLS.items()}
     monkeypatch.setattr(random, "_draw", lambda world, generator: KEY)

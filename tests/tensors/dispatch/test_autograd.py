@@ -261,12 +261,12 @@ def jacobians(make):
     return functional.jacobian(lambda x: x * x.sum(), v), functional.hessian(lambda x: (x**3).sum(), v)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\)")
 def test_as_one_device(program, turn):
-    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::2])
+    assert_as_one_device(program, [*LAYOUTS, *PARTIAL][turn::4])
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

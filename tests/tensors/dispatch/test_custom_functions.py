@@ -40,7 +40,7 @@ ON_ONE_DEVICE = {**PROGRAMS, "named": lambda x, y: fns.Two.apply(x, y)[0]}
 ELEMENTWISE = {"gelu", "two", "named", "in_place", "clamped"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @GATHERS
 @pytest.mark.parametrize("ranks", [[0, 1], [1], [1, 2]], ids=str)
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
@@ -271,7 +271,7 @@ class Block(nn.Module):
 BLOCKS = "0: data; 1: data@1"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @GATHERS
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),

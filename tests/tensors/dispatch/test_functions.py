@@ -115,21 +115,21 @@ def assert_case(case, placement, num_ranks, seed, count=QUICK):
 
 
 # An axis of two ranks is that of test_with_ranks_outside, too.
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_one_axis(case, num_ranks):
     assert_case(case, Placement.of("cpu", list(range(num_ranks))), num_ranks, seed=num_ranks)
 
 
-@pytest.mark.sampled(6, start=1)
+@pytest.mark.sampled(12, start=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_two_axes_with_a_permuted_grid(case):
     """A rule knows one axis, and two are its product: what is wrong with one axis shows above."""
     assert_case(case, Placement.of("cpu", [[3, 0], [1, 2]]), 4, seed=4, count=1)
 
 
-@pytest.mark.sampled(6, start=2)
+@pytest.mark.sampled(12, start=8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_with_ranks_outside(case):
     assert_case(case, Placement.of("cpu", [2, 0]), 3, seed=5)

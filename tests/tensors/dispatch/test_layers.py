@@ -91,6 +91,7 @@ ATTENTION = {
 GRID = ((0, 1), (2, 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize(("sbp", "layouts", "grid"), [("S(0)", {}, (0, 1, 2)), ("B", HEADS_SPLIT, (0, 1))])
 def test_multi_head_attention(name, sbp, layouts, grid):

@@ -24,7 +24,7 @@ def merge_in_place(words, embedded, features):
     return merged
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3, 4, 5], [1]], ids=str)
 @pytest.mark.parametrize("function", [merge, merge_in_place])
 @pytest.mark.parametrize(

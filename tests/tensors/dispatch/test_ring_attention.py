@@ -44,6 +44,7 @@ def assert_all_close(found, expected, name):
         torch.testing.assert_close(one, other, msg=lambda text: f"{name}: {text}")
 
 
+@pytest.mark.sampled(3, start=1)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_ring_gives_the_numbers_of_one_device(num_ranks):
     """Heads that no number of ranks divides, groups of heads, uneven slices, keys of another length."""
@@ -78,6 +79,7 @@ def by_softmax(query, key, value, mask):
     return scores.softmax(-1) @ value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_that_see_nothing_but_a_large_number_give_the_mean_of_all_keys(dtype):
     """Beside such a number, the log of a block's sum has no digits left. torch's flash backward loses them too."""

@@ -35,6 +35,7 @@ def on_ranks(values, sbp, ranks):
 
 
 @pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning", "ignore:Sparse CSR")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=str)
 @pytest.mark.parametrize("sbp", ["B", "S(0)", "S(1)", "P"])
 @pytest.mark.parametrize(("name", "kind"), [*((name, "coo") for name in list(FUNCTIONS)[:-1]), ("matmul", "csr")])

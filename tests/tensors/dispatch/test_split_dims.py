@@ -126,6 +126,7 @@ def test_a_maximum_of_terms_that_are_changed_is_not_that_of_the_terms():
     run_ranks(program, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_the_first_of_equal_values_wins_also_among_empty_shards(rows):
     generator = torch.Generator().manual_seed(rows)
@@ -350,6 +351,7 @@ TWICE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layouts", [["S(0)", "B"], ["S(1)", "B"], ["B", "S(0)"], ["B", "S(1)"]], ids=" ".join)
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients_where_a_rank_has_no_row(name, layouts):

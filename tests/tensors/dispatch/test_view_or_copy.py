@@ -137,6 +137,7 @@ CASES += [
 ]  # a function that boxes makes it contiguous
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("write", "num_ranks", "ranks", "sbp"), CASES)
 def test_what_is_a_view_on_one_device_is_one_in_every_layout(write, num_ranks, ranks, sbp):
     data = torch.arange(24.0).reshape(2, 2, 3, 2)

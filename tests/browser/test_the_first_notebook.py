@@ -81,6 +81,7 @@ def lab_page(opened: Any) -> Any:
     return opened
 
 
+@pytest.mark.slow
 def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
     from playwright.sync_api import expect
 
