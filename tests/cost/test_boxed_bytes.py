@@ -97,7 +97,7 @@ def assert_same_bytes(name, text, num_ranks, rel=1e-9, hardware=RING):
     assert estimated == pytest.approx(counted, rel=rel), text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("seed", "num_ranks"), [(0, 2), (0, 4), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4), (5, 4)])
 def test_chains_of_layers_send_what_is_estimated(seed, num_ranks):
     """Any mixture of choices per layer, degrees, stages, micro-batches and ZeRO."""
@@ -164,7 +164,7 @@ def slow_unless(is_quick):
     return pytest.mark.parametrize(("name", "num_ranks", "text"), found)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @slow_unless(lambda degrees, words: True)
 def test_usual_strategies_send_what_is_estimated(name, num_ranks, text):
     """Data, model, sequence and pipeline parallelism, ZeRO and recomputation: equal to the byte."""
@@ -172,21 +172,21 @@ def test_usual_strategies_send_what_is_estimated(name, num_ranks, text):
 
 
 # Two ranks sum in one step whatever the link is: only axes of four tell a ring from one shot.
-@pytest.mark.sampled(4, start=1)
+@pytest.mark.sampled(12, start=1)
 @slow_unless(lambda degrees, words: "4" in degrees)
 def test_sums_in_one_step_send_what_is_estimated(name, num_ranks, text):
     assert_same_bytes(name, text, num_ranks, hardware=ONE_SHOT)
 
 
 # Under autocast other sizes are sent by the same program: a stage's are those of one stage, two tell of all.
-@pytest.mark.sampled(8, start=2)
+@pytest.mark.sampled(16, start=2)
 @slow_unless(lambda degrees, words: not degrees.startswith("2x") or "sequence" in words)
 def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
     """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""
     assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
 
 
-@pytest.mark.sampled(12, start=1)
+@pytest.mark.sampled(24, start=1)
 @slow_unless(lambda degrees, words: True)
 def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
     """The largest values are sent as estimated; of recomputed layers, also those outside of blocks count twice."""
@@ -201,7 +201,7 @@ def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
 BORDERS = ["ab|cd|head", "a|bcd|head", "a|b|cdhead", "ab|cdhead", "abc|dhead"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("borders", BORDERS)
 @pytest.mark.parametrize("options", ["data", "data mb=4"])
 def test_residuals_over_borders_of_stages_are_sent_once_to_each_stage_that_reads_them(borders, options):
@@ -223,7 +223,7 @@ def frozen_skips(*names):
 FROZEN = [("a",), ("b",), ("a", "b"), ("a", "b", "c"), ("a", "b", "c", "d"), ("c", "d")]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("borders", [["a", "bcdh"], *(each.replace("head", "h").split("|") for each in BORDERS)])
 @pytest.mark.parametrize("names", FROZEN)
 def test_residuals_of_frozen_layers_are_sent_without_their_gradients(names, borders):

@@ -41,7 +41,7 @@ def both(name: str, text: str, num_ranks: int, costs: ModelCosts) -> tuple[float
     return found.boxed_bytes, run.boxed_bytes
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("num_ranks", "text", "options"),
@@ -53,7 +53,7 @@ def test_all_calls_are_in_the_estimate(name: str, num_ranks: int, text: str, opt
     assert estimated == pytest.approx(counted, rel=1e-9), text
 
 
-@pytest.mark.parametrize("name", ["Twice", "SharedBlocks"])
+@pytest.mark.parametrize("name", ["Twice", pytest.param("SharedBlocks", marks=pytest.mark.slow)])
 def test_calls_under_autocast(name: str) -> None:
     estimated, counted = both(name, "*: model | 1x1x2 bf16", 2, costs_of(name))
     assert estimated == pytest.approx(counted, rel=1e-9)

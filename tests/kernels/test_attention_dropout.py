@@ -134,6 +134,7 @@ def part_of(mask, keys):
     return None if mask is None else mask[..., keys]
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("causal_from", [None, 0])
 def test_blocks_of_keys_add_up(device, causal_from):
     assert_blocks_add_up(device, causal_from)

@@ -56,6 +56,7 @@ LIMITS = {
 in which its memory reads and writes one: up to there, a kernel that does both waits for the memory. They hold for
 Triton 3.7, which torch 2.13 asks for on a GPU, and 3.9.
 """
+FEW = {"blocks:_move", "cross_entropy_terms:_forward", "cross_entropy_terms:_backward"}
 ELSEWHERE = {"100": {"attention_dropout:_backward_queries": 183, "attention_dropout:_backward_keys": 196}}
 """Where Triton makes more of a kernel; no such device has run them."""
 SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 * 1024}
@@ -82,9 +83,10 @@ def assert_compiled_well(lines, capability):
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
-def test_kernels_of_training_are_short(capability, cache):
-    lines = compiled(cache, capability)
+def test_kernels_of_training_are_short(capability, few, cache):
+    lines = compiled(cache, capability, *(["few"] if few else []))
     assert_compiled_well(lines, capability)
     assert largest("spilled", lines) <= SPILLED.get(capability, 0)
     costs = {}
@@ -93,7 +95,7 @@ def test_kernels_of_training_are_short(capability, cache):
         costs[name] = float(rest.partition("sass=")[2])
     limits = LIMITS | ELSEWHERE.get(capability, {})
     assert {name: cost for name, cost in costs.items() if cost > limits[name]} == {}
-    assert costs.keys() == LIMITS.keys()
+    assert costs.keys() == (FEW if few else LIMITS.keys())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ CASES = [
 """Model, how it computes attention, whether texts are padded, strategy, ranks."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "attention", "padded", "strategy", "num_ranks"), CASES)
 def test_training_on_slices_of_the_sequence_equals_one_device(name, attention, padded, strategy, num_ranks):
     assert_equals_one_device(Setup(name, attention, padded=padded), strategy, num_ranks)

@@ -20,7 +20,7 @@ NAMES = ["gpt2", "llama", "bert", "vit", "t5"]
 
 
 # Attention in one call is counted by the same formula whoever makes it.
-@pytest.mark.sampled(2, start=1)
+@pytest.mark.sampled(4, start=1)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

@@ -36,7 +36,9 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore::workbench.training.pipelining.running_step.ValueReadWarning")
 @pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
-@pytest.mark.parametrize("name", ["roberta", "mixtral", pytest.param("bart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "bart"))]
+)
 def test_the_preset_pipeline_trains_as_one_device(name):
     build, batch, head = MODELS[name]
     model, inputs = build(), batch()

@@ -23,8 +23,21 @@ CHOICES = {
     "embedding_colwise": ("column", "S(1)"),
 }
 """What a plan says of a layer: our choice, and how its weight lies."""
-QUICK = ("qwen3", "olmoe", "cohere")
-OTHERS = ("llama", "qwen2", "qwen3_moe", "glm4", "glm4_moe", "qwen2_moe", "phi3", "gpt_neox", "starcoder2", "mixtral")
+QUICK = ("qwen3",)
+OTHERS = (
+    "olmoe",
+    "cohere",
+    "llama",
+    "qwen2",
+    "qwen3_moe",
+    "glm4",
+    "glm4_moe",
+    "qwen2_moe",
+    "phi3",
+    "gpt_neox",
+    "starcoder2",
+    "mixtral",
+)
 
 
 def subject_of(name):

@@ -21,6 +21,7 @@ def model():
     transformers.logging.enable_progress_bar()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_saved_models_have_whole_tied_weights(model, strategy, tmp_path):
     run_ranks(lambda: wb.parallelize(copy.deepcopy(model), strategy).save_pretrained(tmp_path))

@@ -42,7 +42,7 @@ def in_64_bits(monkeypatch):
     one_device.cache_clear()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("mode", "attention", "optimizer", "padded"),
     [("weights-2", "sdpa", "sgd", True), ("both-2x2", "eager", "adamw", False)],
@@ -85,6 +85,7 @@ def test_every_way_in_64_bits(in_64_bits, name, mode):
     assert_equals_one_device(setup, mode, rtol=1e-9, may_gather={"repeat_interleave"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("experts", "may_gather"),
     [("eager", {"nonzero", "where"}), ("batched_mm", {"repeat_interleave"})],  # which rows go where depends on data
@@ -97,7 +98,7 @@ def test_mixture_of_experts(experts, may_gather, mode):
 @pytest.mark.parametrize(
     ("experts", "strategy", "num_ranks"),
     [
-        ("eager", "*: model", 2),
+        pytest.param("eager", "*: model", 2, marks=pytest.mark.slow),
         ("grouped_mm", "*: expert", 2),
         pytest.param("eager", "*: expert", 2, marks=pytest.mark.slow),
         pytest.param("batched_mm", "*: model; *: expert:4 | 1x2x2", 4, marks=pytest.mark.slow),
@@ -113,7 +114,7 @@ def test_experts_split_over_ranks(experts, strategy, num_ranks):
 @pytest.mark.parametrize(
     ("name", "degrees", "num_ranks"),
     [
-        ("gpt2", "1x2x2", 4),
+        pytest.param("gpt2", "1x2x2", 4, marks=pytest.mark.slow),
         ("llama", "1x1x3", 3),
         pytest.param("gpt2", "1x1x3", 3, marks=pytest.mark.slow),
         pytest.param("llama", "1x2x2", 4, marks=pytest.mark.slow),
@@ -233,7 +234,7 @@ def test_the_comparison_notices_a_wrong_number(part):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("llama", "both-2x2"), pytest.param("t5", "batch-2", marks=pytest.mark.slow)]
+    ("name", "mode"), [pytest.param("llama", "both-2x2", marks=pytest.mark.slow), ("t5", "batch-2")]
 )
 def test_a_cache_of_keys_is_continued(name, mode):
     setup = Setup(name, "sdpa", padded=True)

@@ -1,6 +1,6 @@
 """torch's own sample inputs for every function, on random layouts, against one device.
 
-``make test`` runs one sample of every forty-eighth entry, as all of them take minutes; ``make test-full`` runs several
+``make test`` runs one sample of every ninety-sixth entry, as all of them take minutes; ``make test-full`` runs several
 of each under other seeds, and methods and in-place forms.
 """
 
@@ -22,20 +22,20 @@ def failures(results):
     return [f"{r.name}: {o.state}: {o.message} <{o.where}>" for r in results for o in r.failures]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("start", range(0, 48, 12))
-def test_a_sample_of_every_forty_eighth_function(start):
-    results = [run_entry(entry, 1, 0) for entry in entries("function")[start::48]]
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("start", range(0, 96, 12))
+def test_a_sample_of_every_ninety_sixth_function(start):
+    results = [run_entry(entry, 1, 0) for entry in entries("function")[start::96]]
     assert not failures(results)
     fallen = [result.name for result in results if result.by == "fallback"]
     assert len(fallen) <= len(results) / 4, fallen
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("start", range(0, 36, 6))
-def test_every_thirty_sixth_function_by_keywords(start):
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("start", range(0, 72, 6))
+def test_every_seventy_second_function_by_keywords(start):
     """Twice: the second call takes the plan of the first."""
-    assert not failures([run_entry(entry, 1, 5) for entry in entries("keywords")[start::36]])
+    assert not failures([run_entry(entry, 1, 5) for entry in entries("keywords")[start::72]])
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def strategy_of(model, schedule):
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("gpt2", "interleaved"),
+        pytest.param("gpt2", "interleaved", marks=pytest.mark.slow),
         ("gpt2", "1f1b"),
         *(
             pytest.param(name, schedule, marks=pytest.mark.slow)

@@ -39,7 +39,7 @@ def run(model, strategy):
     return [*found, *train(copied, 3), *train(model, 1), *train(copied, 1)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "1f1b zero=3"])
 def test_a_copy_made_between_steps_trains_by_itself(schedule):
     torch.manual_seed(0)

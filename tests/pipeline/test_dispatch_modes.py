@@ -51,6 +51,7 @@ def train(strategy, around=contextlib.nullcontext):
     return run_ranks(body, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_mode_changes_nothing(strategy):
     modes = []

@@ -77,6 +77,7 @@ def go_on_after_a_rebuild(schedule):
 
 
 @pytest.mark.procs
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_after_a_rebuild_training_goes_on_with_the_losses_of_one_device(schedule):
     model, losses = make(), []

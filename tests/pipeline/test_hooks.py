@@ -69,7 +69,7 @@ def micro_batches(model, inputs, targets):
         (F.mse_loss(model(x), y) * len(x) / len(inputs)).backward()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("hooks", [look, clip, scale])
 def test_hooks_see_and_change_the_gradients_of_one_device(strategy, hooks):

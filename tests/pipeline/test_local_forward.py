@@ -148,11 +148,11 @@ def assert_alike(found, truth):
 
 QUICK = [
     (Block, True, TWO_STAGES),
-    (Block, True, INTERLEAVED),
     (Recomputing, False, TWO_STAGES),
     (Keeping, False, TWO_STAGES),
 ]
 CASES = [
+    (Block, True, INTERLEAVED),
     (Dropping, False, TWO_STAGES),
     (Normed, False, TWO_STAGES),
     (Asking, False, TWO_STAGES),
@@ -185,6 +185,7 @@ def test_a_first_call_and_calls_with_other_keys_run_unchanged():
     assert kinds[0] == [GlobalTensor, *[torch.Tensor] * 5, GlobalTensor, torch.Tensor]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [float, np.float32])
 def test_a_setting_that_changes_between_steps_is_looked_at_on_all_ranks(kind):
     """Dropout that begins later draws the numbers of one device, on the block's rank and on that of others."""

@@ -111,6 +111,7 @@ def test_hooks_of_users_get_boxed_inputs_on_every_rank():
             assert [e for e in on_ranks if e[:2] == (rank, kind)] == [(rank, kind, wb.GlobalTensor)] * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [[8, 20], [20, 8]])
 def test_positions_as_many_as_rows_are_another_call(rows):
     """With as many positions as samples in a micro-batch, an input hook takes positions for samples."""
@@ -119,6 +120,7 @@ def test_positions_as_many_as_rows_are_another_call(rows):
     assert_like_one_device(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", [
     STAGES.replace("1f1b", "zero_bubble"),
     STAGES.replace("1f1b", "gpipe zero=1"),

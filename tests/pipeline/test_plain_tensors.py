@@ -48,6 +48,7 @@ def trained(model, strategy, x, y):
     return losses, [whole(p.grad) for p in model.parameters()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_a_stage_fills_a_plain_tensor(write, schedule):
@@ -100,6 +101,7 @@ class Mixture(nn.Module):
         return x + out * self.scale[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "schedule", ["mb=2 gpipe", "mb=3 1f1b", "mb=3 zero_bubble", "mb=4 interleaved", "mb=4 zero_bubble_v"]
 )

@@ -59,7 +59,8 @@ def read_values_on_both_stages():
     return max(worst, *(abs(value - loss.item()) for value in found))
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_values_that_a_forward_reads_are_sent_to_all_stages(transport):
     found = run_processes(read_values_on_both_stages, 2, environment={"WORKBENCH_TRANSPORT": transport})
     assert max(found) < 1e-5
@@ -83,6 +84,7 @@ def losses_of_layers_that_draw(strategy):
     return [wb.forward_backward(model, F.cross_entropy, *batch).item() for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_rank_draws_the_numbers_of_one_device():
     (truth,) = run_processes(losses_of_layers_that_draw, 1, "*: data | mb=4")
     for found in run_processes(

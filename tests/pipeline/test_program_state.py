@@ -194,12 +194,14 @@ def assert_trains_as_one_device(kind, strategy):
     return [is_replayed for *_, is_replayed in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_device(kind):
     replayed = assert_trains_as_one_device(kind, ROWS)
     assert replayed == [kind in (ReadingNotes, Replaced)] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
@@ -247,6 +249,7 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
     assert model.weight == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Drawing, CountingInAnObject])
 def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind(kind):
     assert_trains_as_one_device(kind, "pipeline | mb=2")

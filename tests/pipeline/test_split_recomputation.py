@@ -48,7 +48,7 @@ class HalfShared(Plain):
 KINDS = [Plain, Shared, Frozen, Normalized, HalfShared]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("recompute", ["recompute", "recompute=cheap", "recompute=attention", "recompute=2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_backward(kind, recompute):
@@ -61,6 +61,7 @@ def test_gradients_are_those_of_one_backward(kind, recompute):
         assert grad is None or torch.equal(grad, split[name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Plain, Normalized])
 def test_the_first_part_gives_no_parameter_its_gradient(kind, monkeypatch):
     monkeypatch.setattr(WeightGradients, "accumulate", lambda self: None)
@@ -114,6 +115,7 @@ def test_layers_run_again_once_and_keep_what_their_weights_need():
     run_ranks(program, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["recompute", "recompute=2"])
 def test_what_blocks_keep_for_their_weights_is_predicted(recompute):
     """Besides their inputs."""
@@ -158,6 +160,7 @@ class Nested(Checkpointed):
         return self.last(checkpoint(inner, self.first(x), use_reentrant=self.use_reentrant))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Checkpointed, Nested])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_of_the_models_own_runs_under_a_split_backward(kind, use_reentrant):
@@ -192,7 +195,7 @@ def watch_without_keeping(self, node, parameters, between):
     self._left.append((node, grads, parameters))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "options", "num_ranks"),
     [
@@ -224,7 +227,7 @@ def test_a_few_steps_are_those_of_one_device(kind, options, num_ranks):
 def test_offloaded_inputs_of_blocks_come_back_as_they_were_boxed(kind, options, monkeypatch):
     """Else a block asks the stage before it again, which is on the same rank at the turn of a V."""
     monkeypatch.setattr(activations, "MIN_BYTES", 64)
-    assert_trains_like_one_device(Setup(kind, num_steps=2), "data", f"{options} offload=activations", 2)
+    assert_trains_like_one_device(Setup(kind, num_steps=1), "data", f"{options} offload=activations", 2)
 
 
 DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
@@ -235,7 +238,7 @@ DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
     "schedule", ["zero_bubble", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "gpipe"))]
 )
 def test_a_block_over_several_stages_runs_again_where_each_has_a_rank(schedule):
-    assert_trains_like_one_device(Setup("gpt2", num_steps=2), "data", f"8x1x1 mb=3 {schedule} recompute", 8)
+    assert_trains_like_one_device(Setup("gpt2", num_steps=1), "data", f"8x1x1 mb=3 {schedule} recompute", 8)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v", "dualpipe_v"])

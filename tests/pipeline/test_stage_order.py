@@ -148,6 +148,7 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_head_that_is_listed_first_is_on_the_last_stage(is_tied):
     used = assert_trains_as_one_device(HeadFirst(is_tied).double(), "pipeline | mb=2", 3, 2)

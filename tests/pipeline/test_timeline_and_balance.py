@@ -41,6 +41,7 @@ def slow_model(*times):
 
 
 @pytest.mark.timed
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved", 4)])
 def test_a_measured_step_is_what_the_simulator_says(schedule, num_stages):
     """Work that is sleep overlaps on any number of cores; of some steps, the one that other work delayed least."""

@@ -31,7 +31,7 @@ def assert_trains_as_one_device(setup, strategy, num_ranks, num_micro_batches=3)
         assert_runs_agree(found, truth, setup)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
@@ -47,7 +47,7 @@ def test_a_few_steps_are_those_of_one_device(kind, schedule):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", V_SCHEDULES)
 def test_a_v_over_four_ranks_is_one_device(schedule):
-    setup = Setup("gpt2", num_steps=2)
+    setup = Setup("gpt2", num_steps=1)
     assert_trains_as_one_device(setup, strategy_of(setup, schedule, "4x1x1", 7), 4, 7)
 
 

@@ -97,7 +97,7 @@ def seeded():
     running_step._warned.clear()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::workbench.training.pipelining.running_step.ValueReadWarning")
 @pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
 @pytest.mark.parametrize(

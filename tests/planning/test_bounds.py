@@ -62,7 +62,7 @@ def test_bounds_are_below_every_strategy_of_many_problems() -> None:
 @pytest.mark.parametrize(
     ("name", "batch_size"),
     [
-        ("a100-80g-selene", 60),
+        pytest.param("a100-80g-selene", 60, marks=pytest.mark.slow),
         ("made up", 24),
         pytest.param("a100-80g-selene", 24, marks=pytest.mark.slow),
         pytest.param("made up", 60, marks=pytest.mark.slow),

@@ -80,7 +80,7 @@ def test_bounds_are_below_every_strategy_with_experts():
     assert_bounds_are_below(Problem(mixture(), machine(random.Random(1)), 4, 64, constraints=only))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, start=2)
 @pytest.mark.parametrize("limit", [inf, 3.2e6, 2.0e6, 1.6e6])
 def test_expert_is_a_choice_like_others(limit):
     """Every strategy of one stage and one micro-batch, by brute force. Of 4 ranks, some limits leave spread experts

@@ -16,6 +16,9 @@ from workbench.planning.plan import Plan
 from workbench.planning.problem import Constraints
 from workbench.planning.search import search
 
+NO_STAGES = Constraints(pipeline=1)
+"""A search that takes less time."""
+
 
 @cache
 def plan() -> Plan:
@@ -54,17 +57,17 @@ def test_one_device_is_a_row_that_need_not_fit() -> None:
 
 def test_it_says_that_nothing_beats_one_device() -> None:
     slow = replace(hardware(), links=(Link(4, 10.0, 1e3),))
-    found = search(decoder(), slow, 4, 8)
+    found = search(decoder(), slow, 4, 8, constraints=NO_STAGES)
     assert found.table.iloc[0][["pipeline", "data", "model"]].tolist() == [1, 1, 1]
     assert not found.table.iloc[0]["best"]
     assert "nothing on 4 ranks beats it" in str(found)
-    fast = search(decoder(), replace(hardware(), links=(Link(4, 0.0, 1e12),)), 4, 8)
+    fast = search(decoder(), replace(hardware(), links=(Link(4, 0.0, 1e12),)), 4, 8, constraints=NO_STAGES)
     assert "nothing on" not in str(fast) and "times as long a step" in str(fast)
 
 
 def test_one_device_has_the_cores_that_four_ranks_share() -> None:
     alone = plan().one_device.estimate
-    sharing = search(decoder(), replace(hardware(), alone_speedup=3.0), 4, 8).one_device.estimate
+    sharing = search(decoder(), replace(hardware(), alone_speedup=3.0), 4, 8, constraints=NO_STAGES).one_device.estimate
     assert sharing.step_s == pytest.approx(alone.step_s / 3)
     assert sharing.samples_per_s == pytest.approx(alone.samples_per_s * 3)
 
@@ -99,7 +102,7 @@ def test_explain_lists_every_choice_with_its_seconds() -> None:
 
 
 def test_explain_says_why_a_choice_is_not_there() -> None:
-    found = plan().again(model=1)
+    found = plan().again(model=1, pipeline=1)
     assert "model axis has 1 rank" in str(found.explain("head"))
     with pytest.raises(StrategyError, match="no layer matches"):
         found.explain("nothing")
@@ -167,7 +170,7 @@ def test_a_strategy_of_32_bits_beside_a_plan_in_16_costs_what_it_costs() -> None
     cast_rows = tuple(replace(row, itemsize=2, passed_itemsize=4) for row in rows)
     costs = replace(plan().problem.costs, autocast=cast_rows)
     text, machine = "*: model | 1x1x4 mb=8", plan().problem.hardware
-    found = search(costs, machine, 4, 8, precision="bf16").diff(text)
+    found = search(costs, machine, 4, 8, precision="bf16", constraints=NO_STAGES).diff(text)
     alone = estimate(costs, Strategy(text).resolve(costs.layers, 4), machine, 8)
     assert found.step_s[1] == pytest.approx(alone.step_s)
 

@@ -87,7 +87,7 @@ def test_brute_force_finds_what_the_search_leaves_out(monkeypatch: pytest.Monkey
 def test_short_cuts_are_close_to_the_best() -> None:
     """The search of large problems, on small ones (``benchmarks.planner`` says how close it is on more of them)."""
     ratios = []
-    for seed in range(16):
+    for seed in range(15):
         problem = random_problem(seed)
         exact, short = Incumbents(problem), Incumbents(problem)
         search_exhaustively(problem, candidates_if_few(problem) or [], exact)
@@ -123,6 +123,7 @@ def test_the_best_first_search_finds_what_fits_where_the_smallest_choices_do_not
     assert incumbents.best is not None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", QUICK)
 def test_what_is_hopeless_fits_nowhere(seed: int) -> None:
     problem = random_problem(seed)
@@ -184,7 +185,7 @@ def test_every_cut_into_stages() -> None:
     assert len(list(stage_assignments(6, 3))) == 10
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("constraints", "holds"),
     [
@@ -253,7 +254,7 @@ def test_a_model_that_fits_nowhere_is_an_error_with_the_bytes_and_the_fixes() ->
 
 def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
     """Of a large model, not every strategy is looked at; a small one's all are, or all weights are too much."""
-    large = best_by("memory")
+    large = search(decoder(), hardware(), 4, 4, objective="memory", constraints=Constraints(pipeline=1))
     assert not large.is_exact
     with pytest.raises(
         StrategyError, match=r"none of the \d+ strategies that were priced fits .*others were not looked"

@@ -30,6 +30,7 @@ def outputs(a, w, y):
         return [function(a, w, y) for function in FUNCTIONS.values()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sbps", [("S(0)", "B"), ("B", "S(1)"), ("S(1)", "S(0)")])
 @pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.{FallbackWarning.__name__}")
 def test_dtypes_and_numbers(sbps):

@@ -68,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout, shifted labels, an odd number of samples, and models without a sequence."""

@@ -206,6 +206,7 @@ def padded_and_mixed(samples):
     return {"words": words + words[torch.randperm(len(words))]}, torch.tensor([label for _, label in samples])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [list, Streamed])
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),

@@ -130,6 +130,7 @@ def test_a_slice_that_is_none():
     assert is_slice(whole[1:, 2:], whole) and not is_slice(whole[1:, 2:] + 1, whole)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_stages_round_as_one_device(schedule, rounded):
     """Micro-batches have their own scales."""
@@ -215,7 +216,7 @@ def on_one_rank(precision, num_micro_batches=1):
     return run_ranks(lambda: train(model, f"*: data | mb={num_micro_batches} {precision}"), 1)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("strategy", "num_ranks"), RUNS)
 def test_losses_of_one_device_in_fp8(strategy, num_ranks):
     truth = on_one_rank("fp8", Strategy(strategy).options.num_micro_batches)

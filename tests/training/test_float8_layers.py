@@ -70,6 +70,7 @@ def on_one_rank():
     return run_ranks(lambda: trained(model, "*: data | fp8"), 1)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data; *: expert | 1x2x1", "*: model | 1x1x2"])
 def test_losses_of_one_device_in_fp8(strategy):
     truth = on_one_rank()

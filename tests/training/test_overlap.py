@@ -35,13 +35,14 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout and an odd number of samples, which no number of pieces divides."""
     assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_one_device():
     assert_trains_like_one_device(Setup("gpt2"), "model", "1x1x2 overlap=3", 2)
 
@@ -183,6 +184,7 @@ def test_another_strategy_gives_the_layer_its_own_forward_back():
     run_ranks(program, 2)
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("options", ["1x1x2 overlap=2", "1x1x2 overlap=3 sequence"])
 def test_a_captured_step_trains_alike(options):
     assert_captured_like_uncaptured("gpt", f"*: model | {options}", "adamw", 4)
@@ -190,7 +192,7 @@ def test_a_captured_step_trains_alike(options):
 
 def training(strategies):
     for kind, strategy in strategies:
-        losses, weights = training_equals_one_device(kind, strategy, wb.world_size(), steps=4)
+        losses, weights = training_equals_one_device(kind, strategy, wb.world_size(), steps=2)
         assert losses < 1e-5 and weights < 1e-5, (kind, strategy, losses, weights)
     model = wb.parallelize(copy.deepcopy(PAIR), "*: model | overlap=3")
     with wb.debug.trace() as trace:
@@ -199,6 +201,7 @@ def training(strategies):
 
 
 @pytest.mark.procs
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize(("transport", "num_pieces"), [("shared", 1), ("gloo", 3)])
 def test_real_processes_train_like_one_device(transport, num_pieces):
     """In shared memory nothing would overlap, and nothing is cut."""

@@ -25,7 +25,7 @@ def run_of(setup, text):
     ("kind", "options"),
     [
         ("mlp", "2x1x2 mb=3 1f1b"),
-        ("cnn", "1x2x2 mb=3"),
+        pytest.param("cnn", "1x2x2 mb=3", marks=pytest.mark.slow),
         pytest.param("gpt2", "2x1x2 mb=3 1f1b", marks=pytest.mark.slow),
         pytest.param("llama", "1x2x2 mb=3", marks=pytest.mark.slow),
     ],
@@ -57,6 +57,7 @@ def loading(path, strategy):
     return sum(p.to_local().nbytes for p in model.parameters()), status("VmHWM") - before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: model", "*: data | 1x2x1 zero=3"])
 def test_the_peak_of_loading_is_within_a_fifth_of_the_shards(tmp_path, strategy):
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)]

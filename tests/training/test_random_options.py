@@ -50,7 +50,7 @@ def small_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "MIN_BYTES", 64)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_training_equals_one_device(seed: int) -> None:
     text, num_ranks = strategy_of(seed)

@@ -46,7 +46,7 @@ STAGES = "0: data; 1: data; 2: data; 3: data@1; 4: data@1"
     ("strategy", "num_ranks"),
     [
         ("*: data | 1x2x1 mb=3 zero=2 recompute", 2),
-        (f"{STAGES} | 2x1x1 mb=2 1f1b recompute", 2),
+        pytest.param(f"{STAGES} | 2x1x1 mb=2 1f1b recompute", 2, marks=pytest.mark.slow),
         pytest.param("*: data | 1x1x1 recompute", 1, marks=pytest.mark.slow),
         pytest.param("*: data | 1x3x1 mb=2 zero=3 recompute", 3, marks=pytest.mark.slow),
         pytest.param("*: model | 1x1x2 recompute", 2, marks=pytest.mark.slow),
@@ -125,6 +125,7 @@ PIPELINE = "tok: data; blocks.[2-3]: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
 SPLIT = "blocks.*.a: model:column; blocks.*.b: model:row; tok: data; head: data | 1x1x2"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "strategy", ["*: data | zero=3", PIPELINE, *(pytest.param(s, marks=pytest.mark.slow) for s in ("*: data", SPLIT))]
 )
@@ -322,6 +323,7 @@ class SharedTable(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(
     ("options", "own"),

@@ -1,6 +1,7 @@
 """``recompute=attention``, ``cheap`` and a number of blocks: the numbers of one device, and bytes in their order."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout, whose numbers a second run draws again."""
@@ -69,9 +70,14 @@ INPUTS, TARGETS = torch.randn(4, 24, 32, generator=torch.Generator().manual_seed
 KINDS = ("", "recompute=2", "recompute=cheap", "recompute=attention", "recompute")
 
 
+@functools.cache
+def costs_of_net():
+    return layer_costs(Net, INPUTS, loss_fn=F.cross_entropy, targets=TARGETS)
+
+
 def kept(text):
     """Bytes of activations that the cost model says a rank keeps."""
-    costs = layer_costs(Net, INPUTS, loss_fn=F.cross_entropy, targets=TARGETS)
+    costs = costs_of_net()
     resolved = Strategy(text).resolve(costs.layers, 2)
     settings = settings_of(costs, resolved, load_hardware("h200"), 4)
     prices = prices_of(costs.rows, resolved.layers, settings)
@@ -103,6 +109,7 @@ def test_each_kind_keeps_less_and_gives_the_same_gradients(rows):
     assert none > cheap > attention > full and none > two > full
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["cheap", "attention", "1"])
 def test_captured_steps_recompute_alike(kind):
     assert_captured_like_uncaptured("mlp", f"*: data | 1x2x1 recompute={kind}", "adamw", 4)

@@ -85,7 +85,7 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda pair: f"{pair[0]} on {pair[1]}")
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "plain"])
 def test_training_equals_one_device(name, strategy):

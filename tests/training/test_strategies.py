@@ -47,7 +47,7 @@ SHAPES = [
 """Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, schedules, ZeRO, the other options."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "parallel", "options", "num_ranks"),
     [

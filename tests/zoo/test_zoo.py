@@ -19,7 +19,7 @@ TRIED = 6
 CHOSEN = random.Random(28).sample(of_transformers.MOST_USED, TRIED)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_model_that_nobody_prepared_equals_one_device(name):
     """Under every strategy, without gathering for want of a rule."""

@@ -21,6 +21,7 @@ def batches(num_steps):
     return [(torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(num_steps)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: model | 1x1x2", "*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=3"])
 def test_state_of_an_optimizer_that_is_loaded(strategy):
     def program(capture):
@@ -45,6 +46,7 @@ def test_state_of_an_optimizer_that_is_loaded(strategy):
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_passes", [1, 2])
 def test_gradients_of_a_bias_that_one_rank_adds(num_passes):
     """The others hold a term of zero, which no operator of theirs reads, and a gradient of zeros."""
@@ -86,6 +88,7 @@ class Normed(nn.Module):
 STAGES = "first: data@0; norm: data@1; last: data@1 | 2x1x1"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [

@@ -96,7 +96,7 @@ def assert_captured_in_stages(options, num_ranks=2, run=run_ranks, train=train_i
         assert len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5, start=2)
 @pytest.mark.parametrize(
     "schedule",
     ["1f1b", "zero_bubble", "interleaved", "zero_bubble_v", pytest.param("gpipe", marks=pytest.mark.slow)],
@@ -143,13 +143,14 @@ def steps_between_which_gradients_go(habit, capture):
     return everywhere([*losses, *module.parameters(), scale])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("habit", ["a layer is frozen", "gradients are left"])
 def test_ranks_replay_or_record_together_whichever_stage_has_gradients(habit):
     plain, captured = (run_ranks(lambda how=how: steps_between_which_gradients_go(habit, how)) for how in (False, True))
     assert all(torch.equal(a, b) for ranks in zip(plain, captured, strict=True) for a, b in zip(*ranks, strict=True))
 
 
-@pytest.mark.sampled(2, start=1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_gradients_of_captured_steps_add_up_on_every_rank(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}", train=add_up_in_stages)

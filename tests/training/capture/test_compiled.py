@@ -67,7 +67,7 @@ def assert_compiled_like_captured(model_name, strategy, num_ranks, num_steps=5):
         assert not [name for name in fewer_calls if "fill_random" in name or "scaled_dot_product" in name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "strategy", "num_ranks"),
     [

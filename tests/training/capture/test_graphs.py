@@ -83,13 +83,13 @@ def assert_graphs_like_captured(model, strategy, num_ranks, num_steps=6, run=run
         assert len(fewer_calls) < len(calls)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "strategy", "num_ranks"), CASES)
 def test_graphs_do_what_their_operators_do(played, model, strategy, num_ranks):
     assert_graphs_like_captured(model, strategy, num_ranks)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "strategy", "num_ranks"), CASES[3:8:2])
 def test_graphs_of_compiled_operators(played, monkeypatch, model, strategy, num_ranks):
     compiled = []

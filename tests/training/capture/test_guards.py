@@ -99,6 +99,7 @@ def add_late_parameter_hook(module):
     return module.weight.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.mul_(2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("add", [add_hook, add_backward_hook, add_parameter_hook, add_late_parameter_hook])
 def test_hooks_that_come_and_go(add):
     def program(capture):
@@ -143,6 +144,7 @@ def test_modules_that_change_before_each_call_are_told():
         run_ranks(program, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
 def test_after_a_rebuild_all_ranks_record_anew_because_not_all_may_have_a_recording(num_calls):
     """Rank 1 was interrupted in the call that recorded on rank 0, or its process is new."""

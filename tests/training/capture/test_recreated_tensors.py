@@ -49,6 +49,7 @@ def squares(module, x, y):
     return F.mse_loss(module(x), y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [("zero=1",), ("zero=2",), ("zero=3", "zero=1", "zero=3"), ("zero=2", "", "zero=1")]
 )
@@ -79,6 +80,7 @@ def detached(module, x, y):
     return (h - h.data.mean()).square().mean() + F.mse_loss(h, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss_of", [hooked, mapped, penalized, detached])
 def test_values_that_change_their_class(loss_of):
     """Hooks, mapped functions and second gradients see tensors that no operator has made."""

@@ -144,7 +144,7 @@ SLOW = [(*case, "bf16") for case in CASES if case[0] >= 2]
 SLOW += [(*case, precision) for case in MORE_CASES for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16, start=8)
 @pytest.mark.parametrize(
     ("seed", "name", "num_ranks", "precision"),
     [
@@ -271,6 +271,7 @@ print(dry_run(chain, "data | recompute", 2, *batch, torch.nn.functional.cross_en
 """
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_but_what_it_imports():
     """Recomputation compares tensors by methods that no other import has brought along here."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)

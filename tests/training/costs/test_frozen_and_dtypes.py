@@ -32,6 +32,8 @@ H200 = load_hardware("h200")
 HERE = replace(H200, exchanges_on_cores=True)
 WORDS = torch.arange(32 * 20).view(32, 20) % 512
 BATCH, WITHIN = 16, 0.10
+FEW_WORDS = WORDS[:BATCH, :4]
+"""For recurrent layers, which are counted step by step."""
 
 
 class WithAdapter(nn.Module):
@@ -125,7 +127,7 @@ def predicted(
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=2 mb=2", "*: data | zero=3", IN_TWO])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_bytes_as_a_dry_run(name, text):
@@ -138,16 +140,16 @@ RNN_IN_TWO = "*: data; rnn: data@1; head: data@1 | 2x1x1 mb=4 1f1b"
 HEAD_IN_TWO = "*: data; head: data@1 | 2x1x1 mb=2 1f1b"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("text", ["*: data | 1x2x1 zero=1", "*: data | zero=3", RNN_IN_TWO, HEAD_IN_TWO])
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
 def test_a_layer_that_returns_several_tensors_has_a_backward_if_one_of_them_has(recurrent, text):
     def make():
         return Tagger(recurrent)
 
-    costs = layer_costs(make, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    costs = layer_costs(make, FEW_WORDS, loss_fn=next_word_loss, targets=FEW_WORDS)
     assert [row.has_gradients for row in costs.rows] == [(False, False), (False, True), (True, True)]
-    counted = dry_run(make, text, 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss)
+    counted = dry_run(make, text, 2, FEW_WORDS, FEW_WORDS, next_word_loss)
     found = estimate(costs, Strategy(text).resolve(costs.layers, 2), ONE_SHOT, BATCH)
     assert found.boxed_bytes == counted.boxed_bytes
 
@@ -158,7 +160,7 @@ def test_a_frozen_layer_that_returns_several_tensors_has_none():
             super().__init__()
             self.rnn.requires_grad_(False)
 
-    costs = layer_costs(Frozen, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    costs = layer_costs(Frozen, FEW_WORDS, loss_fn=next_word_loss, targets=FEW_WORDS)
     assert [row.has_gradients for row in costs.rows] == [(False, False), (False, False), (False, True)]
 
 
@@ -169,7 +171,7 @@ class Twice(Tagger):
 
 
 def test_each_call_of_such_a_layer_has_a_backward():
-    costs = layer_costs(Twice, WORDS[:BATCH], loss_fn=next_word_loss, targets=WORDS[:BATCH])
+    costs = layer_costs(Twice, FEW_WORDS, loss_fn=next_word_loss, targets=FEW_WORDS)
     found = [call.row.has_gradients for call in costs.calls if call.row.layer.name == "rnn"]
     assert found == [(False, True), (True, True)]
 
@@ -183,7 +185,7 @@ def test_what_enters_a_container_is_unknown(trained, expected):
     assert root.has_gradients == expected
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["*: data", "*: data | recompute"])
 @pytest.mark.parametrize("trained", ["fc2", "conv2", "bn2"])
 def test_frozen_batch_norms_sum_their_statistics_in_forward(trained, text):
@@ -264,7 +266,7 @@ def measured(name: str, text: str, watched: int) -> int:
     return peak_of(job, text, watched)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "text", "watched"),
     [

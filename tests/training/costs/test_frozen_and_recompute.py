@@ -86,7 +86,7 @@ def test_layers_of_a_chain_run_again_from_the_first_trained_one_on():
     assert rows_again(costs_of("chain"), "4") == ([-1, -2, 2, 3], False)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "text",
     [
@@ -103,6 +103,7 @@ def test_as_many_bytes_as_a_dry_run(name, text):
     assert predicted(name, text, ONE_SHOT).boxed_bytes == counted.boxed_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["head", "fc2"])
 def test_large_blocks_gather_the_weights_of_what_runs_again(name):
     """ZeRO 3 gathers blocks of this size layer by layer."""
@@ -113,6 +114,7 @@ def test_large_blocks_gather_the_weights_of_what_runs_again(name):
     assert found.boxed_bytes == dry_run(make, text, 2, WORDS[:BATCH], WORDS[:BATCH], next_word_loss).boxed_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -94,6 +94,7 @@ def fake_run(make: Callable[[], nn.Module] | nn.Module, inputs: torch.Tensor) ->
     return layer_costs(make, inputs, loss_fn=loss_fn, targets=inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     make, inputs = CASES[name]
@@ -105,13 +106,13 @@ def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str) -> None:
 
 def test_an_lstm_does_four_thirds_of_the_work_of_a_gru() -> None:
     """torch computes it by one function of the CPU, of which its counter knows nothing."""
-    works = {}
+    works, num_words = {}, 2
     for kind in (nn.LSTM, nn.GRU):
-        costs = layer_costs(lambda kind=kind: kind(16, 32, 2, batch_first=True, bidirectional=True), (2, 5, 16))
+        costs = layer_costs(lambda kind=kind: kind(16, 32, 2, batch_first=True, bidirectional=True), (2, num_words, 16))
         works[kind] = costs.rows[0].flops, costs.rows[0].saved_bytes
     layers = [16 * 32 + 32 * 32, 64 * 32 + 32 * 32]
-    assert works[nn.LSTM][0] == pytest.approx(4 / 3 * works[nn.GRU][0]) == 5 * 2 * 2 * 4 * sum(layers)
-    assert works[nn.LSTM][1] > 5 * 2 * 2 * 4 * 32 * 4  # four gates of every word
+    assert works[nn.LSTM][0] == pytest.approx(4 / 3 * works[nn.GRU][0]) == num_words * 2 * 2 * 4 * sum(layers)
+    assert works[nn.LSTM][1] > num_words * 2 * 2 * 4 * 32 * 4  # four gates of every word
 
 
 class Distances(nn.Module):
@@ -139,6 +140,7 @@ def test_products_that_torchs_counter_leaves_out() -> None:
     assert sum(row.flops for row in many) == 2 * 40 * 40 * 8 + 2 * 40 * 8 * 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mask", "src_mask", "is_causal"])
 def test_torchs_transformers_with_a_mask(name: str) -> None:
     """Their code looks at the values of a mask to find out whether it is causal."""

@@ -63,7 +63,7 @@ def measured(make, text: str, width: int, watched: int) -> int:
     return peak_of(Job(make, data(width), F.cross_entropy, None, BATCH, NUM_STEPS), text, watched)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("make", "width", "text", "has_second"),
     [

@@ -76,6 +76,7 @@ def measured(name: str, text: str) -> int:
     return max(rank.memory_bytes["activations"] for rank in run_ranks(lambda: run_strategy(job, text), 2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_blocks_keep_what_is_estimated(name: str):
     """Equal, but for what the loss keeps (classes), with recomputation and without."""

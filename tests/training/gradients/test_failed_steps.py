@@ -65,7 +65,7 @@ def test_weights_that_were_loaded_after_it_stay(strategy, next_call, tmp_path):
         torch.testing.assert_close(found, kept, rtol=0, atol=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("wraps", [lambda optimizer: optimizer, Wrapper])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_optimizer_is_loaded_saved_and_moved_after_it(strategy, wraps, tmp_path):

@@ -13,6 +13,7 @@ from workbench.training.gradients import reduction
 from workbench.transport.threads import ThreadTransport
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data | 1x2x2", "hybrid"])
 def test_many_small_buckets_give_the_same_training(strategy, monkeypatch):
     under_way, most = [0], [0]

@@ -59,6 +59,7 @@ def gradients_of_plain(model) -> None:
     F.cross_entropy(model(WORDS), CLASSES).backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_the_parts_of_all_ranks_are_the_norm_of_all_gradients(optimizer):
     make = lambda parameters: optimizer(parameters, lr=0.0)  # noqa: E731

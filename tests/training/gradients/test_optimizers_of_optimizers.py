@@ -179,7 +179,7 @@ def test_a_state_that_a_wrapper_shows_moves_once(strategy):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_has_the_state_of_the_inner_ones(kind, strategy, tmp_path):

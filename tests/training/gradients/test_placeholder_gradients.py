@@ -122,7 +122,7 @@ def written(model, step):
 PIPELINE = "0: data@0; 1: data@1"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("program", [kept, accumulated, written])
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),

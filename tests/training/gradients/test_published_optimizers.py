@@ -89,6 +89,7 @@ def search(module):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", pytest.param("*: model", marks=pytest.mark.slow)])
 def test_an_optimizer_that_computes_with_its_own_rates(strategy):
     """LBFGS adds vectors times numbers that are 0-dim tensors."""

@@ -72,6 +72,7 @@ def line_search(model):
 SEVERAL = [sam_with_a_closure, line_search]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", PIPELINE])
 @pytest.mark.parametrize("train", SEVERAL)
 def test_an_optimizer_that_calls_its_closure_again(train, strategy):
@@ -123,6 +124,7 @@ def test_steps_with_and_without_a_closure_share_their_state(strategy):
     assert_as_on_one_device(train, strategy)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, PIPELINE])
 def test_two_steps_of_the_users_own_around_two_gradients(strategy):
     """SAM as it is used without a closure: its two halves are no ``step``."""

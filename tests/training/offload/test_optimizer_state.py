@@ -99,7 +99,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_the_numbers_are_those_without_it(strategy, num_ranks):
     make = OPTIMIZERS["adamw"]
@@ -108,6 +108,7 @@ def test_the_numbers_are_those_without_it(strategy, num_ranks):
     assert all(places == {True} for *_, places in found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3"])
 def test_optimizers(strategy, name):
@@ -207,6 +208,7 @@ def test_state_is_saved_and_loaded(way, tmp_path):
     assert all(is_offloaded(v) for *_, kept in found for v in kept)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("passes_optimizer", [False, True])
 def test_the_strategy_changes_during_training(passes_optimizer):
     built = mlp()
@@ -228,6 +230,7 @@ def test_the_strategy_changes_during_training(passes_optimizer):
     assert [places for *_, places in found] == [[{True}, {False}, {True}]] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "pipeline | mb=2"])
 def test_a_captured_step(strategy):
     built = mlp()

@@ -44,7 +44,7 @@ def both_ways():
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_the_numbers_are_those_without_it(transport):
     found = run_processes(both_ways, 2, environment={"WORKBENCH_TRANSPORT": transport})
     assert found == [[True] * len(CASES)] * 2

@@ -85,7 +85,7 @@ def test_exchanges_have_layouts_and_bytes(tmp_path):
     assert all(start <= event["ts"] < stop for event in exchanges)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
     "strategy",
@@ -148,6 +148,7 @@ def test_shares_add_up(tmp_path):
     assert "<table>" in profiles[0]._repr_html_()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("captured", [False, True])
 def test_memory_over_one_step(tmp_path, captured):
     profiles, _ = profiled(tmp_path, PIPELINE, captured=captured)

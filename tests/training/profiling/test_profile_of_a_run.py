@@ -23,6 +23,7 @@ def parts_of(messages) -> dict[int, RankPart]:
     return {message.profile.rank: message for message in messages if isinstance(message, RankPart)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["*: data", "0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2 1f1b"])
 def test_three_steps_of_every_rank_come_while_the_run_goes_on(strategy: str):
     """The run is stopped when they have come, long before its end."""

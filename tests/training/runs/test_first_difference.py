@@ -34,6 +34,7 @@ def differences(model: nn.Module, cases, batch=BATCH) -> list[FirstDifference]:
     return [one for _, one in by_rank[0]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_right_model_has_no_difference_beyond_rounding(name):
     cases = [
@@ -56,6 +57,7 @@ def test_sums_over_one_rank_are_equal_in_every_bit():
     assert str(found).endswith(f": {found.num_compared} values were compared, and all are equal.")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["", "bf16"])
 def test_random_numbers_are_no_difference_and_go_on_after_it(precision):
     """Plain torch draws other ones than a strategy, so one device is then a world of one rank."""

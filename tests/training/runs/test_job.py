@@ -68,6 +68,7 @@ def perceptron():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["data", "model", "pipeline | mb=2", "*: data | zero=3 mb=3"])
 def test_batches_of_a_collate_fn_train_as_on_one_device(strategy):
     job = tagging()

@@ -97,7 +97,7 @@ def make_job() -> Job:
     return Job(make, data, F.cross_entropy, None, batch_size=8, num_steps=12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "strategy",
     [

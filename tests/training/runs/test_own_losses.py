@@ -95,7 +95,7 @@ def job_of(name):
     return Job(model_fn, dataset, loss_fn, None, batch_size=7, num_steps=4)  # of 10 samples: 7, 3, 7, 3
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_strategy_equals_one_device(name, text):
@@ -153,6 +153,7 @@ def test_a_wrong_weight_of_a_micro_batch_is_noticed(monkeypatch):
     assert wrong.losses[0] != pytest.approx(expected.losses[0], rel=1e-5)
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("strategy", ["*: data | mb=3", "pipeline"])
 def test_counted_terms_make_micro_batches_the_whole_batch(strategy):
     """The loss of the whole batch in one go: its mean is over words, of which micro-batches have unlike numbers."""

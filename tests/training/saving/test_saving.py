@@ -118,10 +118,10 @@ def whole():
     [
         (("data", 2), ("model", 3)),
         pytest.param(("model", 3), ("pipeline", 2), marks=pytest.mark.slow),
-        (("pipeline", 2), ("data", 4)),
+        pytest.param(("pipeline", 2), ("data", 4), marks=pytest.mark.slow),
         pytest.param(("model", 2), ("data", 1), marks=pytest.mark.slow),
         pytest.param(("data", 1), ("model", 4), marks=pytest.mark.slow),
-        (("zero3", 3), ("zero1", 2)),
+        pytest.param(("zero3", 3), ("zero1", 2), marks=pytest.mark.slow),
         pytest.param(("zero1", 2), ("model", 2), marks=pytest.mark.slow),
     ],
     ids=lambda pair: f"{pair[0]}-{pair[1]}",

@@ -10,6 +10,7 @@ from tests.training.strategies.scaled import ON_TWO_STAGES, Scaled, train_scaled
 from workbench.testing import run_ranks
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(ON_TWO_STAGES, "data"), (ON_TWO_STAGES, ON_TWO_STAGES), ("data", ON_TWO_STAGES)]
 )

@@ -64,12 +64,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 IN_TWO = "*: model; decoder: model@1; head: model@1 | 2x1x2 mb=2"
 STRATEGIES = [
     *itertools.product(MODELS, ["*: model"], [2]),
-    *itertools.product(["seq2seq"], ["*: model | 1x1x3 mb=3", "*: data; *.self_attn: model"], [3]),
-    ("seq2seq", "*: model | 1x2x2 zero=3 recompute", 4),
-    ("norms first, no bias", "*: model | 1x2x2 sequence mb=2 zero=1", 4),
+    ("seq2seq", "*: data; *.self_attn: model", 3),
     ("seq2seq", IN_TWO, 4),
-    ("steps first", IN_TWO, 4),
     ("more keys", "*: data; attention: model:row", 2),
+    pytest.param("seq2seq", "*: model | 1x1x3 mb=3", 3, marks=pytest.mark.slow),
+    pytest.param("seq2seq", "*: model | 1x2x2 zero=3 recompute", 4, marks=pytest.mark.slow),
+    pytest.param("norms first, no bias", "*: model | 1x2x2 sequence mb=2 zero=1", 4, marks=pytest.mark.slow),
+    pytest.param("steps first", IN_TWO, 4, marks=pytest.mark.slow),
 ]
 
 
@@ -152,6 +153,7 @@ def test_attention_has_one_sum_and_moves_the_fewer_of_features_and_rows(num_samp
     assert sizes == [0, a_sum]
 
 
+@pytest.mark.slow
 def test_a_captured_step_moves_the_same() -> None:
     model = made("seq2seq")
 

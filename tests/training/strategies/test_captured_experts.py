@@ -68,7 +68,7 @@ def test_replays_send_what_their_own_choices_ask_for():
     assert len(set(sent[0][2:])) > 5, "tokens go elsewhere from step to step"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
     [("*: data", 1), ("*: data", 2), ("*: model", 2), ("*: expert | recompute", 2), ("*: expert | zero=3", 2)],

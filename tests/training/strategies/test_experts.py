@@ -77,7 +77,7 @@ def assert_equal(found, truth):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_split_experts_train_as_on_one_device(strategy):
     models, steps = [made() for _ in range(4)], STEPS.get(strategy, 3)
@@ -98,11 +98,11 @@ def test_listed_experts_are_spread_whole(strategy):
     models = [made(listed=True) for _ in range(4)]
 
     def program(rank):
-        found = trained(models[rank], strategy, 3)
+        found = trained(models[rank], strategy, 2)
         return found, [expert[0].weight.is_placeholder for expert in models[rank].experts]
 
     for found, elsewhere in run_ranks(program, 4):
-        assert_equal(found, on_one_device(3, listed=True))
+        assert_equal(found, on_one_device(2, listed=True))
         assert elsewhere.count(False) in (LISTED[strategy], 0)
 
 
@@ -160,8 +160,8 @@ def test_uneven_parts_and_ranks_without_tokens_or_experts():
     """3 samples on 4 ranks; 5 experts under ``model``, which may hold different numbers."""
     for experts, strategy in ((8, "*: expert"), (8, "*: data"), (5, "*: model | 1x2x2"), (3, "*: model | 1x1x4")):
         models = [made(experts=experts) for _ in range(4)]
-        for found in run_ranks(lambda rank: trained(models[rank], strategy, 3, 3), 4):  # noqa: B023 - called here
-            assert_equal(found, on_one_device(3, 3, experts=experts))
+        for found in run_ranks(lambda rank: trained(models[rank], strategy, 2, 3), 4):  # noqa: B023 - called here
+            assert_equal(found, on_one_device(2, 3, experts=experts))
 
 
 def test_experts_that_are_whole_run_on_the_tokens_of_their_rank():
@@ -306,7 +306,7 @@ LOADED = {
 """Strategies that save a checkpoint, and others that load it."""
 
 
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_goes_on_from_a_checkpoint_under_any_other_strategy(tmp_path, listed):
     untrained = made(listed=listed).eval()
 
@@ -347,6 +347,7 @@ class RoundRobin(torch.nn.Module):
         return self.pool(tokens, chosen, self.first(x).flatten(0, 1)[:, :2].abs())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["*: expert", "*: model; *: expert:4 | 1x2x2", "*: expert:2"])
 def test_a_dry_run_counts_what_is_sent_if_experts_are_chosen_alike_often(strategy):
     x = torch.randn(8, 4, 6)

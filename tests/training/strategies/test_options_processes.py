@@ -30,7 +30,7 @@ GROUPS = [("mlp", f"mb=2 zero={zero} shards=2") for zero in (1, 2, 3)]
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "options"),
     [
-        ("shared", 2, QUICK),
+        pytest.param("shared", 2, QUICK, marks=pytest.mark.slow),
         pytest.param("shared", 3, MORE, marks=pytest.mark.slow),
         pytest.param("gloo", 3, MORE, marks=pytest.mark.slow),
         *(pytest.param(how, 4, GROUPS, marks=pytest.mark.slow) for how in ("shared", "gloo")),

@@ -29,7 +29,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "skip"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
 def test_training_equals_one_device(kind, strategy, num_ranks):
@@ -39,7 +39,7 @@ def test_training_equals_one_device(kind, strategy, num_ranks):
             assert losses < 1e-5 and weights < 1e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["scaled table", "offset table", "own table"])
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
@@ -70,6 +70,7 @@ def test_dropout_drops_the_same_under_every_strategy(strategy, num_ranks):
         assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["2x1x2 mb=3 gpipe", "2x2x1 mb=2 1f1b", "2x1x2 mb=9 1f1b"])
 def test_pipelines_of_wide_stages(options):
     text = f"0: data; 2: model; 4: model@1; 6: data@1 | {options}"
@@ -77,6 +78,7 @@ def test_pipelines_of_wide_stages(options):
         assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_skip_edge_and_a_tied_weight_across_stages(schedule):
     skip = f"a: data; b: data@1; c: data@1; d: data@2; head: data@2 | 3x1x1 mb=4 {schedule}"

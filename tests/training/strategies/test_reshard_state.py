@@ -65,7 +65,9 @@ def assert_goes_on(kind, optimizer, num_ranks, steps_each, extra="", ways=WAYS):
         assert_runs_agree(found, truth, setup)
 
 
-@pytest.mark.parametrize(("kind", "optimizer", "num_ranks"), [("mlp", "adamw", 2), ("cnn", "sgd", 4)])
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "num_ranks"), [("mlp", "adamw", 2), pytest.param("cnn", "sgd", 4, marks=pytest.mark.slow)]
+)
 def test_training_goes_on(kind, optimizer, num_ranks):
     assert_goes_on(kind, optimizer, num_ranks, 1)
 
@@ -185,6 +187,7 @@ def test_a_change_of_strategy_exchanges_all_tensors_together():
     assert run_ranks(program, 2) == [together] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize(
     "make",

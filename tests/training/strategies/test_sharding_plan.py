@@ -104,7 +104,7 @@ def test_hooks_send_the_bytes_of_the_plan_layer_by_layer(seed: int) -> None:
         assert planned == sent, strategy
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [seed for seed in range(15) if seed % 5 < 3])
 def test_the_cost_model_prices_and_the_panel_draws_the_bytes_of_the_plan(seed: int) -> None:
     """Even parts: prices do not round."""
@@ -142,6 +142,7 @@ class NormsFirst(nn.Module):
 BY_CALLS = "norms: data; ups: model:column; downs: model:row; head: "
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", [f"{BY_CALLS}data", f"{BY_CALLS}model:column | 1x2x2 mb=2"])
 def test_hooks_prices_and_dry_runs_go_by_the_order_of_calls(strategy: str) -> None:
     batch, ranks = torch.ones(24, 12), 4 if "x" in strategy else 2

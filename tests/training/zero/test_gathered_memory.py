@@ -34,6 +34,7 @@ class Meter:
         return sum(not all(whole.expired() for whole in work) for work in self.works)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("options", "prepare"), [("", None), ("bf16", None), ("recompute", None), ("", freeze)])
 def test_two_units_at_most_are_here(monkeypatch, options, prepare):
     meter = Meter(monkeypatch)
@@ -124,6 +125,7 @@ class Failing(Chain):
         yield from self.blocks[2:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interruption"])
 @pytest.mark.parametrize("where", ["between blocks", "inside a block"])
 def test_a_forward_that_ends_early_leaves_shards(error, where):

@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "parallel", "options"), CASES)
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options):
     """With dropout, AdamW, and samples that the ranks do not divide."""
@@ -37,6 +37,7 @@ def test_a_few_steps_are_those_of_one_device(kind, parallel, options):
     assert_trains_like_one_device(Setup(kind, "adamw", num_steps=3), parallel, options, num_ranks)
 
 
+@pytest.mark.sampled(3, start=2)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_groups_hold_copies_of_shards_and_send_the_bytes_of_the_plan(zero):
     """The layouts, clipping by the norm of the whole, bytes per rank, and what all ranks send in a step."""

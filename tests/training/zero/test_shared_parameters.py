@@ -43,7 +43,7 @@ def rooms(monkeypatch):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", ["", "recompute"])
 @pytest.mark.parametrize("kind", [Chain, Twice, Skipping])
 def test_training_in_place_equals_one_device(rooms, kind, options):
