@@ -121,7 +121,7 @@ def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:
     lab_page.screenshot("panel-toggle.png", panel(lab_page))
 
 
-def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
+def the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
     panel(lab_page).locator(".wb-tensor-link").click()
     row(lab_page, "lm_head").locator(".label").click()
     panel(lab_page).locator(".wb-tensors", has_text="lm_head.weight").wait_for()
@@ -131,7 +131,7 @@ def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
     panel(lab_page).locator(".wb-tensors").wait_for(state="detached")
 
 
-def test_sixty_four_ranks_and_finding_a_layer(both: Any) -> None:
+def sixty_four_ranks_are_a_few_rows_and_a_layer_is_found(both: Any) -> None:
     deep = panel(both, 1)
     both.screenshot("panel-64.png", deep)
     assert deep.locator(".wb-row[data-row]").count() < 15, "144 layers in blocks are a few rows"
@@ -186,7 +186,7 @@ NUMBERS = {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"}
 """Of the last layer: weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
 
 
-def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(both: Any) -> None:
+def nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(both: Any) -> None:
     lab_page, seen = both, {}
     for width in WIDTHS:
         lab_page.page.set_viewport_size({"width": width, "height": 2200})
@@ -197,6 +197,12 @@ def test_at_any_width_nothing_is_cut_or_alone_in_a_line_and_every_number_is_show
         missing = NUMBERS - set(re.split(r"\n|\t| \u00b7 | parameters|sbp ", shown))
         seen[width] = lab_page.page.evaluate(OVERLAPS), lab_page.page.evaluate(ALONE), missing
     assert seen == {width: ([], [], set()) for width in WIDTHS}
+
+
+def test_a_deep_model_below_another_one_and_both_at_any_width(both: Any) -> None:
+    sixty_four_ranks_are_a_few_rows_and_a_layer_is_found(both)
+    nothing_is_cut_or_alone_in_a_line_and_every_number_is_shown(both)
+    assert panel(both).count() == 1 and panel(both, 1).count() == 1, "all of it was done in these two panels"
 
 
 @pytest.mark.slow
@@ -284,6 +290,7 @@ def test_looking_at_the_panel(lab_page: Any) -> None:
     tabs_are_chosen_with_keys_and_stay_chosen(lab_page)
     the_dark_theme_reaches_everything(lab_page)
     tips_come_on_hover_and_go_with_escape(lab_page)
+    the_tensors_of_a_row_can_be_seen(lab_page)
     the_bar_stays_in_sight_while_the_page_scrolls(lab_page)
     assert panel(lab_page).count() == 1, "all of it was done in one panel"
 

@@ -12,6 +12,7 @@ import pytest
 
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
+from workbench.ui.runs import report
 from workbench.ui.runs.report import report_html, verdict, write_report
 from workbench.ui.short_names import short_names
 
@@ -30,6 +31,12 @@ class Comparison:
 @pytest.fixture
 def result(runs: list[RunRecord], baseline: RunRecord) -> Comparison:
     return Comparison(baseline, runs)
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: to draw all figures takes most of a report's time."""
+    monkeypatch.setattr(report, "_figures_as_json", lambda figures: "")
 
 
 def test_the_page_stands_alone(result: Comparison, tmp_path: Path):
@@ -52,6 +59,7 @@ def test_all_figures_come_in_both_themes(result: Comparison):
         assert themes["light"]["layout"]["font"]["color"] != themes["dark"]["layout"]["font"]["color"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_summary_names_what_was_run(result: Comparison):
     result.settings = {"model": "make_mlp", "num_parameters": 116_618, "optimizer": "SGD(lr=0.1)"}
     html = report_html(result, title="Digits & more")
@@ -86,6 +94,7 @@ def test_losses_that_overflow_can_be_reported(result: Comparison):
     assert ticks[0] == "1e-5" and 3 < len(ticks) <= 12
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_that_differs_says_by_how_much(result: Comparison):
     verdict = Verdict(False, "noise", text="the loss of step 2 differs by 1e-3, where at most 1e-5 is rounding")
     result.runs = [replace(result.runs[0], equal=False, verdict=verdict)]

@@ -38,7 +38,7 @@ def reason_for(finding):
     )
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("table", TABLES)
 def test_every_declared_signature_is_right_and_what_is_missing_has_a_reason(table, turn):
