@@ -113,6 +113,7 @@ def test_every_column_sorts_both_ways(opened: LabPage) -> None:
             assert found == sorted(found, reverse=order == "descending"), key
 
 
+@pytest.mark.slow
 def test_filter_hide_and_baseline(opened: LabPage) -> None:
     page = opened.page
     filter_field = page.locator(".wb-panel input[placeholder^='e.g. memory']")

@@ -109,6 +109,7 @@ def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> 
     lab_page.wait_for_text(GPT_HYBRID)
 
 
+@pytest.mark.slow
 def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:
     unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")
     before = panel(lab_page).locator(".wb-predictions .time").inner_text()
