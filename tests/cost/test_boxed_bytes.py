@@ -186,7 +186,7 @@ def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, 
     assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
 
 
-@pytest.mark.sampled(24, start=1)
+@pytest.mark.sampled(48, start=1)
 @slow_unless(lambda degrees, words: True)
 def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
     """The largest values are sent as estimated; of recomputed layers, also those outside of blocks count twice."""

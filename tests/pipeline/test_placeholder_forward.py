@@ -123,7 +123,7 @@ def program_of(models, strategy, steps=3):
     return program
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "is_recorded"),
     [(Block, True), (Cutting, True), (Counting, False), (Logging, False), (Normed, False), (Writing, True)],

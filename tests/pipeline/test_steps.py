@@ -275,7 +275,7 @@ def test_several_stages_on_a_rank(num_micro_batches):
         assert_same(found, truth)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "options",
     [

@@ -312,7 +312,7 @@ def test_a_captured_step_adds_as_it_was_recorded(num_added):
     assert len(num_added) == 2 * 3 * 3  # a step that runs before the recording, and the recording itself
 
 
-@pytest.mark.sampled(10, start=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 40, 4))
 def test_random_programs_whose_weights_all_count_as_large(num_added, seed):
     assert_like_one_device(seed)

@@ -23,7 +23,7 @@ CASES = [
     ("cnn", "*: data | 1x2x1", 2),
     ("writes", "*: data | 1x2x1", 2),
     ("gpt", "*: data | 1x2x1 zero=3", 2),
-    ("gpt", "*: model | 1x1x2", 2),
+    pytest.param("gpt", "*: model | 1x1x2", 2, marks=pytest.mark.slow),
     ("gpt", "hybrid", 4),
 ]
 

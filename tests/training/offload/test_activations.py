@@ -57,7 +57,7 @@ def with_activations(options):
     return f"{options}+activations" if "offload" in options else f"{options} offload=activations"
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("kind", "parallel", "options", "num_ranks"), CASES)
 def test_the_numbers_are_those_without_it(kind, parallel, options, num_ranks, stored):
     setup = Setup(kind, "adamw", num_steps=3)

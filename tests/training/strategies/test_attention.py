@@ -65,7 +65,7 @@ IN_TWO = "*: model; decoder: model@1; head: model@1 | 2x1x2 mb=2"
 STRATEGIES = [
     *itertools.product(MODELS, ["*: model"], [2]),
     ("seq2seq", "*: data; *.self_attn: model", 3),
-    ("seq2seq", IN_TWO, 4),
+    pytest.param("seq2seq", IN_TWO, 4, marks=pytest.mark.slow),
     ("more keys", "*: data; attention: model:row", 2),
     pytest.param("seq2seq", "*: model | 1x1x3 mb=3", 3, marks=pytest.mark.slow),
     pytest.param("seq2seq", "*: model | 1x2x2 zero=3 recompute", 4, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from tests.training.programs import training_equals_one_device
 from workbench.training.gradients import overlap
 from workbench.training.gradients.overlap import GradientReducer
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
 
 def training(strategies):
@@ -21,8 +21,8 @@ def training(strategies):
     return "ok"
 
 
-QUICK = [("mlp", "mb=2 zero=1"), ("cnn", "mb=2 zero=2 recompute"), ("dropping", "zero=3")]
-MORE = [*QUICK, ("mlp", ""), ("attention", "zero=3"), ("dropping", "zero=3 recompute"), ("encoder", "zero=2")]
+FEW = [("mlp", "mb=2 zero=1"), ("cnn", "mb=2 zero=2 recompute"), ("dropping", "zero=3")]
+MORE = [*FEW, ("mlp", ""), ("attention", "zero=3"), ("dropping", "zero=3 recompute"), ("encoder", "zero=2")]
 
 GROUPS = [("mlp", f"mb=2 zero={zero} shards=2") for zero in (1, 2, 3)]
 
@@ -30,10 +30,10 @@ GROUPS = [("mlp", f"mb=2 zero={zero} shards=2") for zero in (1, 2, 3)]
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "options"),
     [
-        pytest.param("shared", 2, QUICK, marks=pytest.mark.slow),
-        pytest.param("shared", 3, MORE, marks=pytest.mark.slow),
-        pytest.param("gloo", 3, MORE, marks=pytest.mark.slow),
-        *(pytest.param(how, 4, GROUPS, marks=pytest.mark.slow) for how in ("shared", "gloo")),
+        ("shared", 2, FEW),
+        ("shared", 3, MORE),
+        ("gloo", 3, MORE),
+        *((how, 4, GROUPS) for how in ("shared", "gloo")),
     ],
 )
 def test_options_give_the_numbers_of_one_device(transport, num_ranks, options):
