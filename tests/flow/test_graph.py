@@ -69,7 +69,9 @@ def test_the_pipeline_of_the_document_trains_as_on_one_device():
 
 
 @OLD
-@pytest.mark.parametrize(("num_parts", "where"), [(3, "P1 = flow.placement"), (16, ""), (20, "")])
+@pytest.mark.parametrize(
+    ("num_parts", "where"), [(3, "P1 = flow.placement"), pytest.param(16, "", marks=pytest.mark.slow), (20, "")]
+)
 def test_any_number_of_micro_batches_on_one_rank_or_two(num_parts, where):
     source = source_of("graph_pipeline").replace("accumulation_steps(2)", f"accumulation_steps({num_parts})")
     if where:  # both stages on rank 0: one after the other

@@ -86,7 +86,9 @@ def test_groups_of_ranks(num_ranks, spans):
     assert default_spans(num_ranks) == spans
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "num_ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_ranks_measure_together(monkeypatch, num_ranks):
     """On simulated ranks, with small sizes: rows of all kinds, and a machine that can be."""
     monkeypatch.setattr(machine_times, "PRODUCTS", ((8, 4, 8), (8, 64, 8)))
@@ -98,7 +100,7 @@ def test_ranks_measure_together(monkeypatch, num_ranks):
     monkeypatch.setattr(machine_times, "Stopwatch", lambda *about: Stopwatch(*about, window_s=0.0))
     times = run_ranks(machine_times.measure, num_ranks)
     assert {exchange.kind for exchange in times[0].exchanges} == (
-        {*machine_times.KINDS, "gradients"} if num_ranks > 1 else set()
+        {*machine_times.KINDS, "gradients", *["send"] * (num_ranks == 2)} if num_ranks > 1 else set()
     )
     hardware = hardware_from(times)
     assert hardware.matmul_flops_per_s["fp32"] > 0 and hardware.op_s >= 0 and hardware.links[-1].span == num_ranks

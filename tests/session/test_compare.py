@@ -291,7 +291,7 @@ def test_pause_change_the_strategy_resume_and_stop(session):
 
 def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
     def slow_loss(output, target):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return F.cross_entropy(output, target)
 
     steps: list[int] = []
@@ -306,6 +306,7 @@ def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
     )
 
 
+@pytest.mark.slow
 def test_the_panels_runs_may_differ_in_length(session):
     trainer = SessionTrainer(session, make_model, data(), F.cross_entropy, batch_size=16, steps=3)
     for steps in (3, 5):

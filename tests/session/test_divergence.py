@@ -199,6 +199,7 @@ def _sends_one_way():
     return wb.rank()
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 def test_a_rank_that_takes_longer_alone_is_not_interrupted(session):
     assert session.run("import time\nif wb.rank(): time.sleep(2.5)\nwb.rank()").values == [0, 1]

@@ -11,13 +11,20 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.nn.functional as F
 
+import workbench as wb
 import workbench.session as session_package
+from tests.session.test_lost_engines import data, make_model
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
+from workbench.core.strategy import Strategy
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
 from workbench.session.processes import fork_server, launch
 from workbench.session.processes.folder import ProcessId, SessionFolder, all_folders
+from workbench.ui.panel import Panel
 
 pytestmark = pytest.mark.engines
 
@@ -282,9 +289,12 @@ def test_nothing_outlives_a_killed_notebook(tmp_path):
     wait_until(lambda: not folder.path.exists())
 
 
-def test_close_is_idempotent_and_ends_everything():
-    session = Session(engines=1, device="cpu")
+def test_close_is_idempotent_ends_everything_and_is_said_with_what_to_do():
+    session = Session(engines=2, device="cpu")  # as most sessions of tests: what forks them is there already
     processes = session._folder.processes()
+    panel = Panel(session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+    comparison = Comparison(session, Subject.of(make_model, data(), F.cross_entropy, batch_size=16, steps=6))
+    view = wb.LiveView(session)
 
     def doze():
         time.sleep(600)
@@ -300,6 +310,12 @@ def test_close_is_idempotent_and_ends_everything():
         call.result(timeout=WAIT_TIMEOUT_S)
     with pytest.raises(NotStartedError, match=r"wb\.Session"):
         session.run("1")
+    with pytest.raises(SessionError, match=r"is closed.*%workbench start.*run the cell that makes the panel"):
+        panel.run()
+    with pytest.raises(NotStartedError, match="session that is closed"):
+        comparison.start(Strategy("*: model"))
+    assert "is closed" in view._hint.value and "wb.LiveView()" in view._hint.value
+    assert "is closed" in panel._editor.controls.run.tooltip and panel._editor.controls.run.disabled
 
 
 @pytest.mark.slow

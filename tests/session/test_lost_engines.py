@@ -1,4 +1,4 @@
-"""Panels, comparisons and live views of engines that are others by now: restarted, lost, closed."""
+"""Panels and comparisons of engines that are others by now: restarted, lost."""
 
 import os
 import signal
@@ -12,7 +12,6 @@ from torch import nn
 import workbench as wb
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.core.strategy import Strategy
-from workbench.errors import NotStartedError, SessionError
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
 from workbench.ui.panel import Panel
@@ -27,13 +26,6 @@ def make_model():
 def data():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(50, 8, generator=generator), torch.randint(0, 4, (50,), generator=generator)
-
-
-@pytest.fixture(scope="module")
-def own_session():
-    """Of this module alone: its engines are killed, and the last test closes it."""
-    with wb.Session(engines=2, device="cpu") as session:
-        yield session
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +90,3 @@ def test_an_engine_that_is_lost_while_a_run_goes_on(own_session, panel, comparis
     assert panel.wait(WAIT_TIMEOUT_S)
     assert "rank 1 died" in str(panel.error) and "rank 1 died" in panel._runs_section.live.failure.value
     assert_runs(panel, comparison)
-
-
-def test_a_closed_session_is_said_with_what_to_do(own_session, panel, comparison):
-    view = wb.LiveView(own_session)
-    own_session.close()
-    with pytest.raises(SessionError, match=r"is closed.*%workbench start.*run the cell that makes the panel"):
-        panel.run()
-    with pytest.raises(NotStartedError, match="session that is closed"):
-        comparison.start(Strategy("*: model"))
-    assert "is closed" in view._hint.value and "wb.LiveView()" in view._hint.value
-    assert "is closed" in panel._editor.controls.run.tooltip and panel._editor.controls.run.disabled

@@ -62,6 +62,7 @@ def test_transformers_are_compared_with_one_device(session):
     assert all(len(run.losses) == 4 for run in result.runs)
 
 
+@pytest.mark.slow  # test_compare_command has such a module on engines
 def test_the_panel_trains_a_module_with_its_own_loss(session):
     panel = Panel(
         session, Regression, columns(), strategy={"left": "data", "right": "model"}, batch_size=7, steps=5, keep=False

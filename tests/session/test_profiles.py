@@ -126,6 +126,7 @@ def test_captured_steps(run, tmp_path):
     assert not [e for e in events if e["ph"] == "X" and e["tid"] == 2], "replays have no actions"
 
 
+@pytest.mark.slow
 def test_a_run_of_a_comparison(run, session):
     """One device trains on rank 0 alone, and its steps are none of all ranks."""
     run("%workbench profile --steps 2 --to found.json")

@@ -78,6 +78,7 @@ def test_losses_are_those_of_a_run_that_lost_no_rank(own_session, capfd):
     assert own_session.run("train(3)").values == [expected, expected]
 
 
+@pytest.mark.slow  # test_resize_engines reads such a checkpoint, test_recovery has the cell that fails
 def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_path):
     """Rank 1 is lost, and with it half of each parameter. The first time a set-up cell fails."""
     flag = tmp_path / "flag"
