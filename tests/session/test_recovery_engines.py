@@ -92,7 +92,7 @@ def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_
     expected = own_session.run("train(3)").values[0]
     kill(own_session, 1)
     flag.touch()
-    with pytest.raises(SessionError, match=r"(?s)set-up cell 3 of 4 failed.*variables back.*AssertionError"):
+    with pytest.raises(SessionError, match=r"(?s)set-up cell \d of \d failed.*variables back.*AssertionError"):
         own_session.recover()
     assert own_session.run("step", ranks=[0]).values == [6]
     with pytest.raises(CellError, match="rank 1 has no variables step, model: "):
@@ -106,6 +106,7 @@ def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_
 @pytest.mark.slow  # test_recovery has it on simulated ranks
 def test_training_of_new_engines_is_kept(own_session):
     """All were replaced, and the user has run the cells again by hand."""
+    own_session.run("made = 1", setup=True)
     own_session.restart()
     own_session.run("from pathlib import Path\n" + SETUP.format(strategy="*: data | zero=3"))
     own_session.run(FUNCTIONS)
