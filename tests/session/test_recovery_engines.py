@@ -106,7 +106,7 @@ def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_
 @pytest.mark.slow  # test_recovery has it on simulated ranks
 def test_training_of_new_engines_is_kept(own_session):
     """All were replaced, and the user has run the cells again by hand."""
-    own_session.run("made = 1", setup=True)
+    own_session.run(SETUP.format(strategy="*: data | zero=3"), setup=True)
     own_session.restart()
     own_session.run("from pathlib import Path\n" + SETUP.format(strategy="*: data | zero=3"))
     own_session.run(FUNCTIONS)
