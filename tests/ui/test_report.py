@@ -71,7 +71,7 @@ def test_summary_names_what_was_run(result: Comparison):
 
 def test_long_names_are_short_beside_plots_and_stay_apart(result: Comparison):
     texts = [f"fc1: data; fc2: data@1; fc{n}: data@1 | 2x1x1 mb=4 1f1b" for n in (3, 4)]
-    assert short_names(["data", texts[0]]) == ["data", "fc1: data; fc2: \u2026x1 mb=4 1f1b"]
+    assert short_names(["data", texts[0]]) == ["data", "fc1: data; fc\u20262x1x1 mb=4 1f1b"]
     result.runs = [replace(run, name=text, strategy=text) for run, text in zip(result.runs, texts, strict=False)]
     html = report_html(result)
     assert all(f">{text}</b>" in html for text in texts), "in full in the table"

@@ -9,12 +9,18 @@ _CUT = "\u2026"
 
 
 def short_name(name: str, head: int = 16, tail: int = 12) -> str:
-    """A name without its middle, if it is longer than ``head`` and ``tail`` together.
+    """A name without its middle, if it is longer than ``head`` and ``tail`` together. It ends with whole words, unless
+    the first of them would leave hardly anything of the beginning.
 
     >>> short_name("fc1: data; fc2: data@1; fc3: data@1 | 2x1x1 mb=4 1f1b")
-    'fc1: data; fc2: \u2026x1 mb=4 1f1b'
+    'fc1: data; fc\u20262x1x1 mb=4 1f1b'
     """
-    return name if len(name) <= head + tail + 1 else f"{name[:head]}{_CUT}{name[-tail:]}"
+    length = head + tail
+    if len(name) <= length + 1:
+        return name
+    words = len(name) - name.rfind(" ", 0, len(name) - tail) - 1
+    tail = words if words <= tail + head // 2 else tail
+    return f"{name[: length - tail]}{_CUT}{name[-tail:]}"
 
 
 def _from_word(name: str, at: int, head: int = 7, tail: int = 19) -> str:
