@@ -388,3 +388,20 @@ def test_a_buffer_that_an_operator_writes_is_that_of_one_device(strategy):
     for result, mean in run_ranks(program, 2):
         torch.testing.assert_close(result, expected)
         torch.testing.assert_close(mean, one.mean)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: torch.ops.wbtests.swish(x, 2.0), "swish.*too many positional arguments.*Its schema is"),
+        (lambda x: torch.ops.wbtests.swish(x, slope=2.0), "swish.*slope"),
+        (lambda x: torch.ops.wbtests.track(x), "track.*missing a required argument.*mean"),
+    ],
+)
+def test_an_operator_refuses_arguments_that_its_schema_lacks(call, message):
+    def program():
+        x = wb.tensor(X, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        with pytest.raises(TypeError, match=message):
+            call(x)
+
+    run_ranks(program, 2)

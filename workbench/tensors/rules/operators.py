@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -24,11 +25,20 @@ class _OnPlainTensors:
         self.num_positional = sum(not argument.kwarg_only for argument in arguments)
         self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         USER_FUNCTION_NAMES[self] = self.__name__
+        self._signature = Signature([_parameter(a) for a in arguments], __validate_parameters__=False)
 
     def bind(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """A value for each argument of the schema."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        return tuple(given.get(a.name, a.default_value) for a in self.operator._schema.arguments)
+        """A value for each argument of the schema.
+
+        Raises:
+            TypeError: an argument is missing, or is not in the schema.
+        """
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.operator}: {error}. Its schema is {self.operator._schema}") from None
+        bound.apply_defaults()
+        return tuple(bound.arguments[name] for name in self.names)
 
     def __call__(self, *args: Any) -> Any:
         given = [tree_map(_plain_copy if i in self.written else _plain, arg) for i, arg in enumerate(args)]
@@ -61,6 +71,13 @@ def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
         for position, value in zip(operator.written, written, strict=True):
             tree_map(_write, given[position], value)
     return result
+
+
+def _parameter(argument: Any) -> Parameter:
+    kind = Parameter.KEYWORD_ONLY if argument.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
+    return Parameter(
+        argument.name, kind, default=argument.default_value if argument.has_default_value() else Parameter.empty
+    )
 
 
 def _write(target: Any, value: Any) -> Any:
