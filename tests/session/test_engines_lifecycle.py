@@ -300,7 +300,7 @@ def test_close_is_idempotent_ends_everything_and_is_said_with_what_to_do():
         time.sleep(600)
 
     call = session.submit(doze)
-    wait_until(lambda: session.status()[0].busy, session.status)
+    wait_until(lambda: session.is_busy and session.status()[0].busy, session.status)
     session.close()
     session.close()
     assert not any(process.find() for process in processes)

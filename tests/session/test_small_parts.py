@@ -17,7 +17,8 @@ from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from workbench.errors import SessionError
-from workbench.session import cluster, magic_commands, protocol
+from workbench.session import cluster, engine_pool, magic_commands, protocol
+from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import SessionMagics, _parse, unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
@@ -26,6 +27,7 @@ from workbench.session.processes import discovery, folder, watchdog
 from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
+from workbench.session.run import NullListener, Run
 from workbench.session.stop_escalation import STEPS, StopEscalation
 
 
@@ -194,6 +196,22 @@ def test_an_interrupt_while_engines_start_says_what_comes_next():
     with pytest.raises(Interrupted, match=r"while engines were starting\. The next cell starts those again"):
         pool.replace([1])
     assert pool._world_is_stale
+
+
+def test_a_run_that_begins_while_its_session_is_closed_ends(monkeypatch):
+    """Its engines are there when it takes them, and gone before it is among the active runs."""
+    processes = SimpleNamespace(num_ranks=2, pids=list, how_ended=lambda rank: "killed")
+    pool = EnginePool(processes, "cpu", folder=None)
+    pool._engines = SimpleNamespace(close=list, forget=list, control=lambda *_: {}, wait_until_gone=list)
+
+    class Slow(Run):
+        def __init__(self, *args):
+            super().__init__(*args)
+            pool.leave()
+
+    monkeypatch.setattr(engine_pool, "Run", Slow)
+    outcome = pool.follow(Request((0, 1)), NullListener(), timeout_s=20.0)
+    assert outcome.dead == {0: "killed", 1: "killed"} and outcome.stop_reason != "timeout"
 
 
 def test_requests_are_first_come_first_served():

@@ -162,6 +162,8 @@ class EnginePool:
         num_ranks = self.num_engines if is_users else 0
         run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, print_progress)
         self.active.add(run)
+        if self._engines is not live:  # `leave` has come before it could find this run
+            run.abandon()
         try:
             outcome = wait(run)
         finally:
@@ -288,12 +290,10 @@ class EnginePool:
 
     def _withdraw(self, num_ranks: int) -> list[tuple[str, str]]:
         """Let the ranks that stay take all that lies on others."""
-        tag = self.tag(self.ranks, label="resize")
-        request = self.live.apply(self.ranks, engine.withdraw, (num_ranks,), tag)
+        request = self.live.apply(self.ranks, engine.withdraw, (num_ranks,), self.tag(self.ranks, label="resize"))
         outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="resize")
         raise_unless_ok(outcome, "resize")
-        rows: list[tuple[str, str]] = outcome.replies[0]
-        return rows
+        return list(outcome.replies[0])
 
     def _add(self, ranks: range) -> None:
         """Start engines with new numbers. They have no variables."""
@@ -320,11 +320,11 @@ class EnginePool:
 
     def leave(self) -> None:
         """Disconnect from the engines, which go on running."""
+        engines, self._engines = self._engines, None
         for run in list(self.active):
-            run.abandon("the session was closed")
-        if self._engines is not None:
-            self._engines.close()
-            self._engines = None
+            run.abandon()
+        if engines is not None:
+            engines.close()
 
     def detach(self) -> None:
         """Disconnect from engines that are kept for another notebook."""

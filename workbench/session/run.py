@@ -121,10 +121,10 @@ class Run:
         self._stop_wanted.set()
         self._request.put("wake", -1, None)
 
-    def abandon(self, why: str) -> None:
+    def abandon(self) -> None:
         """Count ranks that have not replied as dead: the session is being closed."""
         for rank in sorted(self._pending):
-            self._request.put("reply", rank, EngineError(why))
+            self._request.put("reply", rank, EngineError("the session was closed"))
 
     def _finished(self) -> bool:
         if self._pending:

@@ -1,11 +1,8 @@
 """Ways in for functions of users: equations, functions on shards, custom autograd functions."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import workbench as wb
@@ -305,103 +302,5 @@ def test_shards_that_are_not_what_was_declared():
         x = wb.tensor(X, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")
         with pytest.raises(LayoutError, match=rf"rank {rank} returns .*\(5, 4\).*out_shape says .*\({3 - rank}, 4\)"):
             wb.local_map(lambda x: x, ["B"], "S(0)", out_shape=(5, 4))(x)
-
-    run_ranks(program, 2)
-
-
-@torch.library.custom_op("wbtests::swish", mutates_args=())
-def swish(x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-    return factor * x * torch.sigmoid(x)
-
-
-def _swish_backward(ctx, grad):
-    (x,) = ctx.saved_tensors
-    s = torch.sigmoid(x)
-    grad = grad * (s + x * s * (1 - s))
-    return grad / grad.norm()  # not linear
-
-
-swish.register_fake(lambda x, *, factor=1.0: torch.empty_like(x))
-swish.register_autograd(
-    _swish_backward, setup_context=lambda ctx, inputs, keyword_only_inputs, output: ctx.save_for_backward(inputs[0])
-)
-
-
-@torch.library.custom_op("wbtests::track", mutates_args=("mean",))
-def track(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-    return x - mean
-
-
-track.register_fake(lambda x, mean: torch.empty_like(x))
-WITHOUT_RULE = pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
-
-
-@WITHOUT_RULE
-@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_an_operator_without_a_rule_has_a_backward_on_plain_whole_tensors(sbp, ranks):
-    expected = X.clone().requires_grad_()
-    (swish(expected, factor=2.0) ** 2).sum().backward()
-
-    def program():
-        x = wb.tensor(X, placement=wb.placement("cpu", ranks=ranks), sbp=sbp, requires_grad=True)
-        (swish(x, factor=2.0) ** 2).sum().backward()
-        assert_equal_to_one_device(x.grad, expected.grad)
-
-    run_ranks(program, 2)
-
-
-@WITHOUT_RULE
-@pytest.mark.parametrize(("ranks", "sbp"), [([0, 1], "B"), ([0, 1], "S(0)"), ([1, 0], "B")])
-def test_an_operator_writes_its_operands_wherever_they_lie(ranks, sbp):
-    def program():
-        mean = wb.zeros(4, placement=wb.placement("cpu", ranks=ranks), sbp=sbp)
-        result = track(wb.ones(8, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)"), mean)
-        return mean.full_tensor().tolist(), result.sum().item(), [str(entry) for entry in mean.sbp]
-
-    assert run_ranks(program, 2) == [([0.5] * 4, 16.0, [sbp])] * 2
-
-
-class Tracking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        return track(self.second(self.first(x)).detach(), self.mean)
-
-
-@WITHOUT_RULE
-@pytest.mark.parametrize("strategy", ["*: data", "pipeline"])
-def test_a_buffer_that_an_operator_writes_is_that_of_one_device(strategy):
-    torch.manual_seed(0)
-    one = Tracking()
-    models = [copy.deepcopy(one) for _ in range(2)]
-    expected = one(X)
-
-    def program(rank):
-        model = wb.parallelize(models[rank], strategy)
-        return model(X).full_tensor(), model.mean.full_tensor()
-
-    for result, mean in run_ranks(program, 2):
-        torch.testing.assert_close(result, expected)
-        torch.testing.assert_close(mean, one.mean)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: torch.ops.wbtests.swish(x, 2.0), "swish.*too many positional arguments.*Its schema is"),
-        (lambda x: torch.ops.wbtests.swish(x, slope=2.0), "swish.*slope"),
-        (lambda x: torch.ops.wbtests.track(x), "track.*missing a required argument.*mean"),
-    ],
-)
-def test_an_operator_refuses_arguments_that_its_schema_lacks(call, message):
-    def program():
-        x = wb.tensor(X, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
-        with pytest.raises(TypeError, match=message):
-            call(x)
 
     run_ranks(program, 2)
