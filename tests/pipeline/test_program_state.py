@@ -69,6 +69,38 @@ class DrawingOfNumpy(Block):
         return super().forward(x) * (1 + self.of_numpy.random())
 
 
+class DrawingOfARandomState(Block):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.of_old_numpy.randn())
+
+
+class Calls:
+    number = 0
+
+
+class CountingInAnEmptyObject(Block):
+    """The object has no attribute of its own before the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Calls()
+
+    def forward(self, x):
+        self.counted.number += 1
+        return super().forward(x) * (1 + 0.1 * self.counted.number)
+
+
+class KeepingATuple(Block):
+    def __init__(self):
+        super().__init__()
+        self.last = np.zeros(2), (torch.zeros(2),)
+
+    def forward(self, x):
+        array, (tensor,) = self.last
+        self.last = array + 1, (tensor + 1,)
+        return super().forward(x) * (1 + 0.1 * (array.sum() + tensor.sum().item()))
+
+
 class ReadingNotes(Block):
     """Reads a setting that all blocks share."""
 
@@ -112,6 +144,7 @@ class Model(nn.Module):
         self.register_buffer("rate", torch.zeros(()))
         for block in self.bl:
             block.notes, block.generator, block.of_numpy = self.notes, random.Random(3), np.random.default_rng(3)
+            block.of_old_numpy = np.random.RandomState(3)
 
     def forward(self, x):
         _kept.losses = []
@@ -178,6 +211,9 @@ KINDS = [
     Replaced,
     Counting,
     CountingInAnObject,
+    CountingInAnEmptyObject,
+    KeepingATuple,
+    DrawingOfARandomState,
 ]
 
 
@@ -216,9 +252,17 @@ def test_each_stage_of_a_rank_goes_on_from_what_it_has_left(kind, schedule):
     assert_trains_as_one_device(kind, f"{rows}; head: data@3 | 2x1x1 mb=4 {schedule}")
 
 
+class Table(dict):
+    """A dict with attributes."""
+
+
 def test_what_a_forward_changes_is_noticed_and_put_back():
-    """Generators of Python, numpy and torch, an attribute, a list, an object, another module in a module's place."""
+    """Generators of Python, numpy and torch, an attribute, a list, a tuple, an object, another module in a module's
+    place.
+    """
     model = Model(Block)
+    model.empty, model.rows, model.last = Calls(), Table(), (torch.zeros(2), (np.zeros(2), 1))
+    model.bits = np.random.PCG64(3)
     model.bl[0].table = np.zeros((2, 3))
     model.names, model.waiting, model.weight = {"a"}, torch.Generator(), torch.zeros(())
     changes = [
@@ -227,6 +271,12 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         lambda: torch.rand([]),
         model.bl[0].generator.random,
         model.bl[0].of_numpy.random,
+        model.bl[0].of_old_numpy.randn,
+        model.bits.random_raw,
+        lambda: setattr(model.empty, "number", 7),
+        lambda: setattr(model.rows, "number", 7),
+        lambda: setattr(model, "last", (model.last[0], (np.ones(2), 1))),
+        lambda: setattr(model, "last", (model.last[0], (model.last[1][0], 2))),
         lambda: torch.rand([], generator=model.waiting),
         lambda: setattr(model, "calls", 7),
         lambda: model.names.clear(),
@@ -243,6 +293,8 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         assert not kept.is_unchanged()
         kept.put_back()
         assert kept.is_unchanged()
+    model.last = (model.last[0], (model.last[1][0], 1))  # equal
+    assert kept.is_unchanged()
     model.weight += 1
     assert not kept.is_unchanged()
     kept.put_back()
@@ -250,7 +302,9 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", [Drawing, CountingInAnObject])
+@pytest.mark.parametrize(
+    "kind", [CountingInAnEmptyObject, Drawing, KeepingATuple, CountingInAnObject, DrawingOfARandomState]
+)
 def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind(kind):
     assert_trains_as_one_device(kind, "pipeline | mb=2")
 

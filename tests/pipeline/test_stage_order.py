@@ -242,6 +242,47 @@ def test_an_evaluation_before_the_first_step_settles_the_stages():
         assert preset is None
 
 
+class FailsAtFirst(HeadFirst):
+    """The first call leaves what it has counted, and raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.fails = [], True
+
+    def forward(self, words):
+        self.calls.append(len(words))
+        x = super().forward(words)
+        if self.fails:
+            raise ValueError("stop")
+        return x * len(self.calls)
+
+
+def step(model):
+    wb.forward_backward(model, F.cross_entropy, WORDS, CLASSES)
+
+
+@pytest.mark.parametrize("call", [step, lambda model: wb.evaluate(model, WORDS)])
+def test_a_first_look_that_fails_leaves_nothing_behind_and_comes_again(call):
+    model = FailsAtFirst().double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def program(rank):
+        parallel = wb.parallelize(models[rank], "pipeline | mb=2")
+        before = [buffer.full_tensor() for buffer in parallel.buffers()]
+        with pytest.raises(ValueError, match="stop"):
+            call(parallel)
+        assert parallel.calls == []
+        torch.testing.assert_close([buffer.full_tensor() for buffer in parallel.buffers()], before)
+        parallel.fails = False
+        step(parallel)
+        assert parallel.calls == [4, 4] and state_of(parallel).preset is None
+        return str(state_of(parallel).strategy)
+
+    used = run_ranks(program, 2)[0]
+    stages = [row.stage for row in Strategy(used).rows_of(describe(HeadFirst()))]
+    assert stages[0] == 1 and stages[-1] == 0
+
+
 def test_calls_are_recorded_in_their_order():
     with recorded_calls(model := ComesBack().double()) as calls:
         model(torch.ones(1, 3))

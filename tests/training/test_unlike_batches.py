@@ -277,11 +277,65 @@ def around(loss, count=0, seen=None):
 class Iterating:
     """Nobody can put back what this reads, so it is not tried."""
 
-    def __init__(self):
-        self.weights = iter(range(1, 100))
+    def __init__(self, values=range(1, 100)):
+        self.weights = iter(values)
 
     def loss(self, output, targets):
-        return F.cross_entropy(output, targets) * next(self.weights)
+        return F.cross_entropy(output, targets) * int(next(self.weights))
+
+
+class Warming:
+    """Has no attribute of its own before its first call."""
+
+    step = 0
+
+    def __call__(self, output, targets):
+        self.step += 1
+        return F.cross_entropy(output, targets) * self.step
+
+
+class Settings(dict):
+    """A dict with attributes."""
+
+    def __init__(self):
+        self.step = 0
+
+    def __call__(self, output, targets):
+        self.step += 1
+        return F.cross_entropy(output, targets) * self.step
+
+
+class Weighing:
+    """Draws weights of a generator of numpy."""
+
+    def __init__(self, generator):
+        self.draw = generator
+
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets) * (1 + self.draw.random_raw() % 7)
+
+
+class Remembering:
+    """Keeps a tuple of tensors and arrays."""
+
+    def __init__(self):
+        self.last = torch.zeros(3), (np.zeros(2), 1.0)
+
+    def __call__(self, output, targets):
+        tensor, (array, number) = self.last
+        self.last = tensor + 1, (array + 1, number + 1)
+        return F.cross_entropy(output, targets) * (tensor.sum() + array.sum() + number)
+
+
+class WithRandomState(Weighing):
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets) * (self.draw.rand() + self.draw.randn())
+
+
+def next_of(values):
+    """A loss that has a method of an iterator."""
+    draw = iter(values).__next__
+    return lambda output, targets: F.cross_entropy(output, targets) * int(draw())
 
 
 WAYS = [
@@ -291,6 +345,15 @@ WAYS = [
     lambda: around(Annealed()),
     lambda: torch.enable_grad()(around(Annealed())),
     lambda: Iterating().loss,
+    lambda: Iterating(DataLoader(torch.arange(1, 100))).loss,
+    lambda: Iterating(np.nditer(np.arange(1, 100))).loss,
+    lambda: next_of(range(1, 100)),
+    lambda: next_of(DataLoader(torch.arange(1, 100))),
+    Warming,
+    Settings,
+    Remembering,
+    lambda: Weighing(np.random.PCG64(0)),
+    lambda: WithRandomState(np.random.RandomState(0)),
 ]
 
 

@@ -32,7 +32,8 @@ from workbench.tensors.reached_objects import (
 )
 from workbench.tensors.tensor_state import version_of
 
-_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+_OF_NUMPY = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_GENERATORS = (random.Random, *_OF_NUMPY, torch.Generator)
 _NO_OBJECTS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, *HOLDERS, *_GENERATORS)
 _MOST_REACHED = 20_000
 """Values that are looked at, of those that the code of a program reaches."""
@@ -60,7 +61,7 @@ def random_states(device: torch.device) -> list[Any]:
 
 def numbers_drawn(parts: Iterable[Any]) -> list[Any]:
     """What changes when numbers are drawn of Python or numpy: by the process, or of generators that the parts have."""
-    own = [v for part in parts for v in part.__dict__.values() if isinstance(v, (random.Random, np.random.Generator))]
+    own = [v for part in parts for v in part.__dict__.values() if isinstance(v, (random.Random, *_OF_NUMPY))]
     return [random.getstate(), pickle.dumps(np.random.get_state()), *map(_contents, own)]  # noqa: NPY002
 
 
@@ -81,6 +82,19 @@ def set_random_states(states: list[Any], device: torch.device) -> None:
     np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+def _state_of_numpy(generator: Any) -> Any:
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _set_state_of_numpy(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
 def _contents(value: Any) -> Any:
     """A copy of what a list, a dict, an object, a plain tensor or a generator holds; None for anything else."""
     if type(value) in PLAIN_VALUES:
@@ -91,8 +105,8 @@ def _contents(value: Any) -> Any:
         return dict(value) if isinstance(value, dict) else list(value)
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, _OF_NUMPY):
+        return pickle.dumps(_state_of_numpy(value))
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.ndarray):
@@ -101,14 +115,14 @@ def _contents(value: Any) -> Any:
         return contents_of_cell(value)
     if isinstance(value, Variables):
         return value.read()
-    return dict(entries_of(value)) or None
+    return dict(value.__dict__) if is_object(value) else None
 
 
 def _put_back(value: Any, contents: Any) -> None:
     if isinstance(value, random.Random):
         value.setstate(contents)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = pickle.loads(contents)
+    elif isinstance(value, _OF_NUMPY):
+        _set_state_of_numpy(value, pickle.loads(contents))
     elif isinstance(value, torch.Generator):
         value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
     elif isinstance(value, torch.Tensor):
@@ -131,13 +145,18 @@ def _put_back(value: Any, contents: Any) -> None:
 
 
 def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    """Whether these are the same objects, or equal values."""
-    if len(before) != len(after):
+    """Whether these are the same objects, or equal values, also in tuples of them."""
+    return len(before) == len(after) and (all(map(is_, before, after)) or all(map(_is_same, before, after)))
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if type(before) is not type(after):
         return False
-    values = (int, float, str, bytes, tuple)
-    return all(map(is_, before, after)) or all(
-        a is b or (type(a) is type(b) and isinstance(a, values) and a == b) for a, b in zip(before, after, strict=True)
-    )
+    if isinstance(before, tuple):
+        return _same(before, after)
+    return isinstance(before, (int, float, str, bytes)) and bool(before == after)
 
 
 class ProgramState:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -82,18 +82,20 @@ def reached_from(value: Any, with_code: bool) -> Iterable[Any] | None:
     """
     if isinstance(value, nn.Module):
         found = _of_module(value)
-    elif isinstance(value, dict):
-        found = [*value, *value.values()]
     elif isinstance(value, (*HOLDERS, tuple, frozenset)):
-        found = list(value)
+        found = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        if hasattr(value, "__dict__"):  # attributes beside its contents
+            found.append(value.__dict__)
     elif isinstance(value, CellType):
         return contents_of_cell(value)
     elif isinstance(value, Variables):
         return value.read().values()
-    elif isinstance(value, (FunctionType, MethodType, BuiltinMethodType, partial, ModuleType, type, *_DESCRIPTORS)):
+    elif isinstance(value, (FunctionType, *_BOUND, partial, ModuleType, type, *_DESCRIPTORS)):
         return _of_code(value) if with_code else ()
-    elif isinstance(value, torch.Tensor) or (is_of_others(type(value)) and type(value).__module__ != "builtins"):
+    elif isinstance(value, torch.Tensor):
         return ()
+    elif is_of_others(type(value)) and type(value).__module__ != "builtins":
+        return None if hasattr(value, "__next__") else ()
     elif hasattr(value, "__dict__"):
         found = list(value.__dict__.values())
     else:
@@ -104,6 +106,8 @@ def reached_from(value: Any, with_code: bool) -> Iterable[Any] | None:
 _NO_VARIABLES = ("__", "_abc_")
 """How names begin that Python gives to every class."""
 _DESCRIPTORS = (staticmethod, classmethod, property)
+_BOUND_IN_C = (BuiltinMethodType, MethodWrapperType)
+_BOUND = (MethodType, *_BOUND_IN_C)
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +128,7 @@ def _of_code(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, BuiltinMethodType):
+    if isinstance(value, _BOUND_IN_C):
         return [value.__self__]
     if isinstance(value, property):
         return [value.fget, value.fset]

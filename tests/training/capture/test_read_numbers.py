@@ -317,7 +317,7 @@ def test_a_number_that_the_step_sets_back_is_none_that_it_changes():
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.generator = np.random.default_rng(0)
+        self.generator, self.of_old = np.random.default_rng(0), np.random.RandomState(0)
 
     def forward(self, x):
         return x + self.draw(self)
@@ -325,7 +325,12 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda m: random.random(), lambda m: np.random.rand(), lambda m: m.generator.random()],  # noqa: NPY002
+    [
+        lambda m: random.random(),
+        lambda m: np.random.rand(),  # noqa: NPY002
+        lambda m: m.generator.random(),
+        lambda m: m.of_old.rand(),
+    ],
 )
 def test_a_warning_says_that_numbers_of_python_and_numpy_are_not_drawn_again(draw):
     def program():

@@ -243,15 +243,20 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
 
     ``parallelize`` knows no batch: it cuts a preset's stages in the order in which the module lists its layers. One
     forward of the first micro-batch, without a schedule, shows the order of calls. Where the stages are others by it,
-    weights, buffers and the state of optimizers are boxed to them; the parameters stay the same objects.
+    weights, buffers and the state of optimizers are boxed to them; the parameters stay the same objects. After an
+    error the next call looks anew.
     """
     if state.preset is None:
         return state
     preset, state.preset = state.preset, None
     if state.resolved.num_stages == 1:
         return state
-    own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
-    strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
+    try:
+        own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
+        strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
+    except BaseException:
+        state.preset = preset
+        raise
     if strategy == state.strategy:
         return state
     optimizers = states_of(optimizers_of(module, world), module, world)
@@ -268,9 +273,11 @@ def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     hooks = [h for part in module.modules() for h in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
     before = ProgramState([module], world.device, code=hooks)
     with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
-        with recorded_calls(module) as calls:
-            call(module, inputs)
-        before.put_back()
+        try:
+            with recorded_calls(module) as calls:
+                call(module, inputs)
+        finally:
+            before.put_back()
     return calls
 
 
