@@ -212,7 +212,7 @@ def test_mistakes_are_found(mistake, monkeypatch):
         assert_trains(name, num_ranks)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=8 1f1b"])

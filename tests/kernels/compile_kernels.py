@@ -140,19 +140,23 @@ def attentions(dtype):
 
 
 def of_training(few=False):
-    """What a step of training in 16 bits launches, at usual sizes; or only copies and losses."""
+    """What a step of training in 16 bits launches, at usual sizes; or only copies, losses and one dropout."""
     global label
     label = ""
     big = torch.zeros(64, 4096, dtype=torch.bfloat16)
     move_blocks([torch.empty_like(big)], [big], [1], "none")
     logits = torch.zeros(2, 32000, dtype=big.dtype, requires_grad=True)
     cross_entropy_terms(logits, torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
+    label = " dropout"
+    dropout_slice(big, 1, 0, [4096, 1], 0.5)
     if few:
         return
+    label = ""
+    x = torch.zeros(1, 1, 1024, 128, dtype=big.dtype, requires_grad=True)
+    attention_dropout(x, x, x, None, 0.1, 0, 0.1, 7, 0, [2**20, 2**20, 1024, 1])[0].sum().backward()
     weight = torch.zeros(4, 4096, dtype=big.dtype, requires_grad=True)
     embedding_rows(weight, torch.zeros(4, dtype=torch.int64), 1).sum().backward()
     for name, width, first in (
-        (" dropout", 4096, 0),
         (" dropout columns", 2048, 2048),
         (" dropout odd columns", 2047, 1),
         (" dropout few odd columns", 1023, 1),
@@ -164,9 +168,6 @@ def of_training(few=False):
         fill_random(big, kind, 1, 0, [4096, 1], 0.0, 1.0)
     label = " sum of 2"
     move_blocks([torch.empty_like(big)], [big, big], [2], "sum")
-    label = ""
-    x = torch.zeros(1, 1, 1024, 128, dtype=big.dtype, requires_grad=True)
-    attention_dropout(x, x, x, None, 0.1, 0, 0.1, 7, 0, [2**20, 2**20, 1024, 1])[0].sum().backward()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ LIMITS = {
 in which its memory reads and writes one: up to there, a kernel that does both waits for the memory. They hold for
 Triton 3.7, which torch 2.13 asks for on a GPU, and 3.9.
 """
-FEW = {"blocks:_move", "cross_entropy_terms:_forward", "cross_entropy_terms:_backward"}
+FEW = {"blocks:_move", "cross_entropy_terms:_forward", "cross_entropy_terms:_backward", "random_slice:_fill dropout"}
 ELSEWHERE = {"100": {"attention_dropout:_backward_queries": 183, "attention_dropout:_backward_keys": 196}}
 """Where Triton makes more of a kernel; no such device has run them."""
 SHARED_BYTES = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024, "120": 99 * 1024}

@@ -85,7 +85,6 @@ def test_every_way_in_64_bits(in_64_bits, name, mode):
     assert_equals_one_device(setup, mode, rtol=1e-9, may_gather={"repeat_interleave"})
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("experts", "may_gather"),
     [("eager", {"nonzero", "where"}), ("batched_mm", {"repeat_interleave"})],  # which rows go where depends on data

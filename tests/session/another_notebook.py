@@ -24,7 +24,7 @@ def first_notebook(tmp_path, program, engines=1, keep=True):
         + textwrap.dedent(program)
         + textwrap.dedent("""
         print(json.dumps({"pid": session.status()[0].pid, "folder": str(session._folder.path)}), flush=True)
-        time.sleep(60)
+        time.sleep(600)
         """)
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

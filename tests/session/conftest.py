@@ -50,7 +50,7 @@ def own_session(shared_session: Session) -> Iterator[Session]:
 
 
 def _forget_losses(session: Session) -> None:
-    session._setup, session._pool.losses = SetupCells(), Losses()
+    session._setup, session._pool.losses = SetupCells(), Losses(number=session._pool.losses.number)
 
 
 def _forget_variables(session: Session) -> None:

@@ -176,8 +176,10 @@ def assert_not_grown(before, after):
     assert not grown, grown
 
 
-def assert_endures(session, faults, seed, folder):
-    """Each fault in turn, on a random rank, with a training loop that goes on from its newest checkpoint."""
+def assert_endures(session, faults, seed, folder, num_first=4):
+    """Each fault in turn, on a random rank, with a training loop that goes on from its newest checkpoint. Nothing grows
+    after the first ones.
+    """
     chance = random.Random(seed)
     late = []
     session.run(SETUP)
@@ -199,7 +201,7 @@ def assert_endures(session, faults, seed, folder):
         losses = session.run(f"losses = [train() for _ in range(3)]\n{save}\nlosses").values
         assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] + 1e-6, (number, name, losses)
         steps += 3
-        if number == min(3, len(faults) - 1):
+        if number == num_first - 1:
             before = measures(session)
     after = measures(session)
     assert not late, late
@@ -215,8 +217,10 @@ def test_growth_is_noticed():
         assert_not_grown(before, {"files": (18, 8), "processes": (6, 0)})
 
 
-def test_five_faults(session, tmp_path):
-    assert_endures(session, ["raise", "interrupt", "backward of DDP", "diverge", "kill"], 1, tmp_path)
+def test_six_faults(session, tmp_path):
+    """After the first one, as an engine may be the first with other variables of the environment."""
+    faults = ["kill", "backward of DDP", "raise", "interrupt", "diverge", "kill"]
+    assert_endures(session, faults, 1, tmp_path, num_first=1)
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def test_pause_change_the_strategy_resume_and_stop(session):
 
 def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
     def slow_loss(output, target):
-        time.sleep(0.05)
+        time.sleep(0.1)
         return F.cross_entropy(output, target)
 
     steps: list[int] = []

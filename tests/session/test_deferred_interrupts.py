@@ -128,7 +128,7 @@ class TestEngines:
 
     def test_a_rank_that_fails_stops_another_after_its_import(self, session, package):
         begun = package / "begun"
-        core = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(1)\nnumber = 41"
+        core = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(2)\nnumber = 41"
         (package / "slow" / "core.py").write_text(core)
         program = (
             "import pathlib, time\n"

@@ -30,12 +30,15 @@ def data():
 
 @pytest.fixture(scope="module")
 def panel(own_session):
-    return Panel(own_session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+    panel = Panel(own_session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+    yield panel
+    panel.close()
 
 
 @pytest.fixture(scope="module")
 def comparison(own_session):
-    return Comparison(own_session, Subject.of(make_model, data(), F.cross_entropy, batch_size=16, steps=6))
+    with Comparison(own_session, Subject.of(make_model, data(), F.cross_entropy, batch_size=16, steps=6)) as comparison:
+        yield comparison
 
 
 def assert_runs(panel, comparison):

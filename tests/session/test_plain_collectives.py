@@ -34,7 +34,7 @@ CASES = {
         "all_reduce",
     ),
 }
-ALWAYS = ("a collective", "two collectives")
+ALWAYS = ("a collective", "two collectives", "a group")
 """`test_chaos` has a backward of DDP beside them."""
 
 

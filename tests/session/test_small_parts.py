@@ -214,6 +214,18 @@ def test_a_run_that_begins_while_its_session_is_closed_ends(monkeypatch):
     assert outcome.dead == {0: "killed", 1: "killed"} and outcome.stop_reason != "timeout"
 
 
+def test_engines_that_end_while_others_start_are_started_too():
+    started, told, ended = [], [], iter([{0}, set()])
+    processes = SimpleNamespace(
+        num_ranks=2, kill=list, start_engines=lambda _client, ranks, _listener: started.append(ranks) or ranks
+    )
+    pool = EnginePool(processes, "cpu", folder=None)
+    pool._engines = SimpleNamespace(client=None, wait_until_gone=list, assign=zip)
+    pool._join_or_find_lost, pool._describe_loss = lambda _: next(ended), told.append
+    pool.replace([1])
+    assert started == [[1], [0]] and told == [[0]] and pool.losses.ranks == {0, 1}
+
+
 def test_requests_are_first_come_first_served():
     requests, order = RequestQueue(), []
     tickets = [requests.enqueue() for _ in range(3)]

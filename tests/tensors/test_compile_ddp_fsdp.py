@@ -137,7 +137,7 @@ def _halves(tensors):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("function", [gated, listed])
 def test_functions_of_a_model_that_were_compiled_before(function, is_whole):

@@ -30,7 +30,6 @@ print("done")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.procs
 def test_a_collection_of_garbage_while_a_rank_reads_the_state_holds_up_nobody():
     """torch locks the generator and may then wait for the interpreter, which another rank held and waited for it."""

@@ -148,7 +148,7 @@ def break_and_rebuild():
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_tensors_and_modules_live_on_in_the_next_world(transport):
     with Ranks(break_and_rebuild, 2, environment={"WORKBENCH_TRANSPORT": transport}, joins=False) as ranks:
         assert ranks.results() == [transport] * 2

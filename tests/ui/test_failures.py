@@ -133,7 +133,7 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
 @pytest.mark.parametrize(
     "prepare",
     [
-        pytest.param(prepare, marks=() if prepare in (untouched, start) else pytest.mark.slow)
+        pytest.param(prepare, marks=() if prepare in (untouched, start, run_once) else pytest.mark.slow)
         for prepare in dict.fromkeys(case[1] for case in CALLBACKS)
     ],
     ids=lambda prepare: prepare.__name__,

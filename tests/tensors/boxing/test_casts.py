@@ -105,7 +105,7 @@ def test_casts_on_processes_of_one_gpu_or_two_hosts(num_ranks, count, transport)
     assert_right_on_processes(num_ranks, count, transport)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.procs
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(

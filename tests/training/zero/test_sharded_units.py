@@ -79,7 +79,7 @@ def assert_alike(found, truth):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, start=2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in CASES])
 def test_trains_like_one_device(name):
     kind, settings = CASES[name]

@@ -266,7 +266,7 @@ OTHERS = {"lamb": Lamb, "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05)
 PLACES = ["*: data | 1x2x1", "*: model | 1x1x2", "model.0: data; model.4: data@1"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize(
     ("strategy", "name", "stage"),
     [(PLACES[1], "lamb", 0), (PLACES[0], "lamb", 2), *slow(*itertools.product(PLACES, OTHERS, [0, *STAGES]))],
