@@ -18,6 +18,7 @@ from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
 from workbench.session.comparison.compare import CompareResult
+from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, RunFile, SavedRuns, default_folder
 from workbench.session.on_engine import shell
 from workbench.ui.runs.table_widget import RunTable
@@ -132,6 +133,21 @@ class FullDisk(SavedRuns):
 
     def _begin(self, record: RunRecord) -> RunFile:
         return RunFile("begun", os.open("/dev/full", os.O_WRONLY), self._warn)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_interrupt_names_the_folder_of_the_runs_that_have_ended(is_given, saved, simulated, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(saved.folder))
+    keep = SavedRuns(saved.folder / "mine") if is_given else SavedRuns()
+    monkeypatch.setattr(Comparison, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        compared(keep)
+    place = str(raised.value).partition("Runs that have ended are kept: ")[2]
+    assert place == (f"wb.draw.SavedRuns({str(saved.folder / 'mine')!r})" if is_given else "wb.draw.SavedRuns()")
+    assert [run.name for run in eval(place, {"wb": wb})] == ["one device"]
 
 
 def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, simulated):

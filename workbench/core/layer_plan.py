@@ -20,7 +20,7 @@ class LayerEdge:
     """Boxings of one micro-batch, in order.
 
     Attributes:
-        is_known: whether their shapes are; else their bytes are 0.
+        is_known: whether these are all, and their shapes are known; else their bytes are 0.
         cost: the link for which they have found their boxing paths; None: direct boxings.
     """
 
@@ -36,11 +36,10 @@ class LayerEdge:
         if source == target:
             return cls(cost=cost)
         plan = _boxing(source, target, shape or (1,) * _least_dims(source, target), itemsize, cost)
-        return cls(() if plan.kind in ("none", "relabel") else (plan,), shape is not None, cost)
+        return cls(cost=cost) if plan.kind in ("none", "relabel") else cls((plan,), shape is not None, cost)
 
     def __add__(self, other: LayerEdge) -> LayerEdge:
-        is_known = all(edge.is_known for edge in (self, other) if edge.plans)
-        return LayerEdge(self.plans + other.plans, is_known, self.cost)
+        return LayerEdge(self.plans + other.plans, self.is_known and other.is_known, self.cost)
 
     @cached_property
     def backward_plans(self) -> tuple[BoxingPlan | BoxingPath, ...]:

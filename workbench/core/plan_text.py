@@ -27,14 +27,19 @@ def plan_text(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, gradients
     widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
     shown = [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in _folded(rows)]
     lines = ["  ".join(map(str.ljust, _HEAD, widths)).rstrip(), *shown, _total(layers, resolved, sum(gradients))]
-    picked = [each.layer.name for each in layers if each.layer.expert is not None and not each.boxes_input.is_known]
-    if picked and all(each.input_shape for each in layers if each.layer.name in picked):
+    picked = [each.layer.name for each in layers if _is_picked(each)]
+    if picked:
         lines.append(f"not counted: rows that the model picks for experts of a list ({picked[0]} to {picked[-1]})")
     wide = left_in_16_bits([planned.layer for planned in layers]) if resolved.options.precision == "fp8" else []
     if wide:
         sizes = ", ".join(f"{layer.name} ({' x '.join(map(str, layer.shapes['weight']))})" for layer in wide)
         lines.append(f"fp8: linear layers of sizes that are no multiples of {MULTIPLE} stay in bf16: {sizes}")
     return "\n".join(lines)
+
+
+def _is_picked(planned: LayerPlan) -> bool:
+    """Whether values decide which rows the layer takes."""
+    return planned.layer.expert is not None and planned.input_shape is not None and not planned.boxes_input.is_known
 
 
 def _row(planned: LayerPlan, gradients: int) -> tuple[str, ...]:
@@ -95,8 +100,12 @@ def _total(layers: Sequence[LayerPlan], resolved: ResolvedStrategy, num_bytes: i
     edges = [edge for layer in layers for edge in (layer.boxes_input, layer.boxes_output)]
     gradients = format_bytes(num_bytes)
     what = "gradients and weights" if resolved.options.zero else "gradients"
-    if not all(edge.is_known for edge in edges if edge.plans):
+    picks = any(map(_is_picked, layers))
+    if not picks and not all(edge.is_known for edge in edges):
         return f"{gradients} of {what} in a step; the first batch shows the shapes of activations"
-    sent = _both_ways(_busiest(edges)) or "nothing"
+    sent = _both_ways(_busiest(edges))
+    if picks and not sent:
+        return f"{gradients} of {what} in a step"
+    sent = f"at least {sent}" if picks else sent or "nothing"
     times = f", {resolved.num_micro_batches} times a step" if resolved.num_micro_batches > 1 else ""
     return f"between layers the busiest rank sends {sent} (forward + backward){times}; {gradients} of {what} in a step"

@@ -14,6 +14,7 @@ from typing import Any
 
 from workbench.core.boxing import LinkCost
 from workbench.core.expert_group import expert_layout, layouts_of_travel, owner_layout
+from workbench.core.expert_inputs import ExpertInputs
 from workbench.core.layer_extents import LayerExtents, ObservedCalls
 from workbench.core.layer_layouts import (
     Entry,
@@ -275,7 +276,7 @@ class _Chain:
         self._latest: LayerPlan | None = None
         self._outputs: dict[bool, _Activation] = {}  # by whether the tensor is equal for all samples, like positions
         self._arriving: _Activation | None = None
-        self._of_first = LayerExtents()  # of the first layer of the expert whose layers are called
+        self._experts = ExpertInputs()
 
     def add_all(self, calls: Sequence[tuple[int, LayerExtents]]) -> None:
         """Plan calls of layers, by index."""
@@ -291,6 +292,8 @@ class _Chain:
         ``ends``: whether it is the first layer of its expert in a list of experts, and whether it is the last.
         """
         plan, layer, choice = self.plan, self.plan.layers[index], self.plan.resolved.layers[index]
+        if choice.expert is not None:
+            extent = self._experts.take(layer.kind, extent, is_first=ends[0])
         taken = extent.input or _UNKNOWN
         given = extent.output or taken
         latest = self._latest
@@ -306,7 +309,9 @@ class _Chain:
             self._layout(leaves, given, layer.kind),
         )
         before = behind = LayerEdge(cost=plan.cost)
-        if is_called:
+        if is_called and choice.expert is None:
+            self._experts.pass_by(layer.kind, given, is_output=extent.output is not None)
+        if is_called and not (choice.expert is not None and self._experts.is_picked):
             self._outputs[given.is_batchless] = leaves
             if self._arriving is not None and not (shares and latest and layouts[0] == latest.input_layout):
                 arriving = self._layout(self._arriving, taken, layer.kind)
@@ -341,23 +346,22 @@ class _Chain:
         """The layouts and boxings of a layer of a listed expert.
 
         Its first layer brings rows to the expert's ranks, unless the expert before has them there; its last one gives
-        terms back to all of the stage, of an unknown size as many as its first layer takes. Rows that are no samples
-        were picked by values: nobody knows how many in the next batch, and they are not counted.
+        terms back to all of the stage, of an unknown size as many as its first layer takes. Rows that values picked are
+        not counted.
         """
         plan, taken = self.plan, extent.input or _UNKNOWN
         given = extent.output or taken
         takes, gives = (plan.input_layout(choice, each.num_dims, each.batch_dim) for each in (taken, given))
-        before, behind, leaves = LayerEdge((), not taken.is_batchless, plan.cost), LayerEdge(cost=plan.cost), gives
-        self._of_first = extent if ends[0] else self._of_first
+        before, behind, leaves = LayerEdge((), not self._experts.is_picked, plan.cost), LayerEdge(cost=plan.cost), gives
         is_there = self._latest and self._latest.layer.expert is not None and self._latest.input_layout == takes
         if ends[0] and self._arriving is not None and before.is_known and not is_there:
             arriving = self._layout(self._arriving, taken, choice.kind)
             before = self._edge(arriving, takes, self._shape(extent.input), extent.input_itemsize)
         if ends[1]:
             gives, leaves = plan.layout(choice.stage, partial_sum, partial_sum, partial_sum), on_stage
-            if not taken.is_batchless:
-                result = extent.output or self._of_first.input
-                behind = self._edge(gives, leaves, self._shape(result), extent.output_itemsize)
+            if not self._experts.is_picked:
+                result = extent.output or self._experts.first.input
+                behind = self._edge(gives, leaves, self._shape(result), extent.output_itemsize or extent.input_itemsize)
         return (takes, gives, leaves), before, behind
 
     def _travel(self, layer: Layer, choice: ResolvedLayer, extent: LayerExtents) -> LayerEdge:

@@ -270,34 +270,51 @@ def test_a_copy_has_the_plan_and_another_strategy_another_one() -> None:
 
 
 class Listed(nn.Module):
-    """A list of experts behind a layer; all take all samples, or each those that choose it."""
+    """A list of experts behind a layer; all take all samples, all take all tokens, or each those that choose it."""
 
-    def __init__(self, picks: bool) -> None:
+    def __init__(self, use: str, depth: int = 2) -> None:
         super().__init__()
-        self.first, self.gate, self.picks = nn.Linear(8, 8), nn.Linear(8, 4), picks
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
+        self.first, self.gate, self.use = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 4), use
+        layers = [[nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)] if depth > 1 else [nn.Linear(8, 8)] for _ in range(4)]
+        self.experts = nn.ModuleList(nn.Sequential(*each) for each in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        shape, x = x.shape, x.reshape(-1, 8) if self.use == "tokens" else x
         chosen = self.gate(x).softmax(-1)
-        if not self.picks:
-            return x + sum(expert(x) * chosen[:, k, None] for k, expert in enumerate(self.experts))
-        for k, expert in enumerate(self.experts):
+        if "picks" not in self.use:
+            return (x + sum(expert(x) * chosen[..., k, None] for k, expert in enumerate(self.experts))).reshape(shape)
+        for k, expert in [*enumerate(self.experts)] * self.use.count("picks"):
             rows = torch.where(chosen.argmax(-1) == k)[0]
             x = x.index_add(0, rows, expert(x[rows]))
         return x
 
 
+LISTED = [  # use, strategy, ranks, shape of the batch, layers of an expert
+    ("samples", "*: data; *: expert", 2, (16, 8), 2),
+    ("samples", "*: data; *: expert", 2, (16, 4, 8), 2),
+    ("samples", "*: data; *: expert | bf16", 2, (16, 8), 2),
+    ("samples", "*: data; *: expert | bf16", 2, (16, 8), 1),
+    ("samples", "*: data; *: expert:2", 4, (16, 8), 2),
+    ("tokens", "*: data; *: expert", 2, (16, 4, 8), 2),
+    ("tokens", "*: data; *: expert", 2, (16, 4, 8), 1),
+    ("tokens", "*: data; *: expert:2", 4, (16, 4, 8), 2),
+    ("picks", "*: data; *: expert", 2, (16, 8), 2),
+    ("picks", "*: data; *: expert:2", 4, (16, 8), 2),
+    ("picks, picks", "*: data; *: expert", 2, (16, 8), 2),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*gather")
-@pytest.mark.parametrize("picks", [False, True])
-def test_a_list_of_experts_lies_on_its_ranks_and_what_goes_there_counts(picks):
-    base = Listed(picks)
-    models = [deepcopy(base) for _ in range(2)]
+@pytest.mark.parametrize(("use", "strategy", "ranks", "shape", "depth"), LISTED)
+def test_a_list_of_experts_lies_on_its_ranks_and_what_goes_there_counts(use, strategy, ranks, shape, depth):
+    base = Listed(use, depth)
+    models = [deepcopy(base) for _ in range(ranks)]
 
     def program(rank):
-        model = wb.parallelize(models[rank], "*: data; *: expert")
+        model = wb.parallelize(models[rank], strategy)
         with wb.debug.trace() as trace:
-            model(torch.randn(16, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
+            model(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).sum().backward()
         plans = model.plan.layers_of()
         for name, parameter in model.named_parameters():
             planned = next(each for each in plans if each.layer.name == name.rpartition(".")[0])
@@ -309,11 +326,12 @@ def test_a_list_of_experts_lies_on_its_ranks_and_what_goes_there_counts(picks):
             str(model.plan),
         )
 
-    found = run_ranks(program, 2)
+    found = run_ranks(program, ranks)
     for planned, sent, text in found:
-        assert (planned == 0) if picks else (planned == sent > 0)
-        assert ("not counted: rows that the model picks for experts" in text) == picks
-    if not picks:  # costs of a model that reads values are refused
+        assert (planned == 0) if "picks" in use else (planned == sent > 0)
+        assert ("not counted: rows that the model picks for experts" in text) == ("picks" in use)
+        assert ("between layers the busiest rank sends" in text) == ("picks" not in use)
+    if (use, strategy, shape) == ("samples", "*: data; *: expert", (16, 8)):
         costs = layer_costs(base, torch.ones(16, 8), loss_fn=lambda output, _: output.sum(), targets=torch.ones(16))
         strategy = Strategy("*: data; *: expert").resolve(costs.layers, 2)
         predicted = estimate(costs, strategy, load_hardware("a100-80g-selene"), 16)

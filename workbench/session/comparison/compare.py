@@ -227,11 +227,7 @@ def compare(
     running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
-    kept = (
-        "Runs that have ended are kept: wb.draw.SavedRuns()"
-        if saved is not None
-        else "keep=True keeps runs as they end"
-    )
+    kept = f"Runs that have ended are kept: {saved.code}" if saved is not None else "keep=True keeps runs as they end"
     with (
         explained_interrupt(f"wb.compare was interrupted, and returns no result. {kept}"),
         Session(engines) if running is None else nullcontext(running) as used,

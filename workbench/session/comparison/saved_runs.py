@@ -62,6 +62,11 @@ class SavedRuns:
         """Where runs are kept, from the argument ``keep`` of ``wb.compare``: a folder without runs counts too."""
         return keep if isinstance(keep, SavedRuns) else cls() if keep else None
 
+    @property
+    def code(self) -> str:
+        """The call that gives these runs."""
+        return f"wb.draw.SavedRuns({'' if self.folder == default_folder() else repr(str(self.folder))})"
+
     def __repr__(self) -> str:
         return f"SavedRuns({str(self.folder)!r}): {len(self.ids())} runs"
 

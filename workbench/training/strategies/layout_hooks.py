@@ -68,6 +68,8 @@ class PrepareInput:
             layout, batch_dim = layouts.plan.equal_input_layout(choice, shape), None  # such as positions and masks
         if self._is_first_operand:
             self._is_first_operand = False
+            if choice.expert is not None and shape and shape[batch_dim or 0] != num_samples:
+                batch_dim = None  # its rows are no samples
             layouts.plan.calls.add_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)
         return _on_device(box_implicitly(value, layout, choice.name))
 
