@@ -2,21 +2,25 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
-from tests.timeouts import PROMPT_S
+from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S
 from tests.transport.nccl_ranks import rendezvous_of, run_played
 from workbench.errors import CollectiveAborted
 from workbench.transport import selection
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog
+from workbench.transport.rendezvous import Member, Rendezvous
 
 
 class Call:
@@ -64,6 +68,39 @@ def test_a_call_is_watched_while_torch_waits_in_it_for_the_peer(watches):
         one.call(first_on_its_communicator, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
     assert found == ["rank 0 stopped waiting in a sum: rank 1 gave up: KeyboardInterrupt"]
     assert one.find_hang() is None  # a call that has failed is not in flight
+
+
+def test_a_call_that_failed_is_not_taken_for_made(watches):
+    one, two, _ = watches
+    channel = nccl_watchdog.group_channel([0, 1])
+    one.call(Call, "a sum", [channel], [0, 1])
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        two.call(fails, "a sum", [channel], [0, 1])
+    two.end(HAS_LEFT)
+    assert one.find_hang() == f"rank 0 stopped waiting in a sum: rank 1 {HAS_LEFT}"
+
+
+def test_a_call_that_waits_in_a_store_over_tcp_is_watched(monkeypatch):
+    """torch fetches the identifier of a new communicator so, and that client then serves no other call."""
+    monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.0)
+    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    rendezvous = Rendezvous(PrefixStore("world", store), 0, (Member("alpha", os.getpid(), 1),) * 2)
+    found = queue.SimpleQueue()
+    one, two = (NcclWatchdog(rendezvous, rank, WAIT_TIMEOUT_S, found.put) for rank in range(2))
+    waits = threading.Thread(
+        target=one.call, args=(lambda: store.get("identifier"), "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
+    )
+    waits.start()
+    two.end("gave up: KeyboardInterrupt")
+    assert "rank 1 gave up: KeyboardInterrupt" in found.get(timeout=WAIT_TIMEOUT_S)
+    assert waits.is_alive()
+    store.clone().set("identifier", "here")
+    waits.join()
+    one.close()
 
 
 def test_two_calls_with_one_number_are_reported_on_both_ranks(watches):

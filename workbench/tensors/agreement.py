@@ -35,7 +35,7 @@ def content_hash(local: torch.Tensor) -> int:
         entries = local.to_sparse_coo().coalesce()
         parts = [entries.indices(), entries.values()]
     for part in parts:
-        found.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(found.digest(), "little")
 
 
@@ -197,7 +197,7 @@ def _sample(tensor: torch.Tensor) -> memoryview | None:
     if tensor.device.type != "cpu" or not torch.ops.aten.is_non_overlapping_and_dense(tensor) or not count:
         return None
     step = count // _NUM_SAMPLED | 1  # odd: an even step may divide the length of rows and read one column only
-    sample = tensor.detach().as_strided((-(-count // step),), (step,)).contiguous()
+    sample = tensor.detach().as_strided((-(-count // step),), (step,)).resolve_conj().resolve_neg().contiguous()
     return sample.view(torch.uint8).numpy().data
 
 

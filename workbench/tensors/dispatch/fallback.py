@@ -65,6 +65,7 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         return write_placeholder(whole[0], whole, func, args, kwargs)
     if layout.placement.num_ranks < plan.world.world_size:  # ranks outside need the shapes of the results
         infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
+    versions = _versions(whole) if isinstance(func, torch.jit.ScriptFunction) else []  # no schema says what it writes
     if whole[0]._spec.is_placeholder:
         result = _placeholders(infos, plan, func, args, kwargs, whole)
         if plan.may_alias:
@@ -74,9 +75,36 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             result = func(*args, **kwargs)
         _refuse_sparse(result, plan.name.folded)
         result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
+    for operand, copy, version in zip(operands, whole, versions, strict=False):
+        _write_back(operand, copy, version, plan.name.folded)
     if plan.copies_view and whole[0] is not operands[0]:
         return remember_copies(plan.local, plan.name.folded, plan.views, given, operands[0], whole[0], result)
     return result
+
+
+def _versions(tensors: Sequence[GlobalTensor]) -> list[int]:
+    with local_torch():
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _write_back(operand: GlobalTensor, copy: GlobalTensor, version: int, function: str) -> None:
+    """What was written into a gathered copy since ``version``, which is -1 where torch counts none, goes into the
+    operand. All ranks call it.
+    """
+    if operand is copy:
+        return
+    is_written = version < 0 or _versions([copy]) != [version]
+    if is_written and torch.is_grad_enabled() and copy.requires_grad:
+        raise LayoutError(
+            f"{function}: it writes into an operand of shape {tuple(operand._spec.shape)}, {operand._spec.layout}, "
+            "which is gathered for it, so the gradient of what it wrote would be lost. Box it first: "
+            'x.to_global(sbp="B").'
+        )
+    with torch.no_grad():
+        result = box(copy, operand._spec.layout, function)
+    if is_written and not operand._spec.is_placeholder:
+        with torch.no_grad(), local_torch():
+            _without_repeats(operand, operand).copy_(_without_repeats(result, operand))
 
 
 def _refuse_sparse(result: Any, function: str) -> None:

@@ -24,6 +24,7 @@ class _OnPlainTensors:
         self.names = [argument.name for argument in arguments]
         self.num_positional = sum(not argument.kwarg_only for argument in arguments)
         self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.returned = [_alias(returned, arguments) for returned in operator._schema.returns]
         USER_FUNCTION_NAMES[self] = self.__name__
         self._signature = Signature([_parameter(a) for a in arguments], __validate_parameters__=False)
 
@@ -40,6 +41,14 @@ class _OnPlainTensors:
         bound.apply_defaults()
         return tuple(bound.arguments[name] for name in self.names)
 
+    def with_operands(self, result: Any, given: tuple[Any, ...]) -> Any:
+        """The results; those that are arguments by the schema, as in ``f_(Tensor(a!) x) -> Tensor(a!)``, are these."""
+        if not any(position is not None for position in self.returned):
+            return result
+        results = result if isinstance(result, tuple) else (result,)
+        found = [r if i is None else given[i] for r, i in zip(results, self.returned, strict=True)]
+        return tuple(found) if isinstance(result, tuple) else found[0]
+
     def __call__(self, *args: Any) -> Any:
         given = [tree_map(_plain_copy if i in self.written else _plain, arg) for i, arg in enumerate(args)]
         by_name = dict(zip(self.names[self.num_positional :], given[self.num_positional :], strict=True))
@@ -52,14 +61,15 @@ _on_plain_tensors = lru_cache(maxsize=None)(_OnPlainTensors)
 
 @handler("::")
 def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator outside of ``aten``, and write into its operands what it writes by its schema."""
-    name = fold_name(func)
+    """Call an operator outside of ``aten``, and write into its operands what it writes by its schema, whatever its name
+    says.
+    """
     if isinstance(func, torch._ops.OpOverloadPacket):
         overloads = func.overloads()
         if len(overloads) != 1:
             return NotImplemented
         func = getattr(func, overloads[0])
-    if name.in_place or name.folded in RULES:
+    if fold_name(func).folded in RULES:
         return NotImplemented
     operator = _on_plain_tensors(func)
     given = operator.bind(args, kwargs)
@@ -70,7 +80,7 @@ def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         for position, value in zip(operator.written, written, strict=True):
             tree_map(_write, given[position], value)
-    return result
+    return operator.with_operands(result, given)
 
 
 def _parameter(argument: Any) -> Parameter:
@@ -78,6 +88,16 @@ def _parameter(argument: Any) -> Parameter:
     return Parameter(
         argument.name, kind, default=argument.default_value if argument.has_default_value() else Parameter.empty
     )
+
+
+def _alias(returned: Any, arguments: Any) -> int | None:
+    """The number of the argument that a result is, by its name in the schema."""
+    if returned.alias_info is None:
+        return None
+    places = [
+        i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.before_set & returned.alias_info.before_set
+    ]
+    return places[0] if places else None
 
 
 def _write(target: Any, value: Any) -> Any:

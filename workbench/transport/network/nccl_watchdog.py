@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.peer_processes import PeerProcesses
@@ -128,7 +129,9 @@ class NcclWatchdog:
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, end: Callable[[str], None]) -> None:
-        self.rank, self._store, self._timeout_s, self._end = rank, rendezvous.store, timeout_s, end
+        self.rank, self._timeout_s, self._end = rank, timeout_s, end
+        # A client of its own: torch waits for peers in calls of the other one, which serves nobody else meanwhile.
+        self._store: Store = rendezvous.store.clone()  # type: ignore[attr-defined]
         self._processes = PeerProcesses(rendezvous.pids_beside(rank))
         self._calls: dict[str, tuple[int, deque[str]]] = {}
         self._pending: deque[Pending] = deque()
@@ -157,9 +160,13 @@ class NcclWatchdog:
         try:
             pending.works = (function(),)
         finally:
-            if pending.works is None:  # it failed, which is no hang
+            if pending.works is None:  # it failed: no hang of this rank, and peers must not take it for made
                 with self._lock:
                     self._pending.remove(pending)
+                    for channel in channels:
+                        number, headers = self._calls[channel]
+                        headers.pop()
+                        self._calls[channel] = (number - 1, headers)
         return pending
 
     def find_hang(self) -> str | None:
