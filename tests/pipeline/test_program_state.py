@@ -136,6 +136,10 @@ class Counting(Block):
         return super().forward(x) * (1 + 0.1 * self.calls + self.weight)
 
 
+OF_THE_SYSTEM = random.SystemRandom()
+"""A generator without a state."""
+
+
 class Model(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -148,6 +152,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         _kept.losses = []
+        assert OF_THE_SYSTEM.random() < 1
         self.notes.found.clear()
         self.calls += 1
         self.seen.append(self.calls)

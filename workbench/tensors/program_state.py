@@ -97,7 +97,7 @@ def _set_state_of_numpy(generator: Any, state: Any) -> None:
 
 def _contents(value: Any) -> Any:
     """A copy of what a list, a dict, an object, a plain tensor or a generator holds; None for anything else."""
-    if type(value) in PLAIN_VALUES:
+    if type(value) in PLAIN_VALUES or isinstance(value, random.SystemRandom):
         return None
     if type(value) is torch.Tensor and not value.requires_grad:
         return version_of(value), value.clone()
