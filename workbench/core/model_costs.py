@@ -46,8 +46,6 @@ class OpCost:
         moved_bytes: read and written.
         inner: size of the dim that a matrix product sums over; 0 for others. Small ones run below the machine's rate.
         saved_bytes: bytes that autograd keeps for backward, without parameters.
-        is_divided: whether the model axis divides it where its layer's output is split (scores of heads, an
-            activation function behind a column layer). False for what every rank of the axis does in full.
         backward_bytes: read and written by its backward, matrix products left out; None if not counted.
         again_bytes: saved by it, too, but counted with the function that saved it first: two copies where something is
             boxed in between.
@@ -64,7 +62,6 @@ class OpCost:
     moved_bytes: float
     inner: int = 0
     saved_bytes: float = 0.0
-    is_divided: bool = True
     backward_bytes: float | None = None
     again_bytes: float = 0.0
     passing_bytes: float = 0.0

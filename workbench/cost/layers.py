@@ -229,10 +229,8 @@ def _divided(
     inner = float(t) if choice.split == "row" else 1.0
     left = boxed_output_entry(choice, following, dims, setting.sequence)
     divided = [(work, own, inner if work.is_matmul else 1.0, takes) for work in row.own]
-    for work in row.after:
-        parts = _parts(left, setting) if work.is_divided or left != "features" else 1.0
-        divided.append((work, parts, 1.0, parts))
-    return divided
+    parts = _parts(left, setting)
+    return divided + [(work, parts, 1.0, parts) for work in row.after]
 
 
 def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:

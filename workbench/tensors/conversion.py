@@ -343,14 +343,8 @@ def _rebalance(
     if world.rank in layout.placement:
         before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
         local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
-    spec = spec_of(world, layout.with_sbp(_all_partial(layout)), shape)
+    spec = spec_of(world, layout.with_sbp((partial_sum,) * layout.placement.num_axes), shape)
     return box(wrap(_FromLocal.apply(local, spec), spec), layout)
-
-
-def _all_partial(layout: Layout) -> Any:
-    from workbench.core.sbp import partial_sum
-
-    return (partial_sum,) * layout.placement.num_axes
 
 
 def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) -> GlobalTensor:

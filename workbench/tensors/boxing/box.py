@@ -210,7 +210,7 @@ def plan_of(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | Box
     return find_boxing_path(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
 
 
-class _Box(torch.autograd.Function):
+class Box(torch.autograd.Function):
     """Boxing between two specs. Every rank of the world has the node, so backward reaches it on every rank."""
 
     @staticmethod
@@ -236,12 +236,12 @@ class _Box(torch.autograd.Function):
         return (None if is_lost else result), None, None, None, None
 
 
-_apply_in_c = super(torch.autograd.Function, _Box).apply
+_apply_in_c = super(torch.autograd.Function, Box).apply
 
 
 def _apply_box(*args: Any) -> torch.Tensor:
-    """``_Box.apply`` without its check of the arguments, which only function transforms need."""
-    made: torch.Tensor = (_Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+    """``Box.apply`` without its check of the arguments, which only function transforms need."""
+    made: torch.Tensor = (Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
     return made
 
 

@@ -19,6 +19,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.dispatch.arguments import with_numbers
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.transport.messaging.shared_memory import contiguous_strides
 
 Views = tuple[list[bool], list[tuple[int, ...] | None]]
 """For each tensor that a call gives: whether it shares the memory of its operand, and its strides; None where it is
@@ -165,19 +166,6 @@ def _viewed_on_meta(view: GlobalTensor, may_guess: bool) -> torch.Tensor:
             f"device torch refuses it ({error}). Write .reshape(...) in place of .view(...)."
         ) from error
     return made
-
-
-def contiguous_strides(shape: Shape) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
-
-    >>> contiguous_strides((4, 0, 3))
-    (3, 3, 1)
-    """
-    found, within = [], 1
-    for size in reversed(shape):
-        found.append(within)
-        within *= max(size, 1)
-    return tuple(reversed(found))
 
 
 def _logical_offset(

@@ -129,23 +129,18 @@ class BoxingTrace:
         self,
         group: tuple[int, ...],
         tensors: list[torch.Tensor],
-        change: str = "P -> B",
-        kind: str = "all-reduce",
-        sent_bytes: int | None = None,
+        change: str,
+        kind: str,
+        sent_bytes: int,
         what: str = "gradients",
     ) -> None:
-        """Count one bucket of gradients (or parameters) that ``group``, with this rank, exchanges around a step.
-
-        ``sent_bytes`` is this rank's share of the bytes; by default its part of a ring all-reduce.
-        """
-        num_elements, size_bytes = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+        """Count a bucket of gradients or parameters that ``group`` exchanges around a step, and this rank's part."""
+        num_elements = sum(t.numel() for t in tensors)
         site, dtype = find_site(what), tensors[0].dtype
         record = self._records.setdefault(
             (site, group, num_elements, dtype, kind),
             BoxingRecord(what, site, "step", change, kind, (num_elements,), dtype),
         )
-        if sent_bytes is None:
-            sent_bytes = 2 * (len(group) - 1) * size_bytes // len(group)
         record.num_boxings += 1
         record.sent_bytes += sent_bytes
         record.wire_bytes += sent_bytes * len(group)

@@ -8,7 +8,7 @@ ranks that are all still there.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.tensors.boxing.bucketed import cut_into_buckets
 from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.world import World
 from workbench.training.saving import writing
@@ -118,7 +119,8 @@ class PeerCopies(Checkpoint):
         whole = [path for path in self.entries if self.kinds[str(path[0])] == "stateful"]
         needed |= {item.index for item, _ in self._givers if self._paths[item.index.fqn] in whole}
         differing: set[str] = set()
-        for batch in _batches((item, giver) for item, giver in self._givers if item.tensor_data is not None):
+        givers = [(item, giver) for item, giver in self._givers if item.tensor_data is not None]
+        for batch in cut_into_buckets(givers, lambda _: None, _num_bytes, _BATCH_BYTES):
             differing |= self._exchange(batch, needed)
         found = all_gather_object(differing, self._world, _WHAT)
         self.differing = tuple(sorted(set().union(*found)))
@@ -198,19 +200,9 @@ def _uncovered(plans: Sequence[Any], paths: Mapping[str, StatePath]) -> dict[str
     return problems
 
 
-def _batches(givers: Iterable[tuple[Any, int]]) -> Iterator[list[tuple[Any, int]]]:
-    """The slices with their ranks in parts of about ``_BATCH_BYTES``; equal on all ranks."""
-    batch: list[tuple[Any, int]] = []
-    num_bytes = 0
-    for item, giver in givers:
-        batch.append((item, giver))
-        data = item.tensor_data
-        num_bytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
-        if num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+def _num_bytes(given: tuple[Any, int]) -> int:
+    data = given[0].tensor_data
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,11 +123,15 @@ def _check_room(size: int, what: str) -> None:
 
 @lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Strides of a contiguous tensor, in elements, as torch has them.
+
+    >>> contiguous_strides((4, 0, 3))
+    (3, 3, 1)
+    """
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= size
+        step *= max(size, 1)
     return tuple(reversed(strides))
 
 

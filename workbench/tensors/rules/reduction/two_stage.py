@@ -17,10 +17,9 @@ import torch
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
-from workbench.tensors.boxing.box import box_gradient, box_implicitly
+from workbench.tensors.boxing.box import Box, box_implicitly
 from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.tensor_state import spread_zero
 
 Out = tuple[Layout, Shape, torch.dtype]
 """Layout, logical shape and dtype of one result."""
@@ -182,25 +181,16 @@ def terms(
     return on_shards(lambda *shards: function(*shards).reshape(shape), operands, layouts, [out], name)[0]
 
 
-class _BoxWithKnownSum(torch.autograd.Function):
+class _BoxWithKnownSum(Box):
     """Boxing of terms with a known sum: forward moves nothing, and the gradient moves as in the boxing."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, value: torch.Tensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.boxing = (source, target, tag, local.dtype, local.device)
+        ctx.boxing = (source, target, tag, local.dtype, local.device, None)
         return value.clone()  # callers could not write to a view
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        source, target, tag, dtype, device = ctx.boxing
-        incoming, outgoing = target.dual, source.dual
-        grad = grads[0] if grads[0] is not None else spread_zero(incoming.local_shape, dtype, device)
-        result = box_gradient(grad, incoming, outgoing, tag | 1)
-        is_lost = outgoing.is_placeholder and not torch.is_grad_enabled()
-        return (None if is_lost else result), None, None, None, None
 
 
 def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTensor:
