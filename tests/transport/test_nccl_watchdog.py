@@ -84,6 +84,19 @@ def test_a_call_that_failed_is_not_taken_for_made(watches):
     assert one.find_hang() == f"rank 0 stopped waiting in a sum: rank 1 {HAS_LEFT}"
 
 
+def test_a_later_call_stays_when_one_before_it_fails(watches):
+    one, channel = watches[0], nccl_watchdog.group_channel([0, 1])
+
+    def fails_late():
+        one.call(Call, "a sum of another thread", [channel], [0, 1])
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        one.call(fails_late, "a sum", [channel], [0, 1])
+    number, headers = one._calls[channel]
+    assert (number, headers[-1]) == (2, "a sum of another thread") and len(one._pending) == 1
+
+
 def test_a_call_that_waits_in_a_store_over_tcp_is_watched(monkeypatch):
     """torch fetches the identifier of a new communicator so, and that client then serves no other call."""
     monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.0)

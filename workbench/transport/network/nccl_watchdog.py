@@ -163,10 +163,11 @@ class NcclWatchdog:
             if pending.works is None:  # it failed: no hang of this rank, and peers must not take it for made
                 with self._lock:
                     self._pending.remove(pending)
-                    for channel in channels:
-                        number, headers = self._calls[channel]
-                        headers.pop()
-                        self._calls[channel] = (number - 1, headers)
+                    for channel, number in numbers:
+                        last, headers = self._calls[channel]
+                        if last == number:  # no other thread has made a later one
+                            headers.pop()
+                            self._calls[channel] = (last - 1, headers)
         return pending
 
     def find_hang(self) -> str | None:
