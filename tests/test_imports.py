@@ -226,7 +226,7 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
         ("core/__init__.py", "from ..tensors import world"),
         ("tensors/a.py", "from workbench.session import cluster"),
         ("tensors/a.py", "import workbench as wb"),
-        ("session/a.py", "from workbench.ui import run_figures"),
+        ("session/a.py", "from workbench.ui import figure_parts"),
         ("errors.py", "from workbench.units import format_bytes\nimport workbench.core"),
     ],
 )

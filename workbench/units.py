@@ -32,6 +32,12 @@ def format_bytes(size_bytes: float) -> str:
     return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
+def byte_scale(largest_bytes: float) -> tuple[float, str]:
+    """Divisor and unit of an axis that reaches ``largest_bytes``: ``byte_scale(3e6)`` -> ``(1e6, 'MB')``."""
+    _, unit = _scale(largest_bytes, _BYTE_UNITS)
+    return 1000.0 ** _BYTE_UNITS.index(unit), unit
+
+
 def format_seconds(time_s: float) -> str:
     """Seconds in the unit that reads best: ``format_seconds(0.00123)`` -> ``'1.23 ms'``; 125 -> ``'2 min 5 s'``."""
     if time_s == 0:

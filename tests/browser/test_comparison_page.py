@@ -157,7 +157,7 @@ def test_exports_stand_alone(opened: LabPage, tmp_path: Path) -> None:
     alone = new_page(page.context.browser, viewport={"width": 1280, "height": 1600}, offline=True)
     alone.on("pageerror", lambda error: errors.append(str(error)))
     alone.goto(report.as_uri())
-    alone.wait_for_selector(".js-plotly-plot .main-svg")
+    alone.wait_for_selector("svg.wb-scatter")
     assert alone.locator(".wb-comparison tbody tr").count() == NUM_RUNS + 1
     assert alone.locator("svg", has_text="data, ZeRO 3").count() > 0
     alone.close()

@@ -142,15 +142,6 @@ def test_what_is_not_installed_is_told_with_the_command_that_installs_it(
     assert "workbench" not in said.partition("needs: ")[2], "another project on PyPI has this name"
 
 
-def test_a_report_needs_plotly_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find_spec(name))
-    assert cli.main(["compare", "mine.py", "--out", str(tmp_path / "report.html")]) == cli.USER_ERROR
-    assert capsys.readouterr().err.startswith("workbench compare: plotly not installed")
-
-
 @pytest.mark.parametrize("name", ["", "file/report.html"])
 @pytest.mark.parametrize(
     "command",

@@ -12,10 +12,10 @@ from torch import nn
 
 import workbench as wb
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
-from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
-from workbench.core.verdict import CHECKED_STEPS
+from workbench.core.verdict import CHECKED_STEPS, TOLERANCES
 from workbench.errors import CellError, RunError, StrategyError
 from workbench.session.comparison.checker import RunObserver, RunStopped
 from workbench.session.comparison.compare import CompareResult, Comparison
@@ -134,7 +134,7 @@ def test_large_losses_are_equal_though_they_round(session):
     large = {"loss_fn": large_loss, "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=1e-4)}
     result = wb.compare(make_model, data(), strategies=["data", "model"], batch_size=16, session=session, **large)
     pairs = [(a, b) for run in result.runs for a, b in zip(run.losses, result.baseline.losses, strict=True)]
-    assert max(abs(a - b) for a, b in pairs) > TOLERANCE, "else this test says nothing"
+    assert max(abs(a - b) for a, b in pairs) > TOLERANCES["fp32"].loss, "else this test says nothing"
     assert result.all_equal
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
 from workbench.ui.pictures.svg import text_width
-from workbench.ui.runs.detail_pictures import layer_times, layers_picture, prediction_picture
+from workbench.ui.runs.detail_pictures import layer_times, layers_picture, memory_picture, prediction_picture
 from workbench.ui.runs.render_table import rows_table_html
 from workbench.ui.runs.report import runs_report_html
 from workbench.ui.runs.scatter_picture import place_labels, scatter_picture
@@ -97,6 +97,48 @@ def test_layers_are_bars_in_the_model_s_order_a_column_per_run():
         ("66.67", "backward"),
     ]
     assert "\u2013" in html, "the other run has no head"
+
+
+def bars(html: str) -> list[list[tuple[str, float]]]:
+    """Colour and width of the bars of every rank."""
+    found = [
+        [(rect.attrib["style"].removeprefix("fill: "), float(rect.attrib["width"])) for rect in group.findall("rect")]
+        for group in ElementTree.fromstring(html).iter("g")
+    ]
+    return [each for each in found if each]
+
+
+def test_memory_is_a_bar_per_rank_by_kind_up_to_its_peak(runs: list[RunRecord], baseline: RunRecord):
+    html = memory_picture([*runs, baseline], {"data": "my data"}, "data")
+    first, second, *others, alone = bars(html)
+    assert [colour for colour, _ in second] == [
+        *(f"var(--wb-memory-{kind})" for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")),
+        "var(--wb-idle)",
+    ]
+    unit = first[0][1]
+    assert [width / unit for _, width in first] == pytest.approx([1, 1, 1, 2, 1], rel=0.01), "5 MB live of 6"
+    assert [width / unit for _, width in second] == pytest.approx([1, 1, 1, 2, 0.5, 2.5], rel=0.01)
+    assert [width / unit for _, width in alone] == pytest.approx([2, 7], rel=0.01) and len(others) == 2
+    assert "my data, rank 1: parameters 1.00 MB" in html and "peak 8.00 MB</title>" in html
+    assert '<text class="strong"' in html and "pipeline" not in html, "it failed"
+    assert "boxing buffers" in html and "other, up to the peak" in html
+
+
+def test_of_many_ranks_the_fullest_is_drawn():
+    sizes = tuple(range(1_000_000, 9_000_000, 1_000_000))
+    runs = [make_record(f"run {n}", num_ranks=8, peak_memory_bytes=sizes, memory_by_kind=({},) * 8) for n in range(3)]
+    html = memory_picture(runs, {})
+    assert len(bars(html)) == 3 and html.count(">rank 7<") == 3 and "on the fullest rank" in html
+    assert len(bars(memory_picture(runs[:2], {}))) == 16
+
+
+def test_memory_that_is_known_in_part_is_drawn():
+    peaks = make_record("peaks", memory_by_kind=())
+    live = make_record("live", peak_memory_bytes=())
+    assert [len(rank) for rank in bars(memory_picture([peaks, live], {}))] == [1, 1, 5, 6]
+    assert memory_picture([make_record("none", peak_memory_bytes=(), memory_by_kind=())], {}) == ""
+    larger = memory_picture([make_record("larger", peak_memory_bytes=(1, 1))], {})
+    assert all(0 <= width < 346 for rank in bars(larger) for _, width in rank), "live memory is above the peak"
 
 
 def test_differences_to_a_chosen_baseline_stand_below_the_numbers(runs: list[RunRecord]):

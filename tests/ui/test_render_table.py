@@ -13,7 +13,7 @@ from workbench.core.verdict import Verdict
 from workbench.ui.assets import element
 from workbench.ui.number_text import grouped, short_difference, speedup_text
 from workbench.ui.pictures.svg import text_width
-from workbench.ui.runs.render_table import WIDTHS, by_throughput, comparison_table_html, comparison_table_text
+from workbench.ui.runs.render_table import WIDTHS, by_throughput, comparison_table_text, runs_html
 from workbench.ui.runs.table_rows import COLUMNS, equal_text, run_rows
 
 
@@ -46,7 +46,7 @@ def rows_of(html: str) -> list[str]:
 
 
 def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord], baseline: RunRecord):
-    rows = rows_of(comparison_table_html(runs[::-1], baseline))
+    rows = rows_of(runs_html(runs[::-1], [baseline]))
     assert [row.split("|")[0] for row in rows] == ["strategy", "data", "model", "pipeline", "1 device"]
     dashes = "|".join("\u2013" * 2)
     assert (
@@ -57,12 +57,12 @@ def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord]
 
 
 def test_a_tick_is_explained_where_there_is_one(runs: list[RunRecord]):
-    assert "tick: predicted" not in comparison_table_html([replace(runs[0], predicted={})])
-    assert "tick: predicted" in comparison_table_html([replace(runs[0], predicted={"samples_per_s": 10.0})])
+    assert "tick: predicted" not in runs_html([replace(runs[0], predicted={})])
+    assert "tick: predicted" in runs_html([replace(runs[0], predicted={"samples_per_s": 10.0})])
 
 
 def test_names_from_users_are_escaped(runs: list[RunRecord]):
-    html = comparison_table_html([replace(runs[0], name="<script>alert(1)</script>")])
+    html = runs_html([replace(runs[0], name="<script>alert(1)</script>")])
     assert "<script>" not in html and "&lt;script&gt;" in html
 
 
@@ -82,7 +82,7 @@ def test_rounding_that_grew_is_called_noise(runs: list[RunRecord]):
     verdict = Verdict(True, "noise", largest=0.2, text="rounding: the loss differs", grown=True)
     run = replace(runs[0], equal=True, loss_difference=0.2, verdict=verdict)
     assert equal_text(run) == "\u2713 2e-1 noise"
-    assert 'title="rounding: the loss differs"' in comparison_table_html([run])
+    assert 'title="rounding: the loss differs"' in runs_html([run])
 
 
 def test_numbers():
@@ -109,9 +109,9 @@ def test_a_long_note_has_a_line_of_its_own(runs: list[RunRecord]):
 
 def test_a_strategy_that_is_its_own_name_is_written_once(runs: list[RunRecord]):
     text = "fc1: data; fc2: data@1 | mb=4 1f1b"
-    once = comparison_table_html([replace(runs[0], name=text, strategy=text)])
-    assert once.count(f">{text}<") == 1 and f">{text}</b>" in once
-    twice = comparison_table_html([replace(runs[0], name="mine", strategy=text)])
+    once = runs_html([replace(runs[0], name=text, strategy=text)])
+    assert once.partition("</table>")[0].count(f">{text}<") == 1 and f">{text}</b>" in once
+    twice = runs_html([replace(runs[0], name="mine", strategy=text)])
     assert ">mine</b>" in twice and f">{text}</small>" in twice
 
 
@@ -121,14 +121,14 @@ def test_sorting_keeps_all_runs(runs: list[RunRecord]):
 
 def test_what_a_tick_hides_stands_below_it(runs: list[RunRecord]):
     later = replace(runs[0], verdict=Verdict(True, note="then nan"))
-    (row,) = rows_of(comparison_table_html([later]))[1:]
+    (row,) = rows_of(runs_html([later]))[1:]
     assert row.endswith("\u2713 2e-7|then nan|")
     assert "\u2713 2e-7, then nan" in comparison_table_text([later])
-    assert "noted" in comparison_table_html([later]) and 'class="number noted"' not in comparison_table_html([runs[0]])
+    assert "noted" in runs_html([later]) and 'class="number noted"' not in runs_html([runs[0]])
     both = replace(runs[0], equal=None, loss_difference=None, verdict=Verdict(None, note="both nan"))
-    assert 'class="number noted"' in comparison_table_html([both])
+    assert 'class="number noted"' in runs_html([both])
     wrong = replace(runs[0], equal=False, loss_difference=float("inf"), verdict=Verdict(False, note="nan"))
-    assert rows_of(comparison_table_html([wrong]))[1].endswith("\u2717 nan|")
+    assert rows_of(runs_html([wrong]))[1].endswith("\u2717 nan|")
 
 
 def test_text_has_the_spread_below_the_means(runs: list[RunRecord]):

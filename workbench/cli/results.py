@@ -86,10 +86,8 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Check that the output files can be made, before anything is trained.
 
     Raises:
-        CommandError: a module is missing, a file cannot be written, or both are the same.
+        CommandError: a file cannot be written, or both are the same.
     """
-    if args.out is not None:
-        require("lab", "plotly")
     for option, path in (("--out", args.out), ("--json", args.json)):
         check_output(option, path)
     if args.json is not None and args.out is not None and args.out.resolve() == args.json.resolve():

@@ -6,21 +6,21 @@ Engines publish these, figures and tables read them, files keep them. None of it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.core.json_record import JsonRecord
 from workbench.core.step_values import GRADIENT_NORM, TOKENS_PER_S, UNKNOWN_NORM, Pairs, known, rates, whole_norms
-from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
+from workbench.core.verdict import UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
+MEMORY_LABELS = {kind: kind for kind in MEMORY_KINDS} | {"buffers": "boxing buffers"}
+"""What people read for these."""
 DEVICE_KINDS = ("busy", "used", "total", "pool", "peak_flops_per_s", "gpu")
 """What a rank reports of its GPU: the share of time with work (0 to 1), bytes in use by all processes and in total,
 bytes that this process has reserved, the datasheet's operations per second, and a number that is the GPU's own."""
-TOLERANCE = TOLERANCES["fp32"].loss
-"""Largest ``difference`` to one device that counts as equal without a question in 32 bits, see ``core.verdict``."""
 
 
 def difference(value: float, truth: float) -> float:
@@ -35,6 +35,11 @@ def difference(value: float, truth: float) -> float:
         return 0.0
     apart = abs(value - truth) / max(1.0, abs(truth))
     return apart if math.isfinite(apart) else math.inf
+
+
+def live_bytes(memory: Mapping[str, int]) -> int:
+    """Bytes of all kinds of live storage together, without the peak."""
+    return sum(size for kind, size in memory.items() if kind != "peak")
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ class Verdict(JsonRecord):
         note: what the mark alone would hide, in a few words: ``"then nan"``, ``"5 steps"`` (``core.not_finite``).
         num_steps: the number of first steps that were to be compared. A change to a strategy that another one-device
             run belongs to ends them.
+        tolerance: the difference of a loss that counts as equal without further evidence, in the run's precision.
     """
 
     equal: bool | None
@@ -169,6 +170,7 @@ class Verdict(JsonRecord):
     grown: bool = False
     note: str = ""
     num_steps: int = CHECKED_STEPS
+    tolerance: float = TOLERANCES["fp32"].loss
 
     def with_note(self, note: str, text: str) -> Verdict:
         """The verdict with one more note, and a sentence of it."""
@@ -331,6 +333,7 @@ class Case:
             exact,
             self._text(equal, by, reason),
             equal and self.found.first_step_beyond(self.tolerance) is not None,
+            tolerance=self.tolerance.loss,
         )
 
     def _text(self, equal: bool, by: str, reason: str) -> str:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.core.metrics import MEMORY_KINDS
+from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS
 from workbench.theme import Palette
-from workbench.ui.figure_parts import MEMORY_LABELS
 from workbench.ui.live import figure_layout as figure_layout
 from workbench.ui.live.figure_layout import measured_y, shown_ranks
 

@@ -9,9 +9,8 @@ from statistics import median
 
 import numpy as np
 
-from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans, live_bytes
 from workbench.ui.decimate import MAX_POINTS, thin
-from workbench.ui.run_figures import live_bytes
 
 STEPS_IN_SPLIT = 20
 Message = StepBlock | StepSpans | RunEvent

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.core.metrics import MEMORY_KINDS, RunRecord
+from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS, RunRecord
 from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
-from workbench.ui.figure_parts import MEMORY_LABELS, byte_scale, titled
+from workbench.ui.figure_parts import titled
 from workbench.ui.live import figure_layout as figure_layout
 from workbench.ui.live.figure_layout import (
     LOSS_LEGEND,
@@ -34,7 +34,7 @@ from workbench.ui.live.history import History, Split, running_medians
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.number_text import percent, three_digits
 from workbench.ui.pictures.svg import text_width
-from workbench.units import format_bytes
+from workbench.units import byte_scale, format_bytes
 
 _LEAST_LABEL_PX = 16
 _TITLE_LEFT = 12

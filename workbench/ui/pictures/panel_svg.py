@@ -109,6 +109,30 @@ class Axis:
         return [round(step * number, 12) for number in range(first, floor(self.high / step + 1e-9) + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class LogAxis:
+    """Numbers from ``10**low`` to ``10**high``, by their logarithm, along pixels from ``start`` to ``end``."""
+
+    low: int
+    high: int
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, end: float) -> LogAxis:
+        """The axis of whole powers of ten around these numbers."""
+        low = floor(log10(min(values)))
+        return cls(low, max(ceil(log10(max(values))), low + 1), start, end)
+
+    def at(self, value: float) -> float:
+        """The pixel of a number."""
+        return self.start + (self.end - self.start) * (log10(value) - self.low) / (self.high - self.low)
+
+    def ticks(self, wanted: int = 4) -> list[float]:
+        """Powers of ten in between."""
+        return [10.0**power for power in range(self.low, self.high + 1, ceil((self.high - self.low) / wanted))]
+
+
 def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """The unit in which an axis up to ``largest`` is labelled."""
     return next(((size, name) for size, name in units if largest >= size), units[-1])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from workbench.core.metrics import MEMORY_KINDS
+from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate
 from workbench.ui.pictures import panel_svg
 from workbench.units import format_bytes, format_ranks
 
-MEMORY_LABELS = {"optimizer": "optimizer", "buffers": "boxing buffers"}
 WIDTH = 304.0
 _LEFT = 52.0
 _RIGHT = 74.0
@@ -35,7 +34,7 @@ def memory_html(estimate: Estimate, resolved: ResolvedStrategy, limit_bytes: flo
     summary = f"predicted peak memory {format_bytes(peak)} on the fullest rank"
     summary += f" of {format_bytes(limit_bytes)}" if limit_bytes is not None else ""
     legend = "".join(
-        panel_svg.swatch(f"var(--wb-memory-{kind})", MEMORY_LABELS.get(kind, kind))
+        panel_svg.swatch(f"var(--wb-memory-{kind})", MEMORY_LABELS[kind])
         for kind in MEMORY_KINDS
         if any(kinds.get(kind, 0) > 0 for _, kinds in stages)
     )
@@ -97,7 +96,7 @@ def _labelled_bar(
 
 
 def _tip(label: str, ranks: Sequence[int], kinds: Mapping[str, float]) -> str:
-    lines = [f"{MEMORY_LABELS.get(kind, kind)} {format_bytes(kinds.get(kind, 0))}" for kind in MEMORY_KINDS]
+    lines = [f"{MEMORY_LABELS[kind]} {format_bytes(kinds.get(kind, 0))}" for kind in MEMORY_KINDS]
     where = "" if len(ranks) == 1 else f" (ranks {format_ranks(list(ranks))})"
     return "\n".join([f"{label}{where}: {format_bytes(sum(kinds.values()))} on each rank", *lines])
 

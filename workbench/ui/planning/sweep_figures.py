@@ -17,7 +17,8 @@ from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Timeline
 from workbench.planning.sweep import Point, Sweep
 from workbench.theme import LIGHT, Palette
-from workbench.ui.figure_parts import axis, base_layout, byte_scale, legend, run_colour, run_symbol
+from workbench.ui.figure_parts import axis, base_layout, legend, run_colour, run_symbol
+from workbench.units import byte_scale
 
 NAMES = {"gpus": "GPUs", "batch_size": "samples per step", "seq": "positions", "sequence": "positions",
          "hidden": "hidden size", "layers": "layers", "hardware": "machine"}  # fmt: skip

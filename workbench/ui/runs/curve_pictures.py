@@ -1,4 +1,4 @@
-"""Losses and throughput of several runs by step, laid over one another, with one device as the reference.
+"""Several runs by step, laid over one another: losses, their difference to one device, throughput.
 
 Pure functions, rows and records -> HTML with SVG in the page's colours. A strategy has one colour and one mark; its
 runs with other seeds are further lines.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import RunRecord, difference
 from workbench.theme import LIGHT
 from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
-from workbench.ui.number_text import short_number
+from workbench.ui.number_text import short_difference, short_number, three_digits
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.table_rows import Row
 from workbench.ui.short_names import short_names
@@ -37,7 +39,24 @@ _MARKS = (
 )
 """Shapes around (0, 0), so that colour is never the only difference."""
 
+_APART = "Difference to one device"
 Points = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A picture of the ``points`` of runs, and of ``limits``. ``write_tick`` writes a value beside the axis, ``write``
+    any.
+    """
+
+    title: str
+    detail: str
+    unit: str
+    points: Callable[[RunRecord], Points]
+    axis: Callable[[np.ndarray], panel_svg.Axis | panel_svg.LogAxis]
+    write_tick: Callable[[float], str]
+    write: Callable[[float], str]
+    limits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +86,38 @@ class _Strategy:
 
 
 def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord]], selected: str = "") -> list[str]:
-    """The picture of losses and that of throughput; empty where no run has steps.
+    """The pictures of losses, of their difference to one device, and of throughput, those that have something to show.
 
     Args:
         rows: those of the table, in its order; failed runs have no curves.
         members: by the key of a row its runs. Its order gives the colours, so they stay while the table is sorted.
         selected: the key of a row; the others are pale.
     """
-    loss = ("Loss by step", "1 device behind the others", "loss", _losses)
-    rate = ("Throughput by step", "median of neighbouring steps", "samples/s", _rates)
-    return [picture for kind in (loss, rate) if (picture := _picture(rows, members, selected, *kind))]
+    shown = [(row, run) for row in rows for run in members.get(row.key, ())]
+    tolerances = tuple(sorted({run.verdict.tolerance for _, run in shown if run.equal is not None}))
+    apart = partial(_differences, {run.settings.get("seed"): run for row, run in shown if row.is_truth})
+    kinds = (
+        _Kind("Loss by step", "1 device behind the others", "loss", _losses, _axis, short_number, "{:.6g}".format),
+        _Kind(_APART, "of the loss", "", apart, _log_axis, short_difference, short_difference, tolerances),
+        _Kind("Throughput by step", "median of neighbours", "samples/s", _rates, _axis, short_number, three_digits),
+    )
+    return [picture for kind in kinds if (picture := _picture(rows, members, selected, kind))]
 
 
 def _losses(run: RunRecord) -> Points:
     values = np.array(run.losses, dtype=float)
     steps, is_finite = run.first_step + np.arange(1, len(values) + 1), np.isfinite(values)
     return decimate(steps[is_finite], values[is_finite], _MOST_POINTS)
+
+
+def _differences(truths: Mapping[Any, RunRecord], run: RunRecord) -> Points:
+    """Differences of the loss to one device of the same seed, where they have a logarithm."""
+    truth = truths.get(run.settings.get("seed"), next(iter(truths.values()), None))
+    there = truth.losses[run.first_step :] if truth is not None else ()
+    apart = np.array([difference(loss, other) for loss, other in zip(run.losses, there, strict=False)], dtype=float)
+    is_drawable = (apart > 0) & np.isfinite(apart)
+    steps = run.first_step + np.flatnonzero(is_drawable) + 1
+    return decimate(steps, apart[is_drawable], _MOST_POINTS)
 
 
 def _rates(run: RunRecord) -> Points:
@@ -106,34 +141,33 @@ def _picture(
     rows: Sequence[Row],
     members: Mapping[str, Sequence[RunRecord]],
     selected: str,
-    title: str,
-    detail: str,
-    unit: str,
-    points: Callable[[RunRecord], Points],
+    kind: _Kind,
 ) -> str:
     places = {key: number for number, key in enumerate(members)}
     known = [row for row in rows if not row.failure and any(run.step_times_s for run in members.get(row.key, ()))]
     truths, others = ([row for row in known if row.is_truth is of] for of in (True, False))
     chosen = [
-        _Strategy(row.key, row.name, places[row.key], row.is_truth, tuple(map(points, members[row.key])))
+        _Strategy(row.key, row.name, places[row.key], row.is_truth, tuple(map(kind.points, members[row.key])))
         for row in [*truths, *others[:_MOST_STRATEGIES]]
     ]
     drawn = [one for one in chosen if any(len(steps) for steps, _ in one.curves)]
     if not drawn:
         return ""
     steps, values = (np.concatenate([curve[of] for one in drawn for curve in one.curves]) for of in (0, 1))
-    across, up = panel_svg.Axis(0.0, float(max(steps.max(), 2)), _LEFT, _RIGHT), _axis(values)
-    parts = [panel_svg.text(0, 12, unit, "quiet"), *_frame(across, up)]
+    across = panel_svg.Axis(0.0, float(max(steps.max(), 2)), _LEFT, _RIGHT)
+    up = kind.axis(np.append(values, kind.limits))
+    parts = [panel_svg.text(0, 12, kind.unit, "quiet"), *_frame(across, up, kind)]
     for place, one in enumerate(drawn):
-        parts.append(_curves(one, place, len(drawn), across, up, bool(selected) and one.key != selected))
-    summary = f"{title} of {', '.join(one.name for one in drawn)}"
+        is_pale = bool(selected) and one.key != selected
+        parts.append(_curves(one, (place, len(drawn)), across.at, up.at, kind.write, is_pale))
+    summary = f"{kind.title} of {', '.join(one.name for one in drawn)}"
     left_out = len(others) - _MOST_STRATEGIES
     rest = f" \u00b7 {counted(left_out, 'row')} not drawn" if left_out > 0 else ""
     last = sorted(drawn, key=lambda one: one.is_truth)
     names = short_names([one.name for one in last])
     legend = "".join(_key(one, name, one.key == selected) for one, name in zip(last, names, strict=True))
     picture = panel_svg.svg(_WIDTH, _HEIGHT, summary, *parts)
-    return panel_svg.section(title, f"{detail}{rest}", picture, panel_svg.legend(legend), css="curves")
+    return panel_svg.section(kind.title, f"{kind.detail}{rest}", picture, panel_svg.legend(legend))
 
 
 def _axis(values: np.ndarray) -> panel_svg.Axis:
@@ -145,11 +179,19 @@ def _axis(values: np.ndarray) -> panel_svg.Axis:
     return panel_svg.Axis(low - margin, high + margin, _BOTTOM, _TOP)
 
 
-def _frame(across: panel_svg.Axis, up: panel_svg.Axis) -> Iterator[str]:
+def _log_axis(values: np.ndarray) -> panel_svg.LogAxis:
+    return panel_svg.LogAxis.over(values.tolist(), _BOTTOM, _TOP)
+
+
+def _frame(across: panel_svg.Axis, up: panel_svg.Axis | panel_svg.LogAxis, kind: _Kind) -> Iterator[str]:
     for mark in up.ticks():
         y = up.at(mark)
         yield panel_svg.line(_LEFT, y, _RIGHT, y, "rule")
-        yield panel_svg.text(_LEFT - 6, y + 4, short_number(mark), "quiet end")
+        yield panel_svg.text(_LEFT - 6, y + 4, kind.write_tick(mark), "quiet end")
+    for limit in kind.limits:
+        y = up.at(limit)
+        yield panel_svg.line(_LEFT, y, _RIGHT, y, "wb-limit")
+        yield panel_svg.text(_RIGHT, y - 5, f"tolerance {kind.write(limit)}", "end error")
     for mark in across.ticks(5):
         if mark == int(mark):
             yield panel_svg.text(across.at(mark), _BOTTOM + 16, short_number(mark), "quiet middle")
@@ -157,23 +199,34 @@ def _frame(across: panel_svg.Axis, up: panel_svg.Axis) -> Iterator[str]:
     yield panel_svg.text(_RIGHT, _BOTTOM + 32, "step", "quiet end")
 
 
-def _curves(one: _Strategy, place: int, count: int, across: panel_svg.Axis, up: panel_svg.Axis, is_pale: bool) -> str:
-    """The lines of a strategy, and marks at steps where other strategies have none: equal curves stay visible."""
-    shapes = []
+def _curves(
+    one: _Strategy,
+    place: tuple[int, int],
+    x_of: Callable[[float], float],
+    y_of: Callable[[float], float],
+    write: Callable[[float], str],
+    is_pale: bool,
+) -> str:
+    """The lines of a strategy, and marks at steps where other strategies have none: equal curves stay visible. The
+    ``place`` is its number, and how many there are.
+    """
+    shapes, (number, count) = [], place
     for steps, values in one.curves:
-        places = [(across.at(step), up.at(value)) for step, value in zip(steps, values, strict=True)]
-        line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if places else ""
+        points = [(x_of(step), y_of(value)) for step, value in zip(steps, values, strict=True)]
+        line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
         shapes.append(element("path", d=line, style=one.line))
-        stride = max(len(places) // _NUM_MARKS, count, 1)
-        marked = [] if one.is_truth else places[place * stride // count % max(len(places), 1) :: stride]
-        shapes += [_mark(one, f"translate({x:.1f} {y:.1f})") for x, y in marked]
+        stride = max(len(points) // _NUM_MARKS, count, 1)
+        marked = range(number * stride // count % max(len(points), 1), 0 if one.is_truth else len(points), stride)
+        for at in marked:
+            tip = f"{one.name}, step {steps[at]}: {write(values[at])}"
+            shapes.append(_mark(one, "translate({:.1f} {:.1f})".format(*points[at]), element("title", text=tip)))
     tip = element("title", text=one.name)
     opacity = "opacity: 0.25" if is_pale and not one.is_truth else ""
     return f'<g data-key="{escape(one.key, quote=True)}" style="{opacity}">{tip}{"".join(shapes)}</g>'
 
 
-def _mark(one: _Strategy, transform: str) -> str:
-    return element("path", d=one.mark, transform=transform, style=f"fill: {one.colour}; stroke: none")
+def _mark(one: _Strategy, transform: str, *parts: str) -> str:
+    return element("path", *parts, d=one.mark, transform=transform, style=f"fill: {one.colour}; stroke: none")
 
 
 def _key(one: _Strategy, short: str, is_selected: bool) -> str:

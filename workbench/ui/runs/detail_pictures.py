@@ -1,4 +1,4 @@
-"""Two pictures below the table of runs: predictions against measurements, and the time of every layer.
+"""Pictures below the table of runs: predictions against measurements, memory of every rank, and time of every layer.
 
 Pure functions, rows or records -> HTML with SVG in the page's colours.
 """
@@ -10,22 +10,23 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS, RunRecord, live_bytes
 from workbench.ui.assets import element
 from workbench.ui.number_text import signed_percent
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.scatter_picture import place_labels
 from workbench.ui.runs.table_rows import Row, key_of
-from workbench.ui.short_names import short_names
-from workbench.units import counted, format_seconds
+from workbench.ui.short_names import short_name, short_names
+from workbench.units import counted, format_bytes, format_seconds
 
-_WIDTH, _HEIGHT = 396.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
+_WIDTH, _HEIGHT = 346.0, 236.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 338.0, 24.0, 200.0
 _MOST_LAYERS = 10
 _MOST_RUNS = 8
 _ROOT = "(root)"
 """The name of a model that has weights of its own."""
 _NUMBER_WIDTH = 56
+_MEMORY_LEFT, _MEMORY_ROW, _MOST_RANKS = 48.0, 16.0, 16
 
 
 # ---- prediction against measurement ----------------------------------------------------------------------------------
@@ -73,6 +74,63 @@ def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
     ring = element("circle", css="wb-ring", cx=x, cy=y, r="9") if is_selected else ""
     dot = element("circle", element("title", text=tip), css="hollow", cx=x, cy=y, r="5")
     return f'<g data-key="{escape(row.key, quote=True)}">{ring}{dot}</g>'
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected: str = "") -> str:
+    """A bar per rank, live memory by kind and the peak; of many ranks the fullest one of each run. Empty where no run
+    has measured its memory.
+    """
+    drawn = [run for run in runs if run.error is None and (run.peak_memory_bytes or run.memory_by_kind)][:_MOST_RUNS]
+    if not drawn:
+        return ""
+    memory = {key_of(run): _memory_of(run) for run in drawn}
+    largest = max(max(peak, live_bytes(kinds)) for ranks in memory.values() for _, kinds, peak in ranks) or 1.0
+    if sum(map(len, memory.values())) > _MOST_RANKS:
+        memory = {key: [max(ranks, key=lambda rank: rank[2])] for key, ranks in memory.items()}
+    scale = (_WIDTH - _MEMORY_LEFT - _NUMBER_WIDTH - 8) / largest
+    parts, y = list[str](), 0.0
+    for run in drawn:
+        key = key_of(run)
+        name = names.get(key, run.name)
+        rows = [panel_svg.text(0, y + 12, short_name(name, 44), "strong" if key == selected else "")]
+        for rank, kinds, peak in memory[key]:
+            rows += _memory_bar(f"{name}, rank {rank}", rank, kinds, peak, y + _MEMORY_ROW + 1, scale)
+            y += _MEMORY_ROW
+        parts.append(f'<g data-key="{escape(key, quote=True)}">{"".join(rows)}</g>')
+        y += _MEMORY_ROW + 6
+    fullest = max(drawn, key=lambda run: max(peak for *_, peak in memory[key_of(run)]))
+    description = f"memory per rank of {len(drawn)} runs; most in {fullest.name}, {format_bytes(largest)}"
+    present = [kind for kind in MEMORY_KINDS if any(of.get(kind) for ranks in memory.values() for _, of, _ in ranks)]
+    legend = "".join(panel_svg.swatch(f"var(--wb-memory-{kind})", MEMORY_LABELS[kind]) for kind in present)
+    legend += panel_svg.swatch("var(--wb-idle)", "other, up to the peak")
+    picture = panel_svg.svg(_WIDTH, y, description, *parts)
+    is_each = any(len(ranks) > 1 for ranks in memory.values())
+    detail = "at the end of a step" if is_each else "on the fullest rank"
+    return panel_svg.section("Memory per rank", detail, picture, panel_svg.legend(legend), css="memory")
+
+
+def _memory_of(run: RunRecord) -> list[tuple[int, Mapping[str, int], int]]:
+    """Number, memory by kind and peak of every rank."""
+    kinds = run.memory_by_kind or ({},) * len(run.peak_memory_bytes)
+    peaks = run.peak_memory_bytes or map(live_bytes, kinds)
+    return [(rank, *pair) for rank, pair in enumerate(zip(kinds, peaks, strict=False))]
+
+
+def _memory_bar(description: str, rank: int, kinds: Mapping[str, int], peak: int, y: float, scale: float) -> list[str]:
+    """The bars of one rank. The tip has all numbers."""
+    sizes = {kind: kinds[kind] for kind in MEMORY_KINDS if kinds.get(kind)}
+    sizes |= {"other": max(peak - sum(sizes.values()), 0)}
+    parts, x = [panel_svg.text(0, y + 10, f"rank {rank}", "quiet")], _MEMORY_LEFT
+    for kind, size in sizes.items():
+        colour = f"var(--wb-memory-{kind})" if kind in MEMORY_LABELS else "var(--wb-idle)"
+        parts.append(panel_svg.bar(x, y, size * scale, _MEMORY_ROW - 4, colour))
+        x += size * scale
+    parts.append(panel_svg.text(x + 5, y + 10, format_bytes(peak)))
+    tip = ", ".join(f"{MEMORY_LABELS.get(kind, kind)} {format_bytes(size)}" for kind, size in sizes.items())
+    return [element("g", element("title", text=f"{description}: {tip}, peak {format_bytes(peak)}"), *parts)]
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from workbench.core.metrics import RunRecord
+from workbench.core.seeds import groups, over_seeds
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import DASH, TIMES, percent
 from workbench.ui.runs.curve_pictures import curve_pictures
-from workbench.ui.runs.detail_pictures import layers_picture, prediction_picture
+from workbench.ui.runs.detail_pictures import layers_picture, memory_picture, prediction_picture
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.table_rows import (
     COLUMNS,
@@ -39,23 +41,27 @@ def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return sorted(runs, key=lambda run: (run.error is not None, -run.samples_per_s))
 
 
-def comparison_table_html(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
-    """The table as one HTML fragment that brings its own style and reads in both themes, fastest run first.
+def runs_html(runs: Sequence[RunRecord], truths: Sequence[RunRecord] = ()) -> str:
+    """Table and pictures as one HTML fragment that brings its own style and reads in both themes, fastest run first.
 
-    The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why. Records of
-    several seeds (``core.seeds.over_seeds``) have error bars.
+    The one-device runs ``truths`` are the last row; a run that failed keeps its row and says why. Runs of several seeds
+    are one row with error bars.
     """
-    truth = key_of(baseline) if baseline is not None else ""
-    everything = [*with_own_keys(runs, [truth]), *([baseline] if baseline is not None else [])]
-    rows = run_rows(everything, truth=truth)
-    others = sorted_rows([row for row in rows if not row.is_truth])
-    listed = [*others, *(row for row in rows if row.is_truth)]
-    table, below = rows_table_html(listed), below_html(listed, everything)
-    return element("div", table_style(), table, below, _footnote(rows), css="wb-comparison")
+    found, references = groups(with_own_keys(runs, map(key_of, truths))), groups(truths)
+    means = [over_seeds(group)[0] for group in (*found, *references)]
+    rows = run_rows(means, truth=[key_of(group[0]) for group in references])
+    listed = [*sorted_rows([row for row in rows if not row.is_truth]), *(row for row in rows if row.is_truth)]
+    below = below_html(listed, means, members={key_of(group[0]): group for group in (*found, *references)})
+    return element("div", table_style(), comparison_html(listed, below=below), css="wb-comparison")
 
 
 def comparison_html(
-    rows: Sequence[Row], sort: str, ascending: bool, selected: str, limit_bytes: float | None, below: str
+    rows: Sequence[Row],
+    sort: str = "samples_per_s",
+    ascending: bool = False,
+    selected: str = "",
+    limit_bytes: float | None = None,
+    below: str = "",
 ) -> str:
     """Table and scatter side by side, ``below`` under them. ``sort`` and ``ascending`` say how the rows are sorted."""
     table = element("div", rows_table_html(rows, sort, ascending, selected), css="wb-table-box")
@@ -67,18 +73,18 @@ def below_html(
     rows: Sequence[Row],
     runs: Sequence[RunRecord],
     selected: str = "",
-    members: Mapping[str, Sequence[RunRecord]] | None = None,
+    members: Mapping[str, Sequence[RunRecord]] = MappingProxyType({}),
 ) -> str:
-    """Losses and throughput by step, predictions against measurements, and time by layer, of the rows' runs.
+    """Curves by step, memory per rank, predictions against measurements, and time by layer, of the rows' runs.
 
     Args:
-        members: by the key of a row, its runs with their steps. None: no curves.
+        members: by the key of a row, its runs with their steps.
     """
     by_key = {key_of(run): run for run in runs}
     shown = [by_key[row.key] for row in rows if row.key in by_key]
-    curves = curve_pictures(rows, members, selected) if members is not None else []
-    layers = layers_picture(shown, {row.key: row.name for row in rows}, selected)
-    parts = *curves, prediction_picture(rows, selected), layers
+    names = {row.key: row.name for row in rows}
+    of_runs = (picture(shown, names, selected) for picture in (memory_picture, layers_picture))
+    parts = *curve_pictures(rows, members, selected), prediction_picture(rows, selected), *of_runs
     return element("div", *parts, css="wb-comparison-below") if any(parts) else ""
 
 

@@ -7,12 +7,12 @@ from html import escape
 from itertools import pairwise
 
 from workbench.ui.assets import element
-from workbench.ui.figure_parts import byte_scale
 from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.table_rows import Row
 from workbench.ui.short_names import short_names
+from workbench.units import byte_scale
 
 WIDTH, HEIGHT = 308, 400
 _LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
