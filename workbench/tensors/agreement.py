@@ -21,7 +21,6 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.transport.user_code import name_in_user_code
 
-_SUMMARY_BYTES = 160
 _NUM_SAMPLED = 64
 """Elements of a plain tensor that its fingerprint reads."""
 
@@ -71,7 +70,7 @@ def check_plain_operand(local: torch.Tensor, world: World, layout: Layout, origi
     odd = next((rank for rank in layout.placement if hashes[rank] != hashes[first]), None)
     if odd is None:
         return
-    summaries = _gather_summaries(local, world, where)
+    summaries = all_gather_object(_summary(local), world, f"values of {where}")
     differing = [rank for rank in layout.placement if hashes[rank] != hashes[first]]
     others = f"rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))}"
     variable = name_in_user_code(local, "plain")
@@ -84,16 +83,8 @@ def check_plain_operand(local: torch.Tensor, world: World, layout: Layout, origi
     )
 
 
-def _gather_summaries(local: torch.Tensor, world: World, where: str) -> list[str]:
-    text = _summary(local).encode()[:_SUMMARY_BYTES]
-    buffer = torch.zeros(_SUMMARY_BYTES, dtype=torch.uint8)
-    buffer[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    parts = world.transport.all_gather(buffer.to(world.device), f"values of {where}")
-    return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]
-
-
 def _summary(local: torch.Tensor) -> str:
-    values = local.detach().cpu().reshape(-1)
+    values = local.detach().to_dense().cpu().reshape(-1)
     head = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:3].tolist())
     more = ", ..." if values.numel() > 3 else ""
     total = f", sum {values.double().sum().item():.6g}" if values.numel() and not values.is_complex() else ""
@@ -106,30 +97,47 @@ def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
     """
     if world.world_size == 1:
         return
-    named = [
-        (name, tensor)
+    named = {
+        name: tensor
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if not isinstance(tensor, GlobalTensor) and not tensor.is_meta
-    ]
-    mine = torch.tensor([content_hash(tensor) for _, tensor in named], dtype=torch.int64, device=world.device)
-    total = torch.stack([torch.tensor(len(named), device=world.device), mine.sum()])
-    totals = world.transport.all_gather(total, "parallelize")
-    counts = {int(t[0]) for t in totals}
+    }
+    described = _if_they_differ(named, world, "parallelize")
+    counts = {len(own) for own in described}
     if len(counts) > 1:
         raise LayoutError(
             f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model."
         )
-    if len({int(t[1]) for t in totals}) == 1:
-        return
-    hashes = world.transport.all_gather(mine, "parallelize")
-    for index, (name, _) in enumerate(named):
-        values = [int(h[index]) for h in hashes]
-        if len(set(values)) > 1:
-            odd = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise LayoutError(
-                f"parallelize: {name!r} differs between rank 0 and rank {odd}. All ranks start from the same weights: "
-                "call wb.manual_seed(0) on all ranks before building the model, or load the same checkpoint."
-            )
+    if described:
+        rank, name = _first_difference(described)
+        raise LayoutError(
+            f"parallelize: {name!r} differs between rank 0 and rank {rank}. All ranks start from the same weights: "
+            "call wb.manual_seed(0) on all ranks before building the model, or load the same checkpoint."
+        )
+
+
+_Described = dict[str, tuple[int, str]]
+
+
+def _if_they_differ(named: Mapping[str, torch.Tensor], world: World, header: str) -> list[_Described]:
+    """The ranks' tensors by name, as hash and text; nothing if all ranks hold the same. All ranks call it."""
+    hashes = {name: content_hash(tensor) for name, tensor in named.items()}
+    parts = (f"{name}: {t.dtype} {tuple(t.shape)} {hashes[name]}" for name, t in sorted(named.items()))
+    identity = "; ".join(parts)
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    if len(set(all_gather_object(digest, world, header))) == 1:
+        return []
+    return all_gather_object({name: (hashes[name], _summary(t)) for name, t in named.items()}, world, header)
+
+
+def _first_difference(described: list[_Described]) -> tuple[int, str]:
+    """The first rank that differs from rank 0, and the name of a tensor in which it does."""
+    return next(
+        (rank, name)
+        for rank, own in enumerate(described)
+        for name in {**described[0], **own}
+        if own.get(name) != described[0].get(name)
+    )
 
 
 def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str) -> None:
@@ -144,19 +152,10 @@ def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str)
     if world.world_size == 1:
         return
     own = {name: tensor for name, tensor in named.items() if _can_be_compared(tensor)}
-    identity = f"{len(own)}" + "".join(f"{t.dtype}{tuple(t.shape)}{content_hash(t)}" for t in own.values())
-    digest = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=7).digest(), "little")
-    header = f"{call}: comparison of a batch"
-    hashes = world.transport.all_gather(torch.tensor([digest], device=world.device), header)
-    if len({int(value) for value in hashes}) == 1:
+    described = _if_they_differ(own, world, f"{call}: comparison of a batch")
+    if not described:
         return
-    described = all_gather_object({n: (content_hash(t), _summary(t)) for n, t in own.items()}, world, header)
-    rank, name = next(
-        (rank, name)
-        for rank, batch in enumerate(described)
-        for name in {**described[0], **batch}
-        if batch.get(name) != described[0].get(name)
-    )
+    rank, name = _first_difference(described)
     first, other = (described[r].get(name, ("", "nothing"))[1] for r in (0, rank))
     raise LayoutError(
         f"{call}: the ranks pass different batches. {name} is {first} on rank 0 and {other} on rank {rank}. Plain "

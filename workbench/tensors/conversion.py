@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,11 +18,10 @@ from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.execution_context import OUTSIDE
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.tensor_state import spread_zero
 from workbench.tensors.world import World, current
 
-_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
-_MAX_DIMS = 8
 _is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -255,28 +254,19 @@ def to_global(
     return wrap(_FromLocal.apply(local, spec), spec)
 
 
-class _Metadata:
-    """Shape, dtype, content hash and requires_grad of one rank's tensor, as twelve integers on the wire."""
+class _Metadata(NamedTuple):
+    """What the ranks tell each other of their tensors. The hash is that of the content, 0 where nobody asks."""
 
-    def __init__(self, numbers: list[int]) -> None:
-        self.dtype, self.hash = _DTYPES[numbers[0]], numbers[1]
-        self.requires_grad = bool(numbers[3])
-        self.shape = tuple(numbers[4 : 4 + numbers[2]])
-
-    @staticmethod
-    def encode(local: torch.Tensor, with_hash: bool) -> torch.Tensor:
-        shape = list(local.shape)
-        if len(shape) > _MAX_DIMS:
-            raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} are supported.")
-        content = content_hash(local) if with_hash else 0
-        padding = [0] * (_MAX_DIMS - len(shape))
-        numbers = [_DTYPES.index(local.dtype), content, len(shape), int(local.requires_grad), *shape, *padding]
-        return torch.tensor(numbers)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    hash: int
 
 
 def _gather_metadata(local: torch.Tensor, world: World, with_hash: bool) -> list[_Metadata]:
-    encoded = _Metadata.encode(local, with_hash).to(world.device)
-    return [_Metadata(part.tolist()) for part in world.transport.all_gather(encoded, "to_global of a plain tensor")]
+    content = content_hash(local) if with_hash else 0
+    own = _Metadata(tuple(local.shape), local.dtype, local.requires_grad, content)
+    return all_gather_object(own, world, "to_global of a plain tensor")
 
 
 def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[int, ...], torch.dtype]:

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from workbench.core.metrics import ActionSpan
-from workbench.pipeline.schedules import KINDS, Action
+from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.strategies.state import state_of
-
-_FIELDS = 6
 
 
 def timeline(module: nn.Module) -> Timeline:
@@ -37,25 +36,14 @@ def timeline(module: nn.Module) -> Timeline:
 def timeline_of(actions: Sequence[RecordedAction]) -> Timeline:
     """The timeline of all ranks from what each has measured of itself. All ranks call it; see ``timeline``."""
     world = current()
-    spans = read_actions(world.traffic, actions, 0.0)
-    rows = [[span.stage, KINDS.index(span.kind), span.micro_batch, *_times(span)] for span in spans]
-    own = torch.tensor(rows, dtype=torch.float64).reshape(-1, _FIELDS)
-    counts = [int(n) for n in world.transport.all_gather(torch.tensor([len(own)], device=world.device), "timeline()")]
     offset = clock_offset(world)
-    padded = torch.zeros(max(counts), _FIELDS, dtype=torch.float64)
-    padded[: len(own)] = own
-    gathered = [part.cpu() for part in world.transport.all_gather(padded.to(world.device), "timeline()")]
-    offsets = world.transport.all_gather(torch.tensor([offset], dtype=torch.float64, device=world.device), "timeline()")
-    found = [
-        [_span(rank, row, float(offsets[rank])) for row in part[:count].tolist()]
-        for rank, (part, count) in enumerate(zip(gathered, counts, strict=True))
-    ]
-    start = min((span.start_s for spans in found for span in spans), default=0.0)
-    return Timeline(tuple(tuple(_moved(span, -start) for span in spans) for spans in found))
-
-
-def _times(span: ActionSpan) -> tuple[float, float, float]:
-    return span.start_s, span.stop_s, span.boxing_s
+    gathered = all_gather_object((offset, read_actions(world.traffic, actions, 0.0)), world, "timeline()")
+    start = min((span.start_s - offset for offset, spans in gathered for span in spans), default=0.0)
+    return Timeline(
+        tuple(
+            tuple(_span(rank, span, offset + start) for span in spans) for rank, (offset, spans) in enumerate(gathered)
+        )
+    )
 
 
 def clock_offset(world: World) -> float:
@@ -69,10 +57,6 @@ def clock_offset(world: World) -> float:
     return time.perf_counter()
 
 
-def _span(rank: int, row: list[float], offset: float) -> Span:
-    action = Action(int(row[0]), KINDS[int(row[1])], int(row[2]))
-    return Span(rank, action, row[3] - offset, row[4] - offset, row[5])
-
-
-def _moved(span: Span, by_s: float) -> Span:
-    return Span(span.rank, span.action, span.start_s + by_s, span.stop_s + by_s, span.waited_s)
+def _span(rank: int, span: ActionSpan, start_s: float) -> Span:
+    action = Action(span.stage, span.kind, span.micro_batch)
+    return Span(rank, action, span.start_s - start_s, span.stop_s - start_s, span.boxing_s)
