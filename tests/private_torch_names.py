@@ -131,6 +131,7 @@ torch._dynamo.types.ConvertFrameReturn
 torch._dynamo.types.FrameAction.SKIP
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder._wrap
+torch._higher_order_ops.utils.setup_compilation_env
 torch.jit._recursive.create_script_module
 torch.jit._trace.TracedModule
 torch._inductor.runtime.cache_dir_utils.cache_dir

@@ -7,7 +7,7 @@ Families share `reduction/two_stage` (reductions over split dims), `reduction/em
 
 # ruff: noqa: F401
 from workbench.tensors.rules import operators, unlike_signatures
-from workbench.tensors.rules.attention import attention, multihead
+from workbench.tensors.rules.attention import attention, flex, multihead
 from workbench.tensors.rules.convolution import convolution, pooling
 from workbench.tensors.rules.indexing import assignment, embedding, gather_scatter, indexing
 from workbench.tensors.rules.losses import cross_entropy, loss

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from workbench.tensors.captured_tensors import with_plain_captures
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.patch_table import patch
 
@@ -41,6 +42,18 @@ def _taking_whole(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
+
+
+def _reading_whole(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(torchs_own)
+    def create_mask(mod_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return torchs_own(with_plain_captures(mod_fn, _whole), *args, **kwargs)
+
+    return create_mask
+
+
 class _Attribute(property):
     """An attribute of tensors whose methods, where torch looks them up to ask subclasses and modes, are torch's own."""
 
@@ -58,5 +71,10 @@ def _set_whole(torchs_own: Any) -> property:
 
 for place in MAKERS:
     patch(place, "it would make a plain tensor of this rank's shard as if it were the whole", _taking_whole)
+patch(
+    "torch.nn.attention.flex_attention.create_mask",
+    "the function of a mask, which torch calls under vmap, would read global tensors there; so for create_block_mask",
+    _reading_whole,
+)
 for name in SETTERS:
     patch(f"torch.Tensor.{name}", "a plain tensor would take this rank's shard of a global one", _set_whole)
