@@ -19,7 +19,7 @@ from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.captured_tensors import with_plain_captures
 from workbench.tensors.conversion import from_local, from_local_once
 from workbench.tensors.dispatch.local_map import plain_alias
-from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
+from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.dispatch.registry import composite
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 
@@ -61,7 +61,9 @@ def flex_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     if specs[0].is_placeholder:
         links = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-        infos = [(spec.shape, dtype, links) for spec, dtype in zip(specs, (query.dtype, wide, wide), strict=True)]
+        infos: list[OutputInfo] = [
+            (spec.shape, dtype, links) for spec, dtype in zip(specs, (query.dtype, wide, wide), strict=True)
+        ]
         found = placeholder_outputs(infos, operands, specs, world.device)
     else:
         region = split.region(tuple(query.shape), world.rank)
@@ -74,6 +76,7 @@ def flex_attention(
         else:
             mask = _cut(block_mask, shape, region, _shifted(mask_mod, region, 0))
             found = _call(*shards[:3], _shifted(score_mod, region, 1), mask, scale, kernel_options)
+    out: Any
     pairs = zip(found, specs, strict=True)
     out, *others = (
         wrap(t, spec) if t.dim() == len(spec.shape) else t for t, spec in pairs
