@@ -25,7 +25,7 @@ pytestmark = [
         "ignore:The .grad attribute of a Tensor that is not a leaf"
     ),  # torch's compiler reads it
 ]
-NUM_SAMPLES, NUM_HEADS, LENGTH, WIDTH = 4, 4, 256, 8
+NUM_SAMPLES, NUM_HEADS, LENGTH, WIDTH = 4, 4, 256, 16
 DOCUMENTS = (torch.arange(LENGTH) // 50).repeat(NUM_SAMPLES, 1) + torch.arange(NUM_SAMPLES)[:, None] % 2
 SLOPES = torch.linspace(0.1, 0.5, NUM_HEADS)
 _together = threading.Lock()
@@ -165,25 +165,36 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.sampled(3, start=1)
-@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data; out: data@1 | 2x1x1"])
-def test_a_model_that_packs_documents_trains_as_one_device_does(strategy: str) -> None:
+def check_training(strategy: str, device: str, tolerance: float) -> None:
     torch.manual_seed(0)
-    built, x = Attention(), torch.randn(NUM_SAMPLES, LENGTH, NUM_HEADS * WIDTH)
-    state = {name: value.clone() for name, value in built.state_dict().items()}
-    built(x, DOCUMENTS).square().mean().backward()
+    built, x = Attention().to(device), torch.randn(NUM_SAMPLES, LENGTH, NUM_HEADS * WIDTH, device=device)
+    state, documents = {name: value.clone() for name, value in built.state_dict().items()}, DOCUMENTS.to(device)
+    built(x, documents).square().mean().backward()
     expected = {name: parameter.grad for name, parameter in built.named_parameters()}
 
     def program() -> dict[str, torch.Tensor]:
         with _together:
-            model = Attention()
+            model = Attention().to(device)
             model.load_state_dict(state)
         model = wb.parallelize(model, strategy)
-        model(x, DOCUMENTS).square().mean().backward()
+        model(x, documents).square().mean().backward()
         return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
-    for found in run_ranks(program, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for found in run_ranks(program, 2, device=device):
+        torch.testing.assert_close(found, expected, rtol=100 * tolerance, atol=tolerance)
+
+
+@pytest.mark.sampled(3, start=1)
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data; out: data@1 | 2x1x1"])
+def test_a_model_that_packs_documents_trains_as_one_device_does(strategy: str) -> None:
+    check_training(strategy, "cpu", tolerance=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", ["*: data", "*: model"])
+def test_its_kernel_for_gpus_trains_as_its_operator_does(strategy: str) -> None:
+    check_training(strategy, "cuda", tolerance=1e-4)
 
 
 def test_a_function_that_was_compiled_before_is_split_too() -> None:
