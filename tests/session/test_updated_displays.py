@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import ipyparallel as ipp
 import pytest
 
 from workbench.session import magic
@@ -181,3 +183,24 @@ def test_engines_update_and_clear(session):
     )
     assert [block.kind for block in shown] == ["display", "update", "clear", "line"]
     assert shown[1].content["data"]["text/plain"] == "'50 %'" and shown[2].content["wait"] is True
+
+
+@pytest.mark.engines
+def test_output_that_comes_before_anybody_listens_keeps_its_order(session, monkeypatch):
+    """A busy machine may let the sender wait between sending and listening."""
+    execute = ipp.DirectView.execute
+
+    def execute_and_wait(*args: Any, **options: Any) -> Any:
+        sent = execute(*args, **options)
+        time.sleep(0.5)
+        return sent
+
+    monkeypatch.setattr(ipp.DirectView, "execute", execute_and_wait)
+    shown: list[Block] = []
+    session.run_cell(
+        "from IPython.display import clear_output, display\n"
+        "print('begin')\nh = display('0 %', display_id=True)\nh.update('50 %')\nclear_output(wait=True)\nprint('end')",
+        ranks=[0],
+        show=lambda stream, block: shown.append(block),
+    )
+    assert [block.kind for block in shown] == ["line", "display", "update", "clear", "line"]

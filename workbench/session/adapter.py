@@ -4,7 +4,7 @@
 values, replies) into `Event`s in one queue per request, in the order of arrival.
 
 Private parts used, and why:
-    Client._io_loop          callbacks are attached where messages are handled, so none is lost or seen twice
+    Client._io_loop          callbacks are attached where messages are handled, and before the first one is
     AsyncResult._children    one future per rank, with its output future and its `iopub_callbacks`
     Client._send, _control_stream, _build_targets    messages on the control channel, which has no public call
     Client.history           grows with every request and is emptied by `forget`
@@ -13,6 +13,7 @@ Private parts used, and why:
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,25 +97,12 @@ class Request:
             return None
 
     def attach(self, ranks: Sequence[int], result: ipp.AsyncResult) -> None:
-        """Listen to the ranks of a result; runs on the client's I/O thread, before or after messages came."""
+        """Listen to the ranks of a result; runs on the client's I/O thread, before it reads the first message."""
         for rank, child in zip(ranks, result._children, strict=True):
             metadata = child.output.metadata
-            self._drain(rank, metadata)
             child.iopub_callbacks.append(partial(self._on_message, rank, metadata))
             child.add_done_callback(partial(self._on_reply, rank))
             child.output.add_done_callback(lambda _future, rank=rank: self.put("idle", rank, None))
-
-    def _drain(self, rank: int, metadata: dict[str, Any]) -> None:
-        """Take messages that arrived before the callbacks were set."""
-        for name in ("stdout", "stderr"):
-            if metadata[name]:
-                self.put("stream", rank, (name, metadata[name]))
-        for content in metadata["outputs"]:
-            self.put("display", rank, content)
-        if metadata["execute_result"]:
-            self.put("result", rank, metadata["execute_result"])
-        self._take_data(rank, metadata)
-        self._clear(metadata)
 
     def _on_message(self, rank: int, metadata: dict[str, Any], message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
@@ -183,7 +171,7 @@ class Engines:
 
     def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
         """Run code in the engines' namespace."""
-        with Request.sending(ranks, tag.run) as request:
+        with Request.sending(ranks, tag.run) as request, self._answers_wait():
             result = self._view(request.ranks).execute(code, silent=False, block=False, label=str(tag))
             self.client._io_loop.add_callback(request.attach, request.ranks, result)
         return request
@@ -246,9 +234,19 @@ class Engines:
         self, request: Request, ranks: Sequence[int], function: Callable, arguments: tuple, tag: protocol.CellTag
     ) -> None:
         view = self._view(tuple(ranks))
-        with view.temp_flags(label=str(tag), block=False):
+        with self._answers_wait(), view.temp_flags(label=str(tag), block=False):
             result = view.apply_async(function, *arguments)
-        self.client._io_loop.add_callback(request.attach, tuple(ranks), result)
+            self.client._io_loop.add_callback(request.attach, tuple(ranks), result)
+
+    @contextmanager
+    def _answers_wait(self) -> Iterator[None]:
+        """Context in which the client reads no message: what it reads before somebody listens loses its order."""
+        is_over = threading.Event()
+        self.client._io_loop.add_callback(is_over.wait)
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _view(self, ranks: tuple[int, ...]) -> ipp.DirectView:
         if ranks not in self._views:
