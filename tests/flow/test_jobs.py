@@ -18,6 +18,10 @@ from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 
+class Named(typing.NamedTuple):
+    x: Any
+
+
 @pytest.fixture(autouse=True)
 def _any_number_of_devices() -> Iterator[None]:
     yield
@@ -225,7 +229,7 @@ def test_a_loss_may_lie_on_one_device() -> None:
 def test_results_may_be_nested_and_a_callback_may_take_them() -> None:
     @flow.global_function()
     def nested(x: Images) -> dict[str, typing.Any]:
-        return {"twice": (x * 2, [x.sum()]), "number": 3, "none": None}
+        return {"twice": (x * 2, [x.sum()]), "number": 3, "none": None, "named": Named(x * 3)}
 
     @flow.global_function()
     def called(x: Images) -> tp.Callback[tp.Numpy]:
@@ -241,6 +245,7 @@ def test_results_may_be_nested_and_a_callback_may_take_them() -> None:
         assert result["twice"][1][0] == pytest.approx(X.sum(), rel=1e-4)
         assert (result["number"], result["none"]) == (3, None)
         np.testing.assert_array_equal(heard, X * 2)
+        np.testing.assert_array_equal(result["named"].x, X * 3)
 
 
 def test_a_job_on_fewer_devices_than_there_are() -> None:

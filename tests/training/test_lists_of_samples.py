@@ -1,6 +1,7 @@
 """Batches with a list with an entry per sample: dicts, as labels of detection are, or tensors, as masks are."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.pipeline.test_steps import whole
 from workbench.errors import RunError
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
+from workbench.training.datasets import take
 
 
 class Detector(nn.Module):
@@ -115,3 +117,23 @@ def test_images_and_labels_may_be_lists_alone(strategy, num_samples):
         assert found == pytest.approx(loss.item(), rel=1e-5)
         for grad, parameter in zip(grads, one.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["samples", "arrays"])
+def test_a_batch_of_named_tuples_is_one(kind, num_ranks):
+    arrays = Pair(torch.arange(5.0), torch.arange(5))
+    data = arrays if kind == "arrays" else [Pair(*row) for row in zip(*arrays, strict=True)]
+
+    def program():
+        batches = list(wb.GlobalDataLoader(data, 2))  # of the last sample rank 1 has no part
+        assert {type(batch) for batch in batches} == {Pair}
+        return [batch.label.full_tensor().tolist() for batch in batches]
+
+    assert run_ranks(program, num_ranks)[-1] == [[0, 1], [2, 3], [4]]
+    assert type(Batch.of(take(data, torch.arange(2)), None).inputs) is Pair

@@ -12,7 +12,7 @@ dicts, numpy's arrays as tensors. All code that trains uses the rules of this mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -191,11 +191,18 @@ def as_tensors(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {key: as_tensors(entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(as_tensors, value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(as_tensors, value))
+        return of_kind(value, map(as_tensors, value))
     return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
+
+
+def of_kind(value: Any, entries: Iterable[Any]) -> Any:
+    """Other entries in a list, tuple or named tuple of the type of ``value``.
+
+    >>> of_kind((1, 2), [3, 4])
+    (3, 4)
+    """
+    return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 
 def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:

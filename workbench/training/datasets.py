@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from workbench.errors import RunError
-from workbench.training.batches import Batch, LossFunction, as_tensors, named_tensors, num_samples
+from workbench.training.batches import Batch, LossFunction, as_tensors, named_tensors, num_samples, of_kind
 from workbench.training.sample_rows import batch_leaves, count_samples
 
 Collate = Callable[[list[Any]], Any]
@@ -117,7 +117,7 @@ def _as_columns(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_columns(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_as_columns, value))
+        return of_kind(value, map(_as_columns, value))
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -151,6 +151,6 @@ def _as_sample(sample: Any) -> Any:
     if isinstance(sample, Mapping):
         return {key: _as_sample(entry) for key, entry in sample.items()}
     if isinstance(sample, tuple):
-        return tuple(map(_as_sample, sample))
+        return of_kind(sample, map(_as_sample, sample))
     is_array = isinstance(sample, list) and all(isinstance(leaf, Number) for leaf in tree_leaves(sample))
     return torch.as_tensor(sample) if is_array else as_tensors(sample)

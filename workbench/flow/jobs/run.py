@@ -26,6 +26,7 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
+from workbench.training.batches import of_kind
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def zip_results(results: list[Any]) -> Any:
     """``[(a0, b0), (a1, b1)]`` -> ``([a0, a1], [b0, b1])``, nested as the results are."""
     first = results[0]
     if isinstance(first, (tuple, list)):
-        return type(first)(zip_results(list(items)) for items in zip(*results, strict=True))
+        return of_kind(first, (zip_results(list(items)) for items in zip(*results, strict=True)))
     if isinstance(first, dict):
         return {name: zip_results([result[name] for result in results]) for name in first}
     return None if first is None else results
@@ -154,7 +155,7 @@ def map_tensors(result: Any, convert: Callable[[torch.Tensor], Any], job: str) -
     if isinstance(result, torch.Tensor):
         return convert(result)
     if isinstance(result, (tuple, list)):
-        return type(result)(map_tensors(item, convert, job) for item in result)
+        return of_kind(result, (map_tensors(item, convert, job) for item in result))
     if isinstance(result, dict):
         return {name: map_tensors(item, convert, job) for name, item in result.items()}
     if isinstance(result, MicroBatches):
