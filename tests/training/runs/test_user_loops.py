@@ -271,6 +271,26 @@ def test_rank_0_writes_the_log_of_a_loop_without_a_notebook(tmp_path):
     assert any(row.get("evaluation/accuracy") == 1.0 and row["step"] == 2 for row in rows)
 
 
+@pytest.mark.parametrize("interval_s", [0.0, 1000.0])
+def test_tensors_that_count_samples_and_tokens_are_numbers(received, monkeypatch, interval_s):
+    """Those of the call: a loop may count on in one tensor."""
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", interval_s)
+
+    def program():
+        samples, placement = zeros(()), wb.placement("cpu", ranks=[0, 1])
+        for step in range(3):
+            samples += 4
+            words = wb.ones(4, placement=placement, sbp="S(0)").sum() if step else tensor([4])
+            wb.log(samples=samples, tokens=words)
+
+    run_cell(program)
+    rest = [last_steps(received)] if interval_s else []
+    found = [*blocks(received), *rest]
+    json.dumps([block.to_dict() for block in found])
+    assert [samples for block in found for samples in block.samples] == [4, 8, 12]
+    assert {type(rate) for _, rate in values_of(found)["tokens_per_s"]} == {float}
+
+
 def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(step_metrics, "INTERVAL_S", 1000.0)
     path = tmp_path / "metrics.jsonl"
@@ -294,6 +314,8 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
         ({"a": {"b": ones(2)}}, r"wb.log\(a/b=...\): a Tensor of shape \(2,\)"),
         ({"optimizer": [None, None]}, r"optimizer=...\): a list of 2; a step has 1 optimizer.*rates="),
         ({"model": [None] * 3}, r"model=...\): a list of 3; a step has 1 nn.Module"),
+        ({"samples": ones(2)}, r"wb.log\(samples=...\): a Tensor of shape \(2,\)"),
+        ({"tokens": "many"}, r"wb.log\(tokens=...\): a str"),
         ({"to": "jsn:x"}, "Did you mean 'jsonl'"),
     ],
 )

@@ -16,6 +16,7 @@ from torch import nn
 from workbench.core.metrics import LossTerm, StepSpans, joined
 from workbench.core.sbp import broadcast, partial_sum
 from workbench.errors import RunError
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.world import World, at_shutdown, current
 from workbench.training.diagnostics.device_use import DeviceMeter
@@ -53,8 +54,8 @@ def listen(listener: Listener | None, number: Callable[[], int] = _same) -> None
 def log(
     *,
     loss: torch.Tensor | float | None = None,
-    samples: int = 0,
-    tokens: int = 0,
+    samples: SupportsFloat = 0,
+    tokens: SupportsFloat = 0,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     to: Log | None = None,
@@ -71,8 +72,9 @@ def log(
     Args:
         loss: loss of the step: a number, or a tensor with one element, global or not. Its value at the call counts: the
             loop may change the tensor in place afterwards.
-        samples: samples of the step, over all ranks, for samples per second.
-        tokens: tokens of the step, over all ranks, for tokens per second.
+        samples: samples of the step, over all ranks, for samples per second. A tensor is read at once, for which a GPU
+            must be done with the step.
+        tokens: tokens of the step, over all ranks, for tokens per second; also as a tensor.
         model: the trained model. With it and ``optimizer`` the view also shows memory by kind.
         optimizer: its optimizer. With it, its learning rate and the norm of the gradients are reported too.
         to: where rank 0 writes the steps, such as ``"jsonl:metrics.jsonl"`` or ``"tensorboard:runs/"``; see the guide
@@ -83,9 +85,9 @@ def log(
             belongs to no step.
 
     Raises:
-        RunError: several models or optimizers; a place in ``to`` after another one has followed it; a loss or value
-            that is neither a number nor one element, a value called ``step``, an unknown writer in ``to``, or one whose
-            package is not installed.
+        RunError: several models or optimizers; a place in ``to`` after another one has followed it; a loss, count or
+            value that is neither a number nor one element, a value called ``step``, an unknown writer in ``to``, or
+            one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
@@ -99,6 +101,7 @@ def log(
     if _listener is None and to is None and world not in _loops:
         return
     _check_trained(model, optimizer)
+    samples, tokens = _count("samples", samples), _count("tokens", tokens)
     found = dict(_checked(values))
     if loss is not None:
         loss = _kept("loss", loss)
@@ -156,6 +159,12 @@ def _kept(name: str, value: Any) -> torch.Tensor | float:
         f"wb.log({name}=...): a {type(value).__name__}{size}. A value is a number, a tensor with one element, or a "
         "dict of these. Give one number per step, such as a mean."
     )
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of samples or tokens."""
+    kept = _kept(name, value)
+    return int(value_on_all_ranks(kept) if isinstance(kept, GlobalTensor) else kept)
 
 
 def report_remaining_steps() -> None:
