@@ -53,6 +53,19 @@ def test_each_run_has_its_own_file_in_a_folder(tmp_path):
     assert sorted(path.name.rsplit("-", 2)[0] for path in tmp_path.iterdir()) == ["data", "encoder-data-0"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "tensorboard"])
+def test_runs_that_begin_at_once_share_nothing(kind, tmp_path):
+    """Programs of a sweep, started in one second."""
+    pytest.importorskip("tensorboard" if kind == "tensorboard" else "json")
+    begin = writers(f"{kind}:{tmp_path}/")[0]
+    for run in [begin("loop", {}) for _ in range(3)]:
+        run.add(1, {"loss": 1.0})
+        run.close(None)
+    found = list(tmp_path.iterdir())
+    assert len(found) == 3
+    assert kind == "jsonl" or all(len(list(folder.iterdir())) == 1 for folder in found)
+
+
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

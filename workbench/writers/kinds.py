@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,22 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:60] or "run"
 
 
+def _own_place(folder: Path, name: str, ending: str, create: Callable[[Path], None]) -> Path:
+    """A new file or folder for a run in ``folder``, by its name and time. Runs that begin in one second have numbers:
+    ``create`` raises ``FileExistsError`` for the place of another one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, number = f"{slug(name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S}", 1
+    while True:
+        path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{ending}"
+        try:
+            create(path)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
 class JsonLines:
     """One line per step: ``{"run": "data", "step": 1, "loss": 2.3}``, the settings first. Runs share the file
     ``place``; in a folder (a place that ends with ``/``) each has its own.
@@ -36,7 +52,7 @@ class JsonLines:
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:
         path = Path(place or "metrics.jsonl").expanduser()
         if place.endswith("/") or path.is_dir():
-            path = path / f"{slug(name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S}.jsonl"
+            path = _own_place(path, name, ".jsonl", lambda new: new.touch(0o644, exist_ok=False))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -66,7 +82,7 @@ class EventFiles:
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(place or "runs").expanduser() / f"{slug(name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+        folder = _own_place(Path(place or "runs").expanduser(), name, "", Path.mkdir)
         self._writer = SummaryWriter(str(folder))
         self._writer.add_text("settings", "\n".join(f"* {key}: {value}" for key, value in settings.items()))
 
