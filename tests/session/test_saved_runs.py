@@ -79,6 +79,20 @@ def test_names_can_change_and_runs_be_removed(saved):
         saved[run_id]
 
 
+@pytest.mark.parametrize("half", [b'{"line":"steps","first', b'{"line":"name","name":"x\xc3'])
+def test_a_half_written_line_hides_no_later_one(saved, half):
+    """The disk was full while the run wrote it, perhaps within a letter."""
+    with saved.begin(planned()) as file:
+        file.add([block(0, 2.0, 1.5)])
+    path = saved.folder / f"{file.run_id}.jsonl"
+    path.write_bytes(path.read_bytes() + half)
+    assert saved[file.run_id].name == "data"
+    for name in ("first try", "second try"):
+        saved.rename(file.run_id, name)
+        assert saved[file.run_id].name == name and saved[file.run_id].losses == (2.0, 1.5)
+    assert b"\n\n" not in path.read_bytes()
+
+
 def test_runs_that_begin_at_once_get_files_of_their_own(saved):
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(saved.begin(planned()).run_id)) for _ in range(8)]
@@ -111,6 +125,8 @@ def test_the_folder_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "workbench" / "runs"
     assert "0 runs" in repr(SavedRuns())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert SavedRuns("~/runs").folder == tmp_path / "runs"
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class SavedRuns:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = Path(folder) if folder is not None else default_folder()
+        self.folder = Path(folder).expanduser() if folder is not None else default_folder()
         self._has_warned = False
 
     @classmethod
@@ -154,7 +154,12 @@ class SavedRuns:
         )
 
     def _append(self, run_id: str) -> RunFile:
-        return RunFile(run_id, os.open(self._checked(run_id), os.O_WRONLY | os.O_APPEND), _raise)
+        """The file of a run, behind its last line. Half a line, of a writer that died, gets an end."""
+        handle = os.open(self._checked(run_id), os.O_RDWR | os.O_APPEND)
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            os.write(handle, b"\n")
+        return RunFile(run_id, handle, _raise)
 
     def _path(self, run_id: str) -> Path:
         return self.folder / f"{run_id}.jsonl"
@@ -168,14 +173,11 @@ class SavedRuns:
         return path
 
     def _lines(self, run_id: str) -> Iterator[dict[str, Any]]:
-        with self._checked(run_id).open(encoding="utf-8") as file:
+        """The whole lines. A writer may have died, or found a full disk, while it wrote one of the others."""
+        with self._checked(run_id).open("rb") as file:
             for line in file:
-                if not line.endswith("\n"):
-                    return  # the writer died while it wrote this line
-                try:
+                with suppress(ValueError):
                     yield json.loads(line)
-                except ValueError:
-                    return
 
 
 class RunFile:
