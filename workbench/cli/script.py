@@ -54,8 +54,13 @@ def _imported(path: Path) -> ModuleType:
 def run(args: argparse.Namespace) -> int:
     """Print or write the script. Returns 0; a mistake raises an error."""
     path: Path = args.file
-    if not path.is_file() or not path.stem.isidentifier():
-        raise CommandError(f"{path}: not a Python file that a script can import. Give the path of one, e.g. mine.py")
+    from workbench.session.scripts.sources import is_importable
+
+    if not path.is_file() or not is_importable(path.stem):
+        raise CommandError(
+            f"{path}: not a Python file that a script can import. Give the path of one with the name of a module, e.g. "
+            "mine.py"
+        )
     check_output("--out", args.out)
     module = _imported(path)
     missing = [role for role in _ROLES[:2] if not hasattr(module, role)]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,8 +51,8 @@ def script(
         steps: training steps.
         seed: of the weights and the order of samples.
         library: ``"torch"`` writes a script without the workbench: DistributedDataParallel or ``fully_shard``,
-            ``parallelize_module``, a device mesh. Where layers are split, the model is made here and run on two
-            samples.
+            ``parallelize_module``, a device mesh. For these splits, and to see which parameters get gradients, the
+            model is made here and run on two samples.
 
     Raises:
         StrategyError: the strategy does not fit the model, or torch has no equivalent: it lists each row and option.
@@ -71,10 +72,27 @@ def script(
     if library == "torch":
         from workbench.session.scripts.torch_script import torch_script
 
-        return torch_script(recipe)
+        return _checked(torch_script(recipe))
     from workbench.session.scripts.workbench_script import workbench_script
 
-    return workbench_script(recipe)
+    return _checked(workbench_script(recipe))
+
+
+def _checked(text: str) -> str:
+    """The text, which is Python.
+
+    Raises:
+        RunError: it is not, because of a name in it.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        line = text.splitlines()[(error.lineno or 1) - 1].strip()
+        raise RunError(
+            f"script: line {error.lineno} would be no Python: {line}: {error.msg}. Names of layers and files "
+            "stand in the script: change the one there."
+        ) from error
+    return text
 
 
 def _recipe(wanted: StrategyLike, num_ranks: int, sources: dict[str, Source], numbers: tuple[int, int, int]) -> Recipe:
@@ -93,9 +111,11 @@ def _recipe(wanted: StrategyLike, num_ranks: int, sources: dict[str, Source], nu
         resolved = strategy.resolve(layers, num_ranks)
         recipe = Recipe(strategy, num_ranks, sources, *numbers, model, layers, resolved)
     if recipe.samples is not None:
-        from workbench.training.datasets import num_samples_of
+        from workbench.training.datasets import check_dataset, num_samples_of
         from workbench.training.runs.job_checks import check_batch_size
 
+        collate = sources.get("collate_fn")
+        check_dataset(recipe.samples, None if collate is None else collate.value, "script")
         check_batch_size(recipe.batch_size, num_samples_of(recipe.samples), recipe.samples)
     return recipe
 

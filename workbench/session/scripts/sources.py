@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,12 @@ class Source:
             module, _, name = given.partition(":")
             return cls(role, module, name, _load(role, given, module, name))
         home, name = str(getattr(given, "__module__", None)), str(getattr(given, "__qualname__", ""))
-        if home in sys.modules and home != "__main__" and getattr(sys.modules[home], name, None) is given:
+        if (
+            home in sys.modules
+            and home != "__main__"
+            and is_importable(home)
+            and getattr(sys.modules[home], name, None) is given
+        ):
             return cls(role, home, name, given)
         return cls(role, value=given)
 
@@ -97,9 +103,24 @@ def makes_dataset(value: Any) -> bool:
     return callable(value) and (isinstance(value, type) or not hasattr(value, "__getitem__"))
 
 
+def is_importable(module: str) -> bool:
+    """Whether ``from module import ...`` is Python.
+
+    >>> is_importable("models.gpt"), is_importable("models.lambda"), is_importable("my-model")
+    (True, False, False)
+    """
+    return all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split("."))
+
+
 def _load(role: str, given: str, module: str, name: str) -> Any:
-    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+    if not name or ":" in name:
         raise RunError(f"{role}={given!r} is not of the form 'module:name'. Write e.g. {role}='mine:{role}'.")
+    for part in (*module.split("."), name):
+        if not is_importable(part):
+            raise RunError(
+                f"{role}={given!r}: a script cannot import {part!r}, which is no name in Python or a word of its own. "
+                f"Call it something else, e.g. {role}='mine:{role}'."
+            )
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -111,6 +111,16 @@ def comment(text: str, indent: int = 4) -> list[str]:
     return [f"{' ' * indent}# {line}" for line in wrap(text, WIDTH - indent - 2)]
 
 
+def quoted(text: str) -> str:
+    """A text as formatters write it in Python: in double quotes, if it has none.
+
+    >>> print(quoted("head"), quoted('say "hi"'))
+    "head" 'say "hi"'
+    """
+    written = repr(text)
+    return written if '"' in written else f'"{written[1:-1]}"'
+
+
 def list_of(name: str, entries: Sequence[tuple[str, str]]) -> str:
     """A list of texts, each below a comment.
 
@@ -120,5 +130,5 @@ def list_of(name: str, entries: Sequence[tuple[str, str]]) -> str:
         "*: data",
     ]
     """
-    lines = [line for text, words in entries for line in (*comment(words), f'    "{text}",')]
+    lines = [line for text, words in entries for line in (*comment(words), f"    {quoted(text)},")]
     return "\n".join([f"{name} = [", *lines, "]"])
