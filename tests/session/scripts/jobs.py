@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -92,6 +94,26 @@ class OwnLoss(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+
+class Unused(nn.Module):
+    """Has parameters without a gradient, and returns its own loss in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output = self.layer(x)
+        return F.cross_entropy(output, labels), output, self.other(x)
+
+
+def drawn() -> torch.utils.data.Dataset[Any]:
+    """Samples that are drawn with all generators: a part is left out, and classes are random."""
+    kept, _ = torch.utils.data.random_split(torch.utils.data.TensorDataset(vectors[0]), [16, 8])
+    classes = np.random.permutation(16) % 4  # noqa: NPY002 - as data sets do
+    random.shuffle(kept.indices)
+    return torch.utils.data.StackDataset(torch.utils.data.Subset(vectors[0], kept.indices), torch.from_numpy(classes))  # type: ignore[arg-type]
 
 
 def table() -> dict[str, torch.Tensor]:

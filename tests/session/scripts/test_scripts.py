@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import default_collate
 
 import workbench as wb
 from tests.session.scripts.jobs import (
@@ -31,7 +32,6 @@ from tests.session.scripts.jobs import (
 )
 from workbench.cli import main
 from workbench.errors import RunError, StrategyError
-from workbench.training.batches import Batch, arguments
 from workbench.training.runs.job import Job
 from workbench.training.strategies.paired_splits import takes_columns
 
@@ -197,38 +197,10 @@ def test_layers_of_other_kinds_and_shared_weights_are_refused() -> None:
 def test_a_model_with_its_own_loss_takes_the_batch() -> None:
     data = {"ids": texts[0], "labels": texts[1]}
     text = wb.planner.script("*: data", 2, transformer, data, batch_size=8, library="torch")
-    assert "output = model(**batch)\n" in text and 'loss = output["loss"] if isinstance(output, dict)' in text
+    assert "output = model(**batch)\n" in text and "loss = loss_of(output)" in text
     assert "wb.forward_backward(model, inputs=batch)" in wb.planner.script(
         "*: data", 2, transformer, data, batch_size=8
     )
-
-
-PAIR, LABELS = [torch.ones(2), torch.ones(2)], torch.tensor(1)
-
-
-@pytest.mark.parametrize(
-    ("sample", "lines"),
-    [
-        ((PAIR[0], LABELS), ["*inputs, targets = batch", "output = model(*inputs)"]),
-        ((*PAIR, LABELS), ["*inputs, targets = batch", "output = model(*inputs)"]),
-        (({"x": PAIR[0]}, LABELS), ["inputs, targets = batch", "output = model(**inputs)"]),
-        ((tuple(PAIR), {"class": LABELS}), ["inputs, targets = batch", "output = model(*inputs)"]),
-        ({"x": {"deep": PAIR[0]}, "labels": LABELS}, ['targets = batch.pop("labels")', "output = model(**batch)"]),
-        (
-            {"x": PAIR[0], "label": LABELS, "target": LABELS},
-            ['targets = {name: batch.pop(name) for name in ("label", "target")}', "output = model(**batch)"],
-        ),
-        (PAIR[0], ["targets = None", "output = model(batch)"]),
-    ],
-)
-def test_the_torch_script_takes_batches_apart_as_a_comparison_does(sample: Any, lines: list[str]) -> None:
-    text = wb.planner.script("*: data", 2, mlp, [sample] * 8, F.cross_entropy, batch_size=8, library="torch")
-    found = [line.strip() for line in text.partition("batch = on_device(batch, device)\n")[2].splitlines()]
-    assert found[:3] == [*lines, "loss = loss_fn(output, targets)"]
-    names: dict[str, Any] = {"batch": default_collate([sample] * 2), "model": lambda *args, **options: (args, options)}
-    exec("\n".join(lines), names)
-    right = Batch.of(default_collate([sample] * 2), F.cross_entropy)
-    assert str((*names["output"], names["targets"])) == str((*arguments(right.inputs), right.targets))
 
 
 def test_a_class_is_called_for_its_data_set() -> None:
@@ -313,3 +285,38 @@ def test_batch_norm_takes_the_whole_batch_on_gpus() -> None:
     for strategy, is_there in (("*: data", True), ("*: model | 1x1x2", False)):
         text = wb.planner.script(strategy, 2, make, library="torch")
         assert ("convert_sync_batchnorm(model)" in text) == is_there
+
+
+@pytest.mark.parametrize("name", ["plain", 'say "hi"', "it's", "a\\b", "both ' and \"", "line\nbreak", "lambda"])
+def test_names_of_layers_are_written_as_python_reads_them(name: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.ModuleDict({name: nn.Linear(4, 4), "other": nn.Linear(4, 4)}))
+
+    for strategy in ("*: data | zero=3", "*: model:column | 1x1x2"):
+        names: dict[str, Any] = {}
+        text = wb.planner.script(strategy, 2, make, library="torch")
+        found = re.search(r"    (?:units|styles) = [\[{]\n.*?\n    [\]}]", text, re.DOTALL)
+        styles = {"ColwiseParallel": lambda **options: None, "Replicate": lambda: None}
+        exec(inspect.cleandoc(found.group()) if found else "", styles, names)
+        assert f"0.{name}" in names.get("units", names.get("styles"))
+
+
+def test_a_name_that_python_does_not_read_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    job = tmp_path / "lambda.py"
+    job.write_text("from tests.session.scripts.jobs import mlp as model_fn, vectors as dataset\n")
+    assert main(["script", str(job), "*: data"]) == 2
+    assert "name of a module, e.g. mine.py" in capsys.readouterr().err
+    with pytest.raises(RunError, match="a script cannot import 'lambda'"):
+        wb.planner.script("*: data", 2, "lambda:model_fn")
+    with pytest.raises(RunError, match="a script cannot import 'my-model'"):
+        wb.planner.script("*: data", 2, "models.my-model:make")
+    monkeypatch.setitem(sys.modules, "my-model", SimpleNamespace(make=mlp))
+    monkeypatch.setattr(mlp, "__module__", "my-model")
+    monkeypatch.setattr(mlp, "__qualname__", "make")
+    assert "FILL IN: model_fn" in wb.planner.script("*: data", 2, mlp)
+    monkeypatch.setattr(
+        "workbench.session.scripts.workbench_script.workbench_script", lambda recipe: "a = 1\nb = = 2\n"
+    )
+    with pytest.raises(RunError, match="line 2 would be no Python: b = = 2: invalid syntax"):
+        wb.planner.script("*: data", 2)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
 import workbench as wb
 from tests.docs.pages import ROOT
@@ -18,6 +21,8 @@ from tests.session.scripts.jobs import (
     NUM_STEPS,
     OwnLoss,
     Pairs,
+    Unused,
+    drawn,
     fixed_heads,
     fused,
     losses_of_one_device,
@@ -121,6 +126,18 @@ def test_a_dict_of_arrays_is_loaded_once_for_torch(tmp_path: Path) -> None:
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = python(tmp_path, "few.py", **one_rank)
     assert done.returncode != 0 and "BATCH_SIZE is 80, of 24 samples" in done.stderr
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("library", ["torch", pytest.param("workbench", marks=pytest.mark.slow)])
+def test_ranks_draw_the_same_samples_and_parameters_may_be_unused(library: Any, tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"batch_size": BATCH_SIZE, "steps": NUM_STEPS, "library": library}
+    text = wb.planner.script("*: data", 2, Unused, drawn, **numbers)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    Unused()  # is made before the samples
+    right = losses_of_the_comparison(Unused, drawn(), None)
+    assert losses_printed(text, 2, tmp_path) == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.procs

@@ -15,6 +15,8 @@ from workbench.session.scripts.sources import WIDTH, Source
 if TYPE_CHECKING:
     from torch import nn
 
+    from workbench.training.batches import Batch
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -63,6 +65,14 @@ class Recipe:
         collate = self.sources.get("collate_fn")
         return as_tensors(take(self.samples, torch.arange(2), None if collate is None else collate.value))
 
+    @cached_property
+    def first_batch(self) -> Batch:
+        """These samples as inputs and targets."""
+        from workbench.training.batches import Batch
+
+        loss_fn = self.sources.get("loss_fn")
+        return Batch.of(self.first_samples, None if loss_fn is None else loss_fn.value)
+
     @property
     def is_dict(self) -> bool:
         """Whether a batch is a dict. Where the data set is not known, that of a model with its own loss is."""
@@ -70,8 +80,10 @@ class Recipe:
 
     @property
     def num_entries(self) -> int:
-        """Of a batch that is a tuple, how many tensors it has; 2 if the data set is not known."""
-        return len(self.first_samples) if isinstance(self.first_samples, (tuple, list)) else 2
+        """Of a batch that is a tuple, how many entries it has; 2 if the data set is not known."""
+        if self.first_samples is None:
+            return 2
+        return len(self.first_samples) if isinstance(self.first_samples, (tuple, list)) else 1
 
     @property
     def dataset_text(self) -> str:

@@ -40,6 +40,7 @@ class TorchPlan:
         units: the modules that are sharded, or run again, each as one.
         is_sharded: whether ``fully_shard`` is used; else DistributedDataParallel, where there are data ranks.
         keeps_whole: whether parameters stay whole from forward to backward (ZeRO 2).
+        has_unused: whether parameters get no gradient, for which DistributedDataParallel would wait.
     """
 
     axes: dict[str, int]
@@ -47,6 +48,7 @@ class TorchPlan:
     units: list[str]
     is_sharded: bool
     keeps_whole: bool
+    has_unused: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -76,7 +78,9 @@ def torch_plan(recipe: Recipe) -> TorchPlan:
     if is_sharded and data == shard:
         del axes["replicate"]
     axes = {name: size for name, size in (axes | {"model": model}).items() if size > 1 or name == "shard"}
-    return TorchPlan(axes or {"data": 1}, _styles(recipe, model), _units(recipe), is_sharded, options.zero == 2)
+    has_unused = not is_sharded and data > 1 and _has_unused(recipe)
+    styles, units = _styles(recipe, model), _units(recipe)
+    return TorchPlan(axes or {"data": 1}, styles, units, is_sharded, options.zero == 2, has_unused)
 
 
 def _of_rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -156,13 +160,32 @@ def _is_pair(recipe: Recipe, columns: list[str], row: str, num_parts: int) -> bo
     """Tried on two samples. Without a data set, columns are gathered, which is always right."""
     if recipe.first_samples is None:
         return False
-    from workbench.training.batches import Batch, call
+    from workbench.training.batches import call
     from workbench.training.strategies.paired_splits import takes_columns
 
-    model, loss_fn = recipe.model_with_data, recipe.sources.get("loss_fn")
-    batch = Batch.of(recipe.first_samples, None if loss_fn is None else loss_fn.value)
+    model, batch = recipe.model_with_data, recipe.first_batch
     layers: list[Any] = [model.get_submodule(name) for name in (*columns, row)]
     return takes_columns(lambda: call(model, batch.inputs), layers[:-1], layers[-1], num_parts)
+
+
+def _has_unused(recipe: Recipe) -> bool:
+    """Whether parameters get no gradient. Tried on two samples; a model that does not run on them says it by itself."""
+    loss_fn = recipe.sources.get("loss_fn")
+    if recipe.first_samples is None or (loss_fn is not None and loss_fn.value is None):
+        return False
+    import torch
+
+    from workbench.tensors import default_generator
+
+    model = recipe.model_with_data
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with default_generator.restored():
+            loss = recipe.first_batch.loss(model, None if loss_fn is None else loss_fn.value)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    except Exception:  # noqa: BLE001 - the user's model may need a GPU, or more samples
+        return False
+    return any(gradient is None for gradient in gradients)
 
 
 def _units(recipe: Recipe) -> list[str]:

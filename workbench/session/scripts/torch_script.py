@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from workbench.errors import RunError
 from workbench.session.scripts.recipe import Recipe
 from workbench.session.scripts.sources import imports_of
 from workbench.session.scripts.torch_plan import TorchPlan, torch_plan
-from workbench.session.scripts.words import comment, options_with_words, rows_with_words
+from workbench.session.scripts.words import comment, options_with_words, quoted, rows_with_words
 
 _STYLE_WORDS = {
     "ColwiseParallel()": "a part of the output features, which stay where they are",
@@ -19,24 +20,32 @@ _STYLE_WORDS = {
 }
 _STANDARD = """\
 import os
+import random
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 """
 _TRAIN = """\
-def batches(part: int, num_parts: int) -> Iterator[Any]:
+def seed_all(seed: int) -> None:
+    \"\"\"Seed all random numbers: of Python, numpy and torch.\"\"\"
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def batches(samples: Any, part: int, num_parts: int) -> Iterator[Any]:
     \"\"\"One part of each batch, epoch after epoch, in the order of the workbench.\"\"\"
-{samples}
+    num_samples = len({counted})
     generator = torch.Generator().manual_seed(SEED)
-    if len(samples) < BATCH_SIZE:
-        raise ValueError(f"BATCH_SIZE is {BATCH_SIZE}, of {len(samples)} samples")
+    if num_samples < BATCH_SIZE:
+        raise ValueError(f"BATCH_SIZE is {BATCH_SIZE}, of {num_samples} samples")
     while True:
-        order = torch.randperm(len(samples), generator=generator)
+        order = torch.randperm(num_samples, generator=generator)
         # Gradients are averaged over ranks, so parts are equal: the rest is left out.
         whole = [rows for rows in order.split(BATCH_SIZE) if len(rows) == BATCH_SIZE]
         own = [rows.chunk(num_parts)[part].tolist() for rows in whole]
-        yield from DataLoader(samples, batch_sampler=own{collate})
+        {yields}
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -55,12 +64,13 @@ def main() -> None:
         number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
-    torch.manual_seed(SEED)  # the same weights on every rank
+    seed_all(SEED)  # the same weights and samples on every rank
     model = parallelize(model_fn().to(device), device)
     optimizer = {optimizer}
+    samples = {samples}
 {foreach}    part = dist.get_rank(){model}
-    torch.manual_seed(SEED + 1 + part)  # other parts of a batch have other dropout
-    own_batches = batches(part, num_parts={replicas})
+    seed_all(SEED + 1 + part)  # other parts of a batch have other dropout
+    own_batches = batches(samples, part, num_parts={replicas})
     for step, batch in enumerate(islice(own_batches, STEPS), 1):
         batch = on_device(batch, device)
 {forward}
@@ -81,11 +91,38 @@ if __name__ == "__main__":
     print(end="", flush=True)
     os._exit(0)  # a thread of gloo that holds a tensor would abort Python's end
 """
-_OWN_LOSS = 'loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)'
+_OWN_LOSS = """\
+def loss_of(output: Any) -> torch.Tensor:
+    \"\"\"The loss that the model returns: alone, as ``loss``, or as the scalar of a tuple.\"\"\"
+    if isinstance(output, Mapping):
+        return output["loss"]
+    if isinstance(output, (list, tuple)) and not hasattr(output, "loss"):
+        return next(entry for entry in output if torch.is_tensor(entry) and entry.dim() == 0)
+    return getattr(output, "loss", output)
+
+
+"""
+_LISTS = """\
+def as_arrays(sample: Any) -> Any:
+    \"\"\"The sample, with tensors for its lists of numbers.\"\"\"
+    if isinstance(sample, Mapping):
+        return {name: as_arrays(entry) for name, entry in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(as_arrays(entry) for entry in sample)
+    return torch.as_tensor(sample) if isinstance(sample, list) else sample
+
+
+def collate_fn(samples: list[Any]) -> Any:
+    \"\"\"A batch.\"\"\"
+    return default_collate([as_arrays(sample) for sample in samples])
+
+
+"""
 _FOREACH = """\
     for group in optimizer.param_groups:
         group["foreach"] = False  # split and whole parameters cannot share a launch
 """
+_DDP_UNUSED = "    return DistributedDataParallel(model, find_unused_parameters=True)"
 _NORMS = """\
     if device.type == "cuda":  # statistics of the whole batch, as on one device
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -116,12 +153,12 @@ def torch_script(recipe: Recipe) -> str:
 
 
 def _check_samples(samples: Any) -> None:
-    arrays = samples.values() if isinstance(samples, dict) else samples if isinstance(samples, tuple) else ()
-    nested = sorted({type(entry).__name__ for entry in arrays if isinstance(entry, (dict, tuple))})
+    arrays = samples.values() if isinstance(samples, Mapping) else samples if isinstance(samples, tuple) else ()
+    nested = sorted({type(entry).__name__ for entry in arrays if isinstance(entry, (Mapping, tuple))})
     if nested:
         raise RunError(
             f'script(library="torch"): the data set of {len(samples)} arrays has a {", a ".join(nested)} beside its '
-            "arrays. Torch's loader takes no nested ones: give a list of samples or a Dataset."
+            "arrays. The script takes no nested ones: give a list of samples or a Dataset."
         )
 
 
@@ -142,10 +179,10 @@ def _imports(recipe: Recipe, plan: TorchPlan) -> str:
         "torch.distributed.tensor": ["Replicate"] * ("Replicate" in text),
         "torch.distributed.tensor.parallel": [*styles, "parallelize_module"] if styles else [],
         "torch.nn.parallel": ["DistributedDataParallel"] * _is_replicated(plan),
-        "torch.utils.data": ["DataLoader", *["TensorDataset"] * isinstance(recipe.samples, tuple)],
+        "torch.utils.data": ["DataLoader"] * (not _is_columns(recipe)) + ["default_collate"] * _has_lists(recipe),
     }
     libraries = {module: names for module, names in wanted.items() if names}
-    plain = ["import torch", "import torch.distributed as dist"]
+    plain = ["import numpy as np", "import torch", "import torch.distributed as dist"]
     return _STANDARD + imports_of(recipe.sources.values(), plain, libraries)
 
 
@@ -178,9 +215,9 @@ def _parallelize(recipe: Recipe, plan: TorchPlan) -> str:
     if plan.styles:
         lines += ["    styles = {"]
         for name, style in plan.styles:
-            lines += [*comment(_STYLE_WORDS[style], 8), f'        "{name}": {style},']
+            lines += [*comment(_STYLE_WORDS[style], 8), f"        {quoted(name)}: {style},"]
         lines += ["    }", '    parallelize_module(model, mesh["model"], styles)']
-    units = [f'        "{name}",' for name in plan.units]
+    units = [f"        {quoted(name)}," for name in plan.units]
     if units and (plan.is_sharded or _recomputes(recipe)):
         lines += ["    units = [", *units, "    ]"]
     if units and _recomputes(recipe):
@@ -189,7 +226,10 @@ def _parallelize(recipe: Recipe, plan: TorchPlan) -> str:
     if plan.is_sharded:
         lines += _fully_shard(plan)
     if _is_replicated(plan):
-        lines += ["    return DistributedDataParallel(model)  # averages the gradients", ""]
+        if plan.has_unused:
+            lines += ["    # Some parameters get no gradient, for which it would wait.", _DDP_UNUSED, ""]
+        else:
+            lines += ["    return DistributedDataParallel(model)  # averages the gradients", ""]
     else:
         lines += ["    return model", ""]
     return "\n".join(lines)
@@ -222,29 +262,62 @@ def _fully_shard(plan: TorchPlan) -> list[str]:
 def _train(recipe: Recipe, plan: TorchPlan) -> str:
     model = plan.axes.get("model", 1)
     parts = {
-        "{samples}": _samples(recipe),
-        "{collate}": f", {recipe.collate_text}" if recipe.collate_text else "",
+        **_columns(recipe),
         "{optimizer}": recipe.optimizer,
         "{foreach}": _FOREACH if plan.styles else "",
         "{model}": f" // {model}  # model ranks take the same samples" if model > 1 else "",
         "{replicas}": str(plan.num_replicas),
         "{forward}": _forward(recipe),
     }
-    text = _TRAIN
+    own_loss = "" if "loss_fn" in recipe.sources else _OWN_LOSS
+    text = _LISTS * _has_lists(recipe) + own_loss + _TRAIN
     for name, part in parts.items():
         text = text.replace(name, part)
     return text
 
 
-def _samples(recipe: Recipe) -> str:
-    """The lines that make the data set one that torch's loader reads."""
+def _is_columns(recipe: Recipe) -> bool:
+    """Whether the data set is all samples in arrays, of which a batch is some rows."""
+    return isinstance(recipe.samples, (tuple, Mapping))
+
+
+def _has_lists(recipe: Recipe) -> bool:
+    """Whether samples have lists of numbers, of which torch makes a tensor for each place."""
+    if recipe.first_samples is None or _is_columns(recipe) or "collate_fn" in recipe.sources:
+        return False
+    from torch.utils._pytree import tree_leaves
+
+    return len(tree_leaves(recipe.samples[0])) != len(tree_leaves(recipe.first_samples))
+
+
+def _columns(recipe: Recipe) -> dict[str, str]:
+    """How the script takes samples: what it keeps, what has a row for each, and how a part of a batch is made."""
+    from workbench.training.datasets import columns_of, num_samples_of
+
     name = recipe.dataset_text
-    if isinstance(recipe.samples, tuple):
-        return f"    samples = TensorDataset(*map(torch.as_tensor, {name}))"
-    if isinstance(recipe.samples, dict):
-        rows = "samples = [dict(zip(columns, row)) for row in zip(*columns.values())]"
-        return f"    columns = {name}\n    {rows}"
-    return f"    samples = {name}"
+    collate = ", collate_fn=collate_fn" if recipe.collate_text or _has_lists(recipe) else ""
+    if not _is_columns(recipe):
+        made = f"yield from DataLoader(samples, batch_sampler=own{collate})"
+        return {"{samples}": name, "{counted}": "samples", "{yields}": made}
+    columns, num_samples = columns_of(recipe.samples), num_samples_of(recipe.samples)
+    is_dict = isinstance(columns, dict)
+    named = columns if is_dict else dict(enumerate(columns))
+    texts = {key: quoted(str(key)) if is_dict else str(key) for key in named}
+    cut = [key for key, column in named.items() if column.dim() and len(column) == num_samples]
+    shared = [texts[key] for key in named if key not in cut]
+    if is_dict:
+        kept = f"{{name: torch.as_tensor(column) for name, column in {name}.items()}}"
+        lines = ["for rows in own:", "    yield {name: column[rows] for name, column in samples.items()}"]
+        if shared:
+            lines = [f"shared = [{', '.join(shared)}]  # goes whole to each batch", lines[0]]
+            lines += ["    cut = {name: samples[name][rows] for name in samples if name not in shared}"]
+            lines += ["    yield {**samples, **cut}"]
+    else:
+        kept = f"[torch.as_tensor(column) for column in {name}]"
+        entries = ", ".join(f"samples[{key}]" + "[rows]" * (key in cut) for key in named)
+        lines = ["for rows in own:", f"    yield [{entries if shared else 'column[rows] for column in samples'}]"]
+    made = "\n        ".join(lines)
+    return {"{samples}": kept, "{counted}": f"samples[{texts[cut[0]]}]", "{yields}": made}
 
 
 def _forward(recipe: Recipe) -> str:
@@ -253,7 +326,7 @@ def _forward(recipe: Recipe) -> str:
     forward = [f"output = {call}"]
     if recipe.strategy.options.precision == "bf16":
         forward = ["with torch.autocast(device.type, torch.bfloat16):", f"    output = {call}"]
-    result = "loss = loss_fn(output, targets)" if "loss_fn" in recipe.sources else _OWN_LOSS
+    result = "loss = loss_fn(output, targets)" if "loss_fn" in recipe.sources else "loss = loss_of(output)"
     return "\n".join(f"        {line}" for line in (*split, *forward, result))
 
 

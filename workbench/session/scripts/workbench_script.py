@@ -12,10 +12,11 @@ SAVE_EVERY = 50  # steps; a script that starts again goes on from the newest"""
 _MAIN = """\
 def main() -> None:
     wb.init()  # joins the world that torchrun made
-    torch.manual_seed(SEED)  # the same weights on every rank
+    random.seed(SEED)  # the same weights and samples on every rank
+    np.random.seed(SEED % 2**32)
+    torch.manual_seed(SEED)
     model = wb.parallelize(model_fn(), STRATEGY)
     optimizer = {optimizer}
-    torch.manual_seed(SEED)  # of dropout, which wb.compare seeds alike
     # Each rank reads the samples that it needs, in an order that is the same everywhere.
     loader = wb.GlobalDataLoader(
         {dataset},
@@ -24,6 +25,7 @@ def main() -> None:
         shuffle=True,
         seed=SEED,
     )
+    torch.manual_seed(SEED)  # of dropout, which wb.compare seeds alike
     checkpoints = wb.checkpoint.Checkpoints(CHECKPOINTS, keep=2)
     found = checkpoints.load(model=model, optimizer=optimizer, loader=loader)
     step = found["step"] if found else 0
@@ -53,7 +55,8 @@ def workbench_script(recipe: Recipe) -> str:
     options = options_with_words(recipe.strategy)
     blocks = [
         recipe.head("Trains with the workbench: each layer lies on the ranks as the strategy says."),
-        imports_of(recipe.sources.values(), ["import torch", "import workbench as wb"], {}),
+        "import random",
+        imports_of(recipe.sources.values(), ["import numpy as np", "import torch", "import workbench as wb"], {}),
         recipe.numbers + _CHECKPOINTS,
         "# The last row that matches a layer decides it.\n"
         + list_of("ROWS", rows_with_words(recipe.strategy, recipe.layers, recipe.resolved)),
@@ -79,9 +82,14 @@ def _main(recipe: Recipe) -> str:
     return text
 
 
+def _has_targets(recipe: Recipe) -> bool:
+    """Whether targets are the last entry of a batch, as for ``Batch.of``."""
+    return "loss_fn" in recipe.sources and not recipe.is_dict and recipe.num_entries > 1
+
+
 def _batch(recipe: Recipe) -> str:
     """The variables of a batch."""
-    if recipe.is_dict or "loss_fn" not in recipe.sources:
+    if not _has_targets(recipe):
         return "batch"
     return "inputs, targets" if recipe.num_entries == 2 else "*inputs, targets"
 
@@ -90,6 +98,6 @@ def _call(recipe: Recipe) -> str:
     """The arguments of ``wb.forward_backward``."""
     if "loss_fn" not in recipe.sources:
         return "model, inputs=batch"
-    if recipe.is_dict:
+    if not _has_targets(recipe):
         return "model, loss_fn, batch"
     return f"model, loss_fn, {'inputs' if recipe.num_entries == 2 else 'tuple(inputs)'}, targets"
