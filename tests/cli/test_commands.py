@@ -231,6 +231,30 @@ def test_two_outputs_are_two_files(command: str, tmp_path: Path, capsys: pytest.
     assert f"--out and --json are both {path}, and one would replace the other." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "script mine.py data --out mine.py",
+        "script mine.py it.strategy --out ./it.strategy",
+        "plan mine.py --out mine.py",
+        "plan gpt2 --why-not it.strategy --out it.strategy",
+        "compare mine.py --out mine.py",
+        "compare mine.py data it.strategy --json link.strategy",
+        "simulate --table mine.py --out mine.py",
+    ],
+)
+def test_no_output_replaces_an_input(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "it.strategy"):
+        Path(name).write_text("model_fn = dataset = None\n", encoding="utf-8")
+    Path("link.strategy").symlink_to("it.strategy")
+    assert cli.main(command.split()) == cli.USER_ERROR
+    assert "this is a file that the command reads, and it would be replaced" in capsys.readouterr().err
+    assert Path(command.split()[-1]).read_text(encoding="utf-8") == "model_fn = dataset = None\n"
+
+
 @pytest.mark.parametrize("name", ["random", "time", "__main__"])
 def test_a_file_whose_name_imports_another_module_makes_no_script(
     name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]

@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare the strategies on the file's model; the exit code is 0 if all equal one device."""
-    results.check_outputs(args)
+    results.check_outputs(args, [args.file, *args.strategies])
     job = load_job(args.file)
     with telling_mistakes_of(args.file):
         return results.compare_and_present(job, args.strategies, args)

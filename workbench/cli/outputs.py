@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,14 +26,22 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise CommandError(f"{option} {path}: {why}. Give the path of another file.") from error
 
 
-def check_output(option: str, path: Path | None) -> None:
+def check_output(option: str, path: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
     """Check that a file can be written, without writing to it. Its folders are made. None is fine.
 
+    Args:
+        inputs: what the command was given that may be files which it reads.
+
     Raises:
-        CommandError: it is a folder, or the system refuses it.
+        CommandError: it is a folder, or one of the inputs, or the system refuses it.
     """
     if path is None:
         return
+    if any(given is not None and os.path.isfile(given) and _is_same(path, given) for given in inputs):
+        raise CommandError(
+            f"{option} {path}: this is a file that the command reads, and it would be replaced. Give the path of "
+            "another file."
+        )
     with writing(option, path):
         if path.is_dir():
             raise _error(errno.EISDIR)
@@ -49,6 +57,10 @@ def write_text(option: str, path: Path, text: str) -> None:
     """
     with writing(option, path):
         path.write_text(text, encoding="utf-8")
+
+
+def _is_same(path: Path, other: str | Path) -> bool:
+    return path.exists() and os.path.samefile(path, other)
 
 
 def _error(number: int) -> OSError:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from workbench.cost.hardware_files import load_hardware
 
     hardware, constraints = load_hardware(args.hardware), _constraints(args.constraint)
-    check_output("--out", args.out)
+    check_output("--out", args.out, [args.model, args.hardware, args.why_not])
     # report mistakes in the options first: torch and the model's trace take seconds
     from workbench.session.planning import plan
 

@@ -82,14 +82,14 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
     parser.add_argument("--json", metavar="FILE", type=Path, help="the result as data, for CompareResult.from_json")
 
 
-def check_outputs(args: argparse.Namespace) -> None:
+def check_outputs(args: argparse.Namespace, inputs: Sequence[str | Path] = ()) -> None:
     """Check that the output files can be made, before anything is trained.
 
     Raises:
-        CommandError: a file cannot be written, or both are the same.
+        CommandError: a file cannot be written, or both are the same, or one is among the inputs.
     """
     for option, path in (("--out", args.out), ("--json", args.json)):
-        check_output(option, path)
+        check_output(option, path, inputs)
     if args.json is not None and args.out is not None and args.out.resolve() == args.json.resolve():
         raise CommandError(f"--out and --json are both {args.out}, and one would replace the other. Give two files.")
 

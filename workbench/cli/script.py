@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             f"{path}: not a Python file that a script can import. Give the path of one with the name of a module, e.g. "
             "mine.py"
         )
-    check_output("--out", args.out)
+    check_output("--out", args.out, [path, args.strategy])
     module = _imported(path)
     missing = [role for role in _ROLES[:2] if not hasattr(module, role)]
     if missing:

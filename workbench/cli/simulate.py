@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("which rows? Give --table rows.csv; its columns: workbench simulate --help.")
     from workbench.cost.table import ADDED, predict_table
 
-    check_output("--out", args.out)
+    check_output("--out", args.out, [args.table])
     columns, rows = read_table(args.table)
     try:
         predicted = predict_table(rows)

@@ -29,6 +29,8 @@ from workbench.tensors.world import World, current
 from workbench.training.strategies.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 5_000_000_000
+_OURS = re.compile(rf"{re.escape(SINGLE_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
+"""Names of files of an export, which the next one removes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -49,7 +51,8 @@ def export_safetensors(
     ``AutoModel.from_pretrained(directory)`` loads it, and so does ``wb.checkpoint.load_safetensors``.
 
     Args:
-        directory: on a file system that all ranks share. It is made if it does not exist; weights in it are replaced.
+        directory: on a file system that all ranks share. It is made if it does not exist; an earlier export in it is
+            replaced, other files stay.
         max_shard_bytes: the largest file, unless one tensor is larger. With several files there is an index beside
             them.
 
@@ -169,7 +172,7 @@ def _finish(folder: Path, module: nn.Module, files: list[_File], tensors: Mappin
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
     ours = {file.name for file in files}
     for path in folder.glob("model*.safetensors"):
-        if path.name not in ours:
+        if path.name not in ours and _OURS.fullmatch(path.name):
             path.unlink()
     for name in ("config", "generation_config"):
         config: Any = getattr(module, name, None)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import current
 from workbench.training.saving import store
-from workbench.training.saving.writing import INCOMPLETE, REPLACED, write_whole
+from workbench.training.saving.folders import BRANCH, REPLACED, UNFINISHED, remove, write_whole
 
 _COMPLETE = re.compile(rf"step-(\d+)({re.escape(REPLACED)})?")
-_DELETED = ".deleted"
-_BRANCH = "branch"
-"""The file with the number of times that the run had gone back to an earlier step; 0 has none."""
-_LEFT = re.compile(rf"step-\d+({re.escape(INCOMPLETE)}|{re.escape(_DELETED)})")
+_LEFT = re.compile(rf"step-\d+{UNFINISHED}")
 
 
 class Checkpoints:
@@ -101,7 +97,7 @@ class Checkpoints:
         return path if path.exists() else path.with_name(path.name + REPLACED)
 
     def _branch(self, step: int) -> int:
-        file = self._folder(step) / _BRANCH
+        file = self._folder(step) / BRANCH
         return int(file.read_text()) if file.is_file() else 0
 
     def _by_age(self) -> list[int]:
@@ -113,19 +109,16 @@ class Checkpoints:
         others = [other for other in self._by_age() if other != step]
         branch = self._branch(others[-1]) + (others[-1] > step) if others else 0
         if branch:
-            write_whole(folder / _BRANCH, str(branch).encode())
+            write_whole(folder / BRANCH, str(branch).encode())
 
     def _tidy(self, step: int) -> None:
-        """Remove old checkpoints and the leftovers of killed saves. A removed checkpoint first loses its name, so it
-        never looks complete.
-        """
+        """Remove old checkpoints and the leftovers of killed saves."""
         old = self._by_age()
         for superfluous in old[: -self.keep] if self.keep else []:
             if superfluous != step:
-                os.rename(self._folder(superfluous), gone := self.path(superfluous).with_suffix(_DELETED))
-                shutil.rmtree(gone, ignore_errors=True)
+                remove(self._folder(superfluous))
         for name in self.incomplete():
-            shutil.rmtree(self.directory / name, ignore_errors=True)
+            remove(self.directory / name)
 
     def __repr__(self) -> str:
         steps = self._by_age()

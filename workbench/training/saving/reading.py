@@ -18,7 +18,7 @@ from workbench.tensors.checkpoint_chunks import chunk_list
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of, unflatten
-from workbench.training.saving.writing import INCOMPLETE, MANIFEST, REPLACED
+from workbench.training.saving.folders import INCOMPLETE, MANIFEST, REPLACED, unfinished
 
 _BLOCK_BYTES = 1 << 22
 KEPT_BYTES = 1 << 28
@@ -40,12 +40,12 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointError: there is none, or only a half-written one.
     """
-    replaced, partly = (path.with_name(path.name + end) for end in (REPLACED, INCOMPLETE))
-    for candidate in (path, replaced):
+    for candidate in (path, path.with_name(path.name + REPLACED)):
         if (candidate / ".metadata").is_file():
             return candidate
-    if partly.is_dir():
-        raise CheckpointError(f"load({str(path)!r}): {_half_written(partly)} Load an earlier checkpoint.")
+    partly = [folder for folder in unfinished(path) if folder.suffix == INCOMPLETE]
+    if partly:
+        raise CheckpointError(f"load({str(path)!r}): {_half_written(partly[0])} Load an earlier checkpoint.")
     if path.is_dir():
         raise CheckpointError(
             f"load({str(path)!r}): the directory has no .metadata, which is written last: it is half-written, or no "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from workbench.tensors.object_collectives import all_gather_object, raise_on_all
 from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.saving import reading, writing
+from workbench.training.saving.folders import absolute, make_folder
 from workbench.training.saving.optimizers import distinct
 from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
 
@@ -116,7 +116,7 @@ def save(
     ``torch.distributed.checkpoint`` reads the files too, on one device and without the workbench.
 
     Args:
-        path: the directory to make.
+        path: the directory to make. A checkpoint that is there is replaced, and nothing else is.
         async_op: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait`` raises
             the error of a failed write. The interpreter does not end before the checkpoint is complete.
         on_complete: rank 0 calls it when the checkpoint is complete, from a helper thread if ``async_op``.
@@ -131,11 +131,11 @@ def save(
 
     Raises:
         CheckpointError: a part cannot be saved, such as ``optimizer.state_dict()`` whose plain tensors are this rank's
-            part; or a rank could not write.
+            part; or a rank could not write; or a file or directory at ``path`` is no checkpoint.
 
     ``wb.checkpoint.save("runs/last", model=model, optimizer=optimizer, step=step)``
     """
-    return begin(Path(os.path.abspath(path)), parts, async_op=async_op, on_complete=on_complete)
+    return begin(absolute(path), parts, async_op=async_op, on_complete=on_complete)
 
 
 def begin(
@@ -155,8 +155,8 @@ def begin(
     if _listener is not None:
         _listener(path, parts)
     what = f"save({str(path)!r})"
-    folder = path.with_name(path.name + writing.INCOMPLETE)
-    run_on_all_ranks(lambda: _make(folder) if world.rank == 0 else None, world, what)
+    made = run_on_all_ranks(lambda: make_folder(path) if world.rank == 0 else None, world, what)
+    folder: Path = all_gather_object(made, world, what)[0]
     found, aliases = run_on_all_ranks(lambda: _collect(parts, world, folder), world, what)
     leaves = sum_terms(found, parts)
     planner, local, checked = run_on_all_ranks(
@@ -165,6 +165,7 @@ def begin(
     items, metadata = writing.agree(planner, local, checked, leaves, world, what)
     job = writing.Job(
         path,
+        folder,
         world,
         writing.snapshot(items, planner, keeps=async_op),
         metadata,
@@ -198,11 +199,6 @@ def _give_up() -> None:
 
 
 at_rebuild(_give_up)
-
-
-def _make(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # a killed save may have left files
-    folder.mkdir(parents=True)
 
 
 def _collect(parts: dict[str, Any], world: World, folder: Path) -> Any:
@@ -254,7 +250,7 @@ def load(
 
     ``step = wb.checkpoint.load("runs/last", model=model, optimizer=optimizer)["step"]``
     """
-    world, path = current(), Path(os.path.abspath(path))
+    world, path = current(), absolute(path)
     finish_previous(world)
     _end_failed_steps(parts, world)
     what = f"load({str(path)!r})"

@@ -1,11 +1,11 @@
 """Writing one checkpoint: each rank writes its slices into one file, rank 0 writes the table of contents and renames.
 
-    <path>.incomplete/        until all is written
-        __0_0.distcp ...      the slices of a rank, one file per rank
-        __0.written ...       the place of each slice in the file; removed at the end
-        .metadata             torch.distributed.checkpoint's table of contents
-        workbench.json        kinds of the parts, sizes and checksums
-    <path>/                   the same directory, renamed when everything is on the disk
+    <path>.<token>.incomplete/   until all is written
+        __0_0.distcp ...         the slices of a rank, one file per rank
+        __0.written ...          the place of each slice in the file; removed at the end
+        .metadata                torch.distributed.checkpoint's table of contents
+        workbench.json           kinds of the parts, sizes and checksums
+    <path>/                      the same directory, renamed when everything is on the disk
 
 The main threads first agree on which rank writes which slice. The writing itself needs no communication and may run in
 a helper thread: rank 0 learns from the files ``.written`` that the other ranks are done.
@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,9 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of
+from workbench.training.saving.folders import MANIFEST, sync_folder, take_name, write_whole
 from workbench.training.saving.plain_copies import unlike_entries
 
-INCOMPLETE = ".incomplete"
-"""End of a directory's name while it is written."""
-REPLACED = ".replaced"
-"""End of the old directory's name while a new one takes its name."""
-MANIFEST = "workbench.json"
 _POLL_S = 0.005
 _GRACE_S = 10.0
 """Seconds for which rank 0 waits after its program has ended, while the files of the other ranks do not grow."""
@@ -63,6 +59,7 @@ class Job:
     """One rank's work for one checkpoint.
 
     Attributes:
+        folder: the directory of the files until they are complete.
         items: (torch's description of the slice, the plain tensor on the CPU, or bytes).
         metadata: torch's table of contents, without the places in the files; only rank 0 uses it.
         aliases: other names of tied tensors, by the name of the entry.
@@ -72,6 +69,7 @@ class Job:
     """
 
     path: Path
+    folder: Path
     world: World
     items: list[tuple[Any, torch.Tensor | bytes]]
     metadata: Any
@@ -81,17 +79,13 @@ class Job:
     before_complete: Callable[[Path], None] | None = None
     given_up: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def folder(self) -> Path:
-        """The directory of the files until they are complete."""
-        return self.path.with_name(self.path.name + INCOMPLETE)
-
     def write_own(self) -> None:
         """Write this rank's file to the disk, and the file that shows rank 0 that it is done."""
         rank = self.world.rank
         try:
-            written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
-            write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
+            with self._telling_that_it_is_gone():
+                written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
+                write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
         except Exception as error:
             _say_failed(self.folder / f"__{rank}.failed", f"{type(error).__name__}: {error}")
             raise
@@ -99,26 +93,45 @@ class Job:
     def finish(self) -> None:
         """On rank 0, when all ranks have written: write the table of contents, and set the final name."""
         if self.world.rank == 0:
-            self._wait_for_others()
-            written = [self._written_by(rank) for rank in range(self.world.world_size)]
-            self._write_contents([entry for entries in written for entry in entries])
-            for rank in range(self.world.world_size):
-                (self.folder / f"__{rank}.written").unlink()
-            if self.before_complete is not None:
-                self.before_complete(self.folder)
-            _sync_folder(self.folder)
-            _take_name(self.folder, self.path)
+            with self._telling_that_it_is_gone():
+                self._complete()
             if self.on_complete is not None:
                 self.on_complete()
+
+    def _complete(self) -> None:
+        self._wait_for_others()
+        written = [self._written_by(rank) for rank in range(self.world.world_size)]
+        self._write_contents([entry for entries in written for entry in entries])
+        for rank in range(self.world.world_size):
+            (self.folder / f"__{rank}.written").unlink()
+        if self.before_complete is not None:
+            self.before_complete(self.folder)
+        sync_folder(self.folder)
+        take_name(self.folder, self.path)
 
     def discard(self) -> None:
         """Remove the files of a failed save."""
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    @contextlib.contextmanager
+    def _telling_that_it_is_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self.folder.is_dir():
+                raise
+            raise CheckpointError(
+                f"save({str(self.path)!r}): {self.folder.name}, the directory in which this save writes, is gone. "
+                "Another save to the same path removes it when it begins. A path is for one save at a time: give each "
+                "program a path of its own."
+            ) from error
+
     def _wait_for_others(self) -> None:
         waiting, grown_at, size = set(range(self.world.world_size)), time.monotonic(), 0
         while waiting:
+            if not self.folder.is_dir():
+                raise FileNotFoundError(self.folder)
             for rank in list(waiting):
                 if (self.folder / f"__{rank}.failed").exists():
                     text = (self.folder / f"__{rank}.failed").read_text() or "not even the reason fitted on the disk"
@@ -268,16 +281,6 @@ def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file that exists either completely or not at all."""
-    partly = path.with_name(path.name + ".tmp")
-    with open(partly, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partly, path)
-
-
 def _say_failed(path: Path, text: str) -> None:
     """Write the reason of a failure for rank 0; an empty file if a full disk has no space for it."""
     with contextlib.suppress(OSError):
@@ -285,22 +288,3 @@ def _say_failed(path: Path, text: str) -> None:
         return
     with contextlib.suppress(OSError):
         path.touch()
-
-
-def _take_name(folder: Path, path: Path) -> None:
-    """Give ``folder`` its final name. The directory that had the name stays until then."""
-    replaced = path.with_name(path.name + REPLACED)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(path, replaced)
-    os.rename(folder, path)
-    _sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
