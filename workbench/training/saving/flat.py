@@ -35,6 +35,23 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def by_name(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """The leaves by their dotted names.
+
+    Raises:
+        CheckpointError: two leaves have the same name.
+    """
+    paths: dict[str, Path] = {}
+    for path in leaves:
+        if (other := paths.setdefault(name_of(path), path)) != path:
+            raise CheckpointError(
+                f"save: 2 values have the name {name_of(path)!r} in the checkpoint, those at {list(other)} and "
+                f"{list(path)}. Names are the keys with dots between them, and each is of one value. Give one of them "
+                "another name, without a dot."
+            )
+    return {name: leaves[path] for name, path in paths.items()}
+
+
 def unflatten(leaves: Mapping[Path, Any]) -> Any:
     """The nested state of the leaves of ``flatten``; None for no leaves.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +37,7 @@ class Saving:
         self._own_written = threading.Event()
         self._thread: threading.Thread | None = None
         self._waited = False
+        self._raised: Exception | None = None
 
     @property
     def path(self) -> Path:
@@ -47,12 +50,15 @@ class Saving:
         return (self.path / ".metadata").is_file() and not self._job.folder.exists()
 
     def wait(self) -> Path:
-        """Return when the checkpoint is complete. All ranks call it; the wait can be interrupted.
+        """Return when the checkpoint is complete. All ranks call it; the wait can be interrupted, which gives the save
+        up. Later calls return or raise the same, without communication.
 
         Raises:
             CheckpointError: a rank could not write its part. The checkpoint before is unchanged.
             OSError: this rank could not write.
         """
+        if self._raised is not None:
+            raise self._raised
         if self._waited:
             return self.path
         self._waited = True
@@ -69,7 +75,9 @@ class Saving:
                 thread = self._thread
                 _poll(lambda: not thread.is_alive())
             raise_on_all_ranks(self._error, world, what)
-        except BaseException:
+        except BaseException as error:
+            ended_by = f"{what} was given up: its wait was ended by {type(error).__name__}. Save again."
+            self._raised = error if isinstance(error, Exception) else CheckpointError(ended_by)
             self._job.given_up.set()
             self._job.discard()
             raise
@@ -97,6 +105,19 @@ class Saving:
         return f"Saving({str(self.path)!r}, {'complete' if self.is_complete else 'under way'})"
 
 
+def _tell_failures() -> None:
+    """At the end of the program: tell the failures that no wait has raised."""
+    for saving in _under_way.values():
+        if (error := saving._error) is not None:
+            sys.stderr.write(
+                f"wb.checkpoint.save({str(saving.path)!r}) failed in the background: {type(error).__name__}: {error}\n"
+                "The checkpoint before is unchanged. Call wait() on what save returns, and save again where it fails.\n"
+            )
+
+
+atexit.register(_tell_failures)  # runs when all helper threads have ended
+
+
 def _poll(is_done: Callable[[], bool]) -> None:
     while not is_done():
         time.sleep(_POLL_S)  # an interrupt does not end Thread.join()
@@ -118,7 +139,8 @@ def save(
     Args:
         path: the directory to make. A checkpoint that is there is replaced, and nothing else is.
         async_op: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait`` raises
-            the error of a failed write. The interpreter does not end before the checkpoint is complete.
+            the error of a failed write, or else the end of the program tells it. The interpreter does not end before
+            the checkpoint is complete.
         on_complete: rank 0 calls it when the checkpoint is complete, from a helper thread if ``async_op``.
         parts: the objects to save, by names of your choice: modules, optimizers (together with the module of their
             parameters), anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a

@@ -34,7 +34,7 @@ from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.flat import Path as StatePath
-from workbench.training.saving.flat import name_of
+from workbench.training.saving.flat import by_name, name_of
 from workbench.training.saving.folders import MANIFEST, sync_folder, take_name, write_whole
 from workbench.training.saving.plain_copies import unlike_entries
 
@@ -190,7 +190,7 @@ def local_plan(flat: Mapping[StatePath, Any], to_lowest: bool = False) -> tuple[
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=to_lowest
     )
-    planner.set_up_planner({name_of(path): value for path, value in flat.items()}, is_coordinator=True)
+    planner.set_up_planner(by_name(flat), is_coordinator=True)
     return planner, replace(planner.create_local_plan(), planner_data={name_of(path): path for path in flat})
 
 
@@ -206,9 +206,9 @@ def agree(
     Raises:
         CheckpointError: ranks have other copies. All ranks raise it.
     """
-    by_name = {name_of(path): value for path, value in leaves.items()}
+    values = by_name(leaves)
     gathered = all_gather_object((local, checksums), world, what)
-    unlike = unlike_entries([of_rank for _, of_rank in gathered], by_name.__getitem__, world, what)
+    unlike = unlike_entries([of_rank for _, of_rank in gathered], values.__getitem__, world, what)
     if unlike:
         _warn(unlike)
     plans, metadata = planner.create_global_plan(
@@ -249,14 +249,21 @@ def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any,
 
 
 class _ChecksummedFile:
-    """A file that computes the checksum of the bytes written to it."""
+    """A file that computes the checksum of the bytes written to it, and keeps the first error of the system: torch
+    raises another one in its place.
+    """
 
     def __init__(self, file: Any) -> None:
         self.file, self.checksum = file, 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         self.file.flush()
@@ -267,10 +274,13 @@ def _write_slices(path: Path, items: Iterable[tuple[Any, torch.Tensor | bytes]])
     with open(path, "wb") as file:
         for item, value in items:
             checked, start = _ChecksummedFile(file), file.tell()
-            if isinstance(value, bytes):
-                checked.write(value)
-            else:
-                torch.save(value, checked)  # type: ignore[arg-type]
+            try:
+                if isinstance(value, bytes):
+                    checked.write(value)
+                else:
+                    torch.save(value, checked)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise checked.error or error from None
             written.append(Written(item.index, path.name, start, file.tell() - start, checked.checksum))
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,117 @@
+"""A save that cannot be written is told: by every wait, by the next save, and at the end of the program."""
+
+import errno
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tests.warm
+import workbench as wb
+from workbench.errors import CheckpointError
+from workbench.testing import run_ranks
+from workbench.training.saving import store, writing
+
+
+class FullDisk:
+    """A file on a disk that is full after so many bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    make = writing._ChecksummedFile
+    monkeypatch.setattr(writing, "_ChecksummedFile", lambda file: make(FullDisk(file, 100_000)))
+
+
+def test_a_full_disk_is_named_on_all_ranks(tmp_path, full_disk):
+    """torch's own error is `unexpected pos 64 vs 0`."""
+
+    def program():
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            wb.checkpoint.save(tmp_path / "c", x=torch.ones(100_000))
+
+    run_ranks(program, 2)
+
+
+def test_every_wait_raises(tmp_path, full_disk):
+    def program():
+        saving = wb.checkpoint.save(tmp_path / "c", async_op=True, x=torch.ones(100_000))
+        for _ in range(2):
+            with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+                saving.wait()
+        wb.checkpoint.save(tmp_path / "c", x=torch.ones(10))
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            saving.wait()
+
+    run_ranks(program, 2)
+
+
+def test_a_wait_that_was_interrupted_gave_the_save_up(tmp_path, monkeypatch):
+    def interrupt(is_done):
+        raise KeyboardInterrupt
+
+    saving = wb.checkpoint.save(tmp_path / "c", async_op=True, x=torch.ones(10))
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_poll", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saving.wait()
+    with pytest.raises(CheckpointError, match="given up: its wait was ended by KeyboardInterrupt"):
+        saving.wait()
+
+
+PROGRAM = """
+import resource, signal, sys
+import torch
+import workbench as wb
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+saving = wb.checkpoint.save(sys.argv[1], async_op=True, x=torch.ones(100_000))
+if "wait" in sys.argv:
+    try:
+        saving.wait()
+    except OSError:
+        pass
+print("trained")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_end_of_the_program_tells_what_nobody_has_seen(tmp_path, waits):
+    command = [tests.warm.executable(), "-c", PROGRAM, str(tmp_path / "c"), *["wait"] * waits]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "trained\n"
+    told = re.search(
+        r"save\('.*/c'\) failed in the background: OSError: .*File too large\nThe checkpoint before", done.stderr
+    )
+    assert (told is None) == waits, done.stderr
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"a": {"b.c": 1, "b": {"c": 2}}}, {"a": [torch.ones(1)], "a.0": 2}, {"a": {"b": [{"c": 1}], "b.0": {"c": 1}}}],
+)
+def test_two_values_of_one_name_are_refused(tmp_path, parts):
+    """The second one took the place of the first one."""
+
+    def program():
+        with pytest.raises(
+            CheckpointError, match=r"2 values have the name 'a\.[bc0.]+'.*Give one of them another name"
+        ):
+            wb.checkpoint.save(tmp_path / "c", **parts)
+
+    run_ranks(program, 2)
