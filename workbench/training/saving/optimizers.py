@@ -106,18 +106,20 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
     )
 
 
-def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint) -> list[str]:
-    """The mismatches, one line each."""
+def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
+    """The mismatches, one line each. Parameters that the checkpoint lacks, or has beside, are some only if strict."""
     places, saved = _places(optimizer, part), {rest[0] for rest in checkpoint.below(part, "within")}
     if len(saved) != len(places) - 1:
         return [
             f"{part}: {len(saved)} optimizers within it in {checkpoint.title}, {len(places) - 1} in the optimizer: "
             + ", ".join(type(each).__name__ for _, each in places[1:])
         ]
-    return [problem for place, each in places for problem in _problems(each, names, part, place, checkpoint)]
+    return [problem for place, each in places for problem in _problems(each, names, part, place, checkpoint, strict)]
 
 
-def _problems(optimizer: Optimizer, names: Names, part: str, place: Path, checkpoint: Checkpoint) -> list[str]:
+def _problems(
+    optimizer: Optimizer, names: Names, part: str, place: Path, checkpoint: Checkpoint, strict: bool
+) -> list[str]:
     groups, where, found = checkpoint.value(*place, "param_groups") or [], checkpoint.title, list[str]()
     part = part if len(place) == 1 else f"{part}, its {type(optimizer).__name__}"
     if len(groups) != len(optimizer.param_groups):
@@ -125,7 +127,7 @@ def _problems(optimizer: Optimizer, names: Names, part: str, place: Path, checkp
     for index, (ours, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         have, want = {_name(parameter, names, part) for parameter in ours["params"]}, set(saved["params"])
         for text, some in ((f"missing in {where}", have - want), ("unexpected", want - have)):
-            if some:
+            if some and strict:
                 found.append(f"{part}, group {index}: {len(some)} {text}: {', '.join(sorted(some))}")
     return found
 
@@ -187,8 +189,11 @@ def assign(
 ) -> None:
     """Set hyperparameters, and state whose tensors have been filled."""
     places = _places(optimizer, part)
-    for _, each in places:
-        each.state.clear()  # before any is filled: some may share it
+    for place, each in places:  # before any is filled: some may share it
+        saved = {name for group in checkpoint.value(*place, "param_groups") for name in group["params"]}
+        for key in list(each.state):
+            if (name := names.get(id(key))) is None or name in saved:
+                del each.state[key]
     for place, each in places:
         _assign(each, names, part, place, checkpoint, filled)
 

@@ -36,6 +36,11 @@ def kind_of(value: Any) -> str:
     return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
 
 
+def is_extra(path: Path) -> bool:
+    """Whether an entry is of what ``set_extra_state`` of a module takes, as a whole."""
+    return len(path) > 1 and str(path[1]).rpartition(".")[2] == "_extra_state"
+
+
 def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], dict[str, str]]:
     """The leaves of all parts, and for each other name of a tied tensor the name of its entry."""
     leaves: dict[Path, Any] = {}
@@ -56,7 +61,7 @@ def leaves_of(part: str, value: Any, parts: Mapping[str, Any]) -> tuple[dict[Pat
     if kind_of(value) != "module":
         return leaves, {}
     leaves.pop((part,), None)  # of a module without tensors
-    return leaves, _drop_tied(leaves, part)
+    return leaves, _drop_tied(leaves)
 
 
 def sum_terms(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[Path, Any]:
@@ -107,12 +112,13 @@ def _state_of(part: str, value: Any, parts: Mapping[str, Any]) -> Any:
     return value.state_dict() if kind == "stateful" else value
 
 
-def _drop_tied(leaves: dict[Path, Any], part: str) -> dict[str, str]:
+def _drop_tied(leaves: dict[Path, Any]) -> dict[str, str]:
     """Keep every tensor of a module under its first name; returns other names -> first name."""
     first: dict[int, Path] = {}
     aliases = {}
     for path, value in list(leaves.items()):
-        if path[0] == part and isinstance(value, torch.Tensor) and first.setdefault(id(value), path) != path:
+        is_entry = len(path) == 2 and isinstance(value, torch.Tensor)  # deeper ones are of an extra state
+        if is_entry and first.setdefault(id(value), path) != path:
             aliases[name_of(path)] = name_of(first[id(value)])
             del leaves[path]
     return aliases
@@ -129,12 +135,14 @@ def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
 
 
 class Restoring:
-    """Loads a checkpoint into ``parts`` in three steps: ``problems``, ``targets``, ``assign``."""
+    """Loads a checkpoint into ``parts`` in steps: ``problems``, ``targets``, ``load_objects``, ``assign``, ``values``."""
 
     def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
         self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict
         self.names = names_in(parts)
         self.filled: dict[Path, torch.Tensor] = {}
+        self._in_values: dict[Path, torch.Tensor] = {}
+        self._states: dict[str, dict[str, Any]] = {}
 
     def problems(self) -> list[str]:
         """All mismatches, one line each; empty if everything fits."""
@@ -148,19 +156,41 @@ class Restoring:
         if isinstance(value, nn.Module):
             return self._module_problems(part, value)
         if isinstance(value, Optimizer):
-            return optimizers.problems(value, self.names, part, self.checkpoint)
+            return optimizers.problems(value, self.names, part, self.checkpoint, self.strict)
         return self._value_problems(part, value) if kind_of(value) == "value" else []
 
     def _module_problems(self, part: str, module: nn.Module) -> list[str]:
-        saved, ours = self.checkpoint.below(part), module.state_dict(keep_vars=True)
-        known = {id(value) for name, value in ours.items() if (name,) in saved}
-        missing = [name for name, value in ours.items() if (name,) not in saved and id(value) not in known]
-        unexpected = [name_of(path) for path in saved if name_of(path) not in ours]
+        ours, names = module.state_dict(keep_vars=True), self._names_now(part, module)
+        there = set(names.values())
+        known = {id(value) for name, value in ours.items() if name in there}
+        missing = [name for name, value in ours.items() if name not in there and id(value) not in known]
+        unexpected = [name for name, now in names.items() if now not in ours]
         tensors: dict[Path, torch.Tensor] = {
-            (part, name): value for name, value in ours.items() if isinstance(value, torch.Tensor)
+            (part, name): ours[now]
+            for name, now in names.items()
+            if isinstance(ours.get(now), torch.Tensor) and not is_extra((part, now))
         }
         shapes = [text.removeprefix(f"{part}.") for text in self._other_shapes(tensors, "the model")]
         return self._listed(part, missing, unexpected, shapes)
+
+    def _names_now(self, part: str, module: nn.Module) -> dict[str, str]:
+        """The names of a module's entries in the checkpoint, with their names in the module: its hooks for
+        ``load_state_dict`` know the names that older versions gave.
+        """
+        below, ours = self.checkpoint.below(part), module.state_dict(keep_vars=True)
+        names = {str(path[0]): str(path[0]) for path in below}
+        if all(name in ours for name in names):
+            return names
+        state: dict[str, Any] = {
+            str(path[0]): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for path, entry in below.items()
+            if len(path) == 1 and self.checkpoint.is_tensor((part, *path))
+        }
+        given = {id(value): name for name, value in state.items()}
+        for where, each in module.named_modules():
+            for hook in each._load_state_dict_pre_hooks.values():
+                hook(state, f"{where}." if where else "", {}, True, [], [], [])
+        return names | {given[id(value)]: now for now, value in state.items() if now in ours and id(value) in given}
 
     def _value_problems(self, part: str, value: Any) -> list[str]:
         tensors = {path: leaf for path, leaf in flatten({part: value}).items() if isinstance(leaf, torch.Tensor)}
@@ -194,42 +224,59 @@ class Restoring:
                 self.filled.update(optimizers.targets(value, self.names, part, self.checkpoint))
                 yield from ((path, tensor) for path, tensor in self.filled.items() if path[0] == part)
             elif kind_of(value) == "value":
-                leaves = flatten({part: value}).items()
-                yield from ((p, v) for p, v in leaves if isinstance(v, torch.Tensor) and p in self.checkpoint.entries)
+                for path, leaf in flatten({part: value}).items():
+                    if isinstance(leaf, torch.Tensor) and path in self.checkpoint.entries:
+                        self._in_values[path] = leaf
+                        yield path, leaf
 
     def _module_targets(self, part: str, module: nn.Module) -> Iterator[tuple[Path, torch.Tensor]]:
         seen: set[int] = set()
-        for name, value in module.state_dict(keep_vars=True).items():
-            path = (part, name)
+        state = self._states[part] = module.state_dict(keep_vars=True)
+        for name, now in self._names_now(part, module).items():
+            path, value = (part, name), state.get(now)
             is_there = path in self.checkpoint.entries and self.checkpoint.is_tensor(path)
-            if isinstance(value, torch.Tensor) and is_there and id(value) not in seen:
+            if isinstance(value, torch.Tensor) and is_there and id(value) not in seen and not is_extra((part, now)):
                 seen.add(id(value))
                 yield path, value
 
-    def assign(self) -> dict[str, Any]:
-        """When the targets are filled: set everything that is not a tensor. Returns the saved plain values."""
+    def load_objects(self) -> None:
+        """Give objects with state what was saved. They come first: what they refuse, they refuse before anything is
+        filled.
+        """
         for part, value in self.parts.items():
-            kind = kind_of(value)
-            if kind == "module":
-                self._assign_module(part, value)
-            elif kind == "optimizer":
-                optimizers.assign(value, self.names, part, self.checkpoint, self.filled)
-            elif kind == "stateful":
+            if kind_of(value) == "stateful":
                 saved = self.checkpoint.value(part)
                 value.load_state_dict({} if saved is None else saved)
+
+    def assign(self) -> None:
+        """When the targets are filled: set everything that is not a tensor."""
+        for part, value in self.parts.items():
+            if isinstance(value, nn.Module):
+                self._assign_module(part, value)
+            elif isinstance(value, Optimizer):
+                optimizers.assign(value, self.names, part, self.checkpoint, self.filled)
+
+    def values(self) -> dict[str, Any]:
+        """The plain values that were saved, with the filled tensors in them."""
         values = [part for part, kind in self.checkpoint.kinds.items() if kind == "value" and part not in self.parts]
-        return {part: self.checkpoint.value(part) for part in values} | {
-            part: value for part, value in self.parts.items() if kind_of(value) == "value"
-        }
+        values += [part for part, value in self.parts.items() if kind_of(value) == "value"]
+        return {part: self.checkpoint.value(part, given=self._in_values) for part in values}
 
     def _assign_module(self, part: str, module: nn.Module) -> None:
-        for tensor in module.state_dict(keep_vars=True).values():
+        """Set what is no tensor, and load the module's state where its entries are copies of what it uses."""
+        state, loaded = self._states[part], dict[str, Any]()
+        own = {id(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors}
+        for name, now in self._names_now(part, module).items():
+            if now in state and is_extra((part, now)):
+                module.get_submodule(now.rpartition(".")[0]).set_extra_state(self.checkpoint.value(part, name))
+            elif now in state:
+                value = state[now]
+                loaded[now] = value if isinstance(value, torch.Tensor) else self.checkpoint.value(part, name)
+        if any(id(value) not in own for value in loaded.values()):
+            module.load_state_dict(loaded, strict=False)
+        for tensor in state.values():
             if isinstance(tensor, GlobalTensor):
                 forget_derived(tensor)
-        for path in self.checkpoint.below(part):
-            name = name_of(path)
-            if name.rpartition(".")[2] == "_extra_state":
-                module.get_submodule(name.rpartition(".")[0]).set_extra_state(self.checkpoint.value(part, *path))
 
     def assign_random_state(self) -> None:
         """Restore the random numbers of the moment of saving. A rank that was not there goes on from what all ranks had

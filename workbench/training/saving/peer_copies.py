@@ -23,7 +23,7 @@ from workbench.tensors.world import World
 from workbench.training.saving import writing
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.optimizers import distinct
-from workbench.training.saving.parts import Restoring, kind_of, leaves_of
+from workbench.training.saving.parts import Restoring, is_extra, kind_of, leaves_of
 from workbench.training.saving.reading import Checkpoint
 
 _WHAT = "reading the copies of other ranks"
@@ -107,6 +107,7 @@ class PeerCopies(Checkpoint):
         self._fetch(wanted)
 
         def fill() -> None:
+            restoring.load_objects()
             for path, tensor in wanted:
                 self.read(path, tensor)
             restoring.assign()
@@ -116,7 +117,7 @@ class PeerCopies(Checkpoint):
     def _fetch(self, wanted: Sequence[tuple[StatePath, torch.Tensor]]) -> None:
         """Exchange what the ranks want."""
         needed = {item.storage_index for path, tensor in wanted for item, _ in self._reads(path, tensor)}
-        whole = [path for path in self.entries if self.kinds[str(path[0])] == "stateful"]
+        whole = [path for path in self.entries if self.kinds[str(path[0])] == "stateful" or is_extra(path)]
         needed |= {item.index for item, _ in self._givers if self._paths[item.index.fqn] in whole}
         differing: set[str] = set()
         givers = [(item, giver) for item, giver in self._givers if item.tensor_data is not None]

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,9 +127,12 @@ class Checkpoint:
         """Whether the entry is a tensor. Other entries are pickled Python values."""
         return hasattr(self.entries[path], "chunks")
 
-    def value(self, *path: str | int) -> Any:
-        """The nested value at ``path``: Python values, and whole tensors on the CPU."""
-        return unflatten({rest: self._leaf((*path, *rest)) for rest in self.below(*path)})
+    def value(self, *path: str | int, given: Mapping[StatePath, Any] | None = None) -> Any:
+        """The nested value at ``path``: Python values, and whole tensors on the CPU. ``given`` stand in place of
+        entries.
+        """
+        given, paths = given or {}, {rest: (*path, *rest) for rest in self.below(*path)}
+        return unflatten({rest: given[full] if full in given else self._leaf(full) for rest, full in paths.items()})
 
     def _leaf(self, path: StatePath) -> Any:
         from torch.distributed.checkpoint.metadata import MetadataIndex

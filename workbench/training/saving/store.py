@@ -252,19 +252,21 @@ def load(
     it.
 
     Each rank reads the slices that it holds. The load first compares sizes, names, shapes and checksums; if that fails,
-    it has changed nothing.
+    it has changed nothing. Objects with state come next, before tensors are filled.
 
     Args:
         path: a directory of ``wb.checkpoint.save`` or of ``torch.distributed.checkpoint.save``. Load only files that
             you trust: as in ``torch.load`` of whole objects, a file may run code.
-        strict: refuse a checkpoint that lacks tensors of a module, or has others. False ignores these.
+        strict: refuse a checkpoint that lacks tensors of a module or parameters of an optimizer, or has others. False
+            ignores these.
         random_state: also restore the states of the random numbers. A rank that was not there at the save gets those of
             Python, numpy and a GPU only if all ranks had the same.
         parts: modules, optimizers and other objects, by the names under which they were saved. They are filled in
             place.
 
     Returns:
-        The plain values that were saved, by name.
+        The plain values that were saved, by name. Tensors in values of ``parts`` are filled in place, and stand in what
+        is returned.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is half-written, damaged, or of another model. The error
@@ -280,11 +282,14 @@ def load(
     folder: Path = all_gather_object(found, world, what)[0]
     restoring, pieces = run_on_all_ranks(lambda: _compare(folder, parts, world, strict), world, what)
 
+    run_on_all_ranks(restoring.load_objects, world, what)
+
     def fill() -> dict[str, Any]:
         restoring.checkpoint.fill(pieces)
         if parts and random_state:
             restoring.assign_random_state()
-        return restoring.assign()
+        restoring.assign()
+        return restoring.values()
 
     values: dict[str, Any] = run_on_all_ranks(fill, world, what)
     return values
@@ -297,8 +302,8 @@ def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) ->
         raise CheckpointError(
             f"load({str(folder)!r}): the checkpoint does not fit.\n  "
             + "\n  ".join(problems)
-            + "\nNothing was loaded. "
-            "Load it into the objects that it was saved from; strict=False ignores missing and unexpected tensors."
+            + "\nNothing was loaded. Load it into the objects that it was saved from"
+            + ("; strict=False ignores missing and unexpected tensors." if strict else ".")
         )
     wanted = list(restoring.targets())
     return restoring, restoring.checkpoint.check(wanted, restoring.filled)
