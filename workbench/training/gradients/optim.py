@@ -245,6 +245,7 @@ def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, to
     """Put the parts, with their state, in place of the parameters."""
     owned: Any = optimizer.state
     state: Any = defaultdict(dict)
+    state.update({key: values for key, values in dict.items(owned) if not isinstance(key, torch.Tensor)})
     swap.states = [dict.get(owned, owner) for owner, _ in pairs]
     for (_, part), values in zip(pairs, swap.states, strict=True):
         if values is not None:

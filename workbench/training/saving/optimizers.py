@@ -3,7 +3,9 @@
     {"state": {"fc1.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
 
-Optimizers within the optimizer (a chain, warm-up, lookahead) have the same form in the list ``"within"``.
+Optimizers within the optimizer (a chain, warm-up, lookahead) have the same form in the list ``"within"``. What one
+keeps beside the state of its parameters is in ``"own"``: the other keys of ``state``, and the entries that its class
+adds to ``state_dict``.
 
 Per-element state becomes global tensors in the layout of ``optim.state_layout``, and is split like weights. Optimizers
 that are not elementwise already have global tensors.
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split, broadcast
@@ -28,6 +31,7 @@ from workbench.training.gradients.optimizer_kinds import is_elementwise
 from workbench.training.saving.flat import Path, unflatten
 from workbench.training.saving.reading import Checkpoint, shape_of
 
+OWN = "own"
 Names = Mapping[int, str]
 """Names of parameters by the id of the parameter."""
 
@@ -66,7 +70,35 @@ def _state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
         {**group, "params": [_name(parameter, names, part) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return {"state": state, "param_groups": groups}
+    own = _own_state(optimizer, part)
+    return {"state": state, "param_groups": groups, OWN: own} if any(own) else {"state": state, "param_groups": groups}
+
+
+def _own_state(optimizer: Optimizer, part: str) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """(state by keys that are no parameters, entries of ``state_dict`` beside torch's two). Entries with the state of
+    parameters are left out: that of optimizers within is saved by itself.
+    """
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    entries: dict[str, Any] = {}
+    if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
+        held = {id(leaf) for each in (optimizer, *optimizers_within(optimizer)) for leaf in _tensors_of(each.state)}
+        entries = {
+            key: value
+            for key, value in optimizer.state_dict().items()
+            if key not in ("state", "param_groups") and not any(id(leaf) in held for leaf in _tensors_of(value))
+        }
+    for key, value in (others | entries).items():
+        if any(isinstance(leaf, GlobalTensor) for leaf in _tensors_of(value)):
+            raise CheckpointError(
+                f"{part}: {type(optimizer).__name__} keeps global tensors under {key!r}, beside the state of its "
+                "parameters. Slices are saved of the state of a parameter only: keep them in state[parameter]."
+            )
+    return others, entries
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    inside = [*value.values()] if isinstance(value, Mapping) else [value]  # of a defaultdict, and by any keys
+    return [leaf for leaf in tree_leaves(inside) if isinstance(leaf, torch.Tensor)]
 
 
 def _name(parameter: torch.Tensor, names: Names, part: str) -> str:
@@ -137,11 +169,24 @@ def targets(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """(path, new tensor to fill) for all tensors of the state; ``assign`` moves them into the optimizer."""
     for place, each in _places(optimizer, part):
+        groups = zip(each.param_groups, checkpoint.value(*place, "param_groups"), strict=True)
+        options = {id(p): {**ours, **saved} for ours, saved in groups for p in ours["params"]}
         for parameter in _with_state(each):
-            path = (*place, "state", _name(parameter, names, part))
+            name = _name(parameter, names, part)
+            path, saved = (*place, "state", name), _saved_dtype(name, checkpoint)
             for rest, entry in checkpoint.below(*path).items():
                 if checkpoint.is_tensor((*path, *rest)):
-                    yield (*path, *rest), _new_state(each, parameter, str(rest[0]), entry)
+                    yield (*path, *rest), _new_state(parameter, options[id(parameter)], str(rest[0]), entry, saved)
+
+
+def _saved_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype | None:
+    """The dtype that a parameter had; None if its module is not in the checkpoint."""
+    for part in checkpoint.kinds:
+        for path in ((part, name), (part, name.removeprefix(f"{part}."))):
+            if path in checkpoint.entries and checkpoint.is_tensor(path):
+                dtype: torch.dtype = checkpoint.entries[path].properties.dtype
+                return dtype
+    return None
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -155,14 +200,21 @@ def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield parameter
 
 
-def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: Any) -> torch.Tensor:
-    """An empty tensor for one state value, on torch's device for it: steps on the CPU, unless kernels read them."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+def _new_state(
+    parameter: torch.Tensor, options: Mapping[str, Any], key: str, entry: Any, saved: torch.dtype | None
+) -> torch.Tensor:
+    """An empty tensor for one state value, on torch's device for it: steps on the CPU, unless kernels read them.
+
+    State of the dtype ``saved``, which the parameter had, takes the dtype that it has now. Other state keeps its own.
+    """
     with local_torch():
         device = parameter.device
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
-        device = torch.device("cpu")
     dtype, shape = entry.properties.dtype, tuple(entry.size)
+    if key == "step":
+        is_read = options.get("capturable") or options.get("fused")
+        device, dtype = (device, torch.float32) if is_read else (torch.device("cpu"), dtype)
+    elif saved in (dtype, None) and dtype.is_floating_point and parameter.is_floating_point():
+        dtype = parameter.dtype
     if not isinstance(parameter, GlobalTensor) or not shape:
         return torch.empty(shape, dtype=dtype, device=device)
     spec = _state_spec(parameter)
@@ -189,6 +241,7 @@ def assign(
 ) -> None:
     """Set hyperparameters, and state whose tensors have been filled."""
     places = _places(optimizer, part)
+    _load_own(optimizer, places, checkpoint)
     for place, each in places:  # before any is filled: some may share it
         saved = {name for group in checkpoint.value(*place, "param_groups") for name in group["params"]}
         for key in list(each.state):
@@ -196,6 +249,22 @@ def assign(
                 del each.state[key]
     for place, each in places:
         _assign(each, names, part, place, checkpoint, filled)
+
+
+def _load_own(optimizer: Optimizer, places: list[tuple[Path, Optimizer]], checkpoint: Checkpoint) -> None:
+    """Give each class the entries that it has added to ``state_dict``. The state of parameters and the groups, which
+    optimizers may share, stay the same objects.
+    """
+    kept = [
+        (vars(each), {key: value for key, value in vars(each).items() if key in ("state", "param_groups")})
+        for each in (optimizer, *optimizers_within(optimizer))
+    ]
+    for place, each in places:
+        _, entries = checkpoint.value(*place, OWN) or ({}, {})
+        if entries:
+            each.load_state_dict(each.state_dict() | entries)
+    for attributes, before in kept:
+        attributes.update(before)
 
 
 def _assign(
@@ -208,6 +277,8 @@ def _assign(
 ) -> None:
     for ours, saved in zip(optimizer.param_groups, checkpoint.value(*place, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
+    others, _ = checkpoint.value(*place, OWN) or ({}, {})
+    optimizer.state.update(others)
     forget_layouts(optimizer)
     keeps_local = is_elementwise(optimizer)
     for parameter in _with_state(optimizer):

@@ -81,14 +81,16 @@ def sum_terms(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[Path
 def checksums(leaves: Mapping[Path, Any], parts: Mapping[str, Any]) -> dict[str, int]:
     """Checksums, by name, of the leaves of which all ranks must have the same copy: one is saved.
 
-    These are the parameters of modules, and the tensors of objects with state and of values. Plain buffers may differ,
-    and the state of an optimizer is that of the ranks that hold the parameter.
+    These are the parameters of modules, and the tensors of objects with state, of values, and of what an optimizer
+    keeps beside the state of parameters. Plain buffers may differ, and the state of a parameter is that of the ranks
+    that hold it.
     """
     found: dict[str, int] = {}
     for path, value in leaves.items():
         part = parts.get(str(path[0]))
         is_one_for_all = isinstance(value, nn.Parameter) if isinstance(part, nn.Module) else path[0] in parts
-        if is_one_for_all and not isinstance(part, Optimizer) and (number := checksum(value)) is not None:
+        is_of_parameter = isinstance(part, Optimizer) and path[-1] != optimizers.OWN
+        if is_one_for_all and not is_of_parameter and (number := checksum(value)) is not None:
             found[name_of(path)] = number
     return found
 
@@ -135,7 +137,7 @@ def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
 
 
 class Restoring:
-    """Loads a checkpoint into ``parts`` in steps: ``problems``, ``targets``, ``load_objects``, ``assign``, ``values``."""
+    """Loads a checkpoint into ``parts``: ``problems``, ``targets``, ``load_objects``, ``assign``, ``values``."""
 
     def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
         self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict

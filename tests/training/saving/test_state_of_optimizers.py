@@ -1,0 +1,166 @@
+"""The state of an optimizer in another dtype, and what it keeps beside the state of parameters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from workbench.errors import CheckpointError
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.saving.peer_copies import PeerCopies
+
+_MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def trained(make, strategy=None, dtype=torch.float32, num_steps=1):
+    model = copy.deepcopy(_MODEL).to(dtype)
+    model = wb.parallelize(model, strategy) if strategy else model
+    optimizer = make(model.parameters())
+    for _ in range(num_steps):
+        model(torch.ones(4, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", [None, "*: data", "*: model", "*: data | zero=1", "pipeline"])
+@pytest.mark.parametrize(("saved", "ours"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_state_takes_the_dtype_of_its_parameter(tmp_path, strategy, saved, ours, make):
+    """As in torch, which leaves steps in 32 bits."""
+
+    def program():
+        model, optimizer = trained(make, strategy, saved)
+        wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+        again, other = trained(make, strategy, ours, num_steps=0)
+        wb.checkpoint.load(tmp_path / "c", model=again, optimizer=other)
+        assert other.state
+        for state in other.state.values():
+            for key, value in state.items():
+                assert value.dtype == (torch.float32 if key == "step" else ours), key
+        again(torch.ones(4, 4, dtype=ours)).sum().backward()
+        other.step()
+
+    run_ranks(program, 2)
+
+
+def test_steps_that_kernels_read_are_in_32_bits(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW, dtype=torch.float64)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+    wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.param_groups[0]["fused"] = True
+    wb.checkpoint.save(tmp_path / "fused", model=model, optimizer=optimizer)
+    wb.checkpoint.load(tmp_path / "fused", model=model, optimizer=fused)
+    assert {state["step"].dtype for state in fused.state.values()} == {torch.float32}
+    wb.checkpoint.load(tmp_path / "c", model=model, optimizer=optimizer)
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float64}
+
+
+class Precise(torch.optim.Optimizer):
+    """It keeps moments in 32 bits of parameters in 16."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["sum"] = parameter.grad.float() / 3
+
+
+@pytest.mark.parametrize("strategy", [None, "*: model"])
+def test_state_in_a_dtype_of_its_own_keeps_it(tmp_path, strategy):
+    def program():
+        model, optimizer = trained(Precise, strategy, torch.bfloat16)
+        wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+        again, other = trained(Precise, strategy, torch.bfloat16, num_steps=0)
+        wb.checkpoint.load(tmp_path / "c", model=again, optimizer=other)
+        pairs = zip(optimizer.state.values(), other.state.values(), strict=True)
+        assert all(torch.equal(a["sum"], b["sum"]) and b["sum"].dtype == torch.float32 for a, b in pairs)
+
+    run_ranks(program, 2)
+
+
+class Counting(torch.optim.SGD):
+    """It counts in its state, beside the state of parameters, and in an entry of its state dictionary."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.num_steps, self.scales = 0, torch.zeros(2)
+
+    def step(self, closure=None):
+        self.state["norms"] = {"all": [1.5], 2: self.state.get("norms", {2: 0})[2] + 1}
+        self.num_steps += 1
+        self.scales = self.scales + 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "num_steps": self.num_steps, "scales": self.scales}
+
+    def load_state_dict(self, state):
+        self.num_steps, self.scales = state["num_steps"], state["scales"]
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+class Around(torch.optim.Optimizer):
+    """It steps another one."""
+
+    def __init__(self, params):
+        self.inner = Counting(params)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self):
+        self.inner.step()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", [None, "*: model", "*: data | zero=1", "pipeline"])
+@pytest.mark.parametrize("make", [Counting, Around])
+@pytest.mark.parametrize("by_peers", [False, True])
+def test_state_that_is_of_no_parameter_goes_on(tmp_path, strategy, make, by_peers):
+    def program():
+        model, optimizer = trained(make, strategy, num_steps=3)
+        again, other = trained(make, strategy)
+        if by_peers:
+            copies = PeerCopies({"model": model, "optimizer": optimizer}, current())
+            assert not copies.compare({"model": again, "optimizer": other})
+            copies.restore({"model": again, "optimizer": other}, ["model", "optimizer"])
+        else:
+            wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+            wb.checkpoint.load(tmp_path / "c", model=again, optimizer=other)
+        found, truth = getattr(other, "inner", other), getattr(optimizer, "inner", optimizer)
+        assert found.num_steps == 3 and torch.equal(found.scales, torch.full((2,), 3.0))
+        assert found.state["norms"] == {"all": [1.5], 2: 3}
+        buffers = [
+            [
+                each.state[p]["momentum_buffer"]
+                for group in each.param_groups
+                for p in group["params"]
+                if p in each.state
+            ]
+            for each in (found, truth)
+        ]
+        assert buffers[0] and all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+
+    run_ranks(program, 2)
+
+
+def test_tensors_of_one_rank_beside_the_state_are_refused(tmp_path):
+    def program(rank):
+        model, optimizer = trained(Counting, "*: model")
+        optimizer.scales = torch.randn(5, generator=torch.Generator().manual_seed(rank))
+        with pytest.raises(CheckpointError, match=r"optimizer\.own has other plain tensors on rank 0 than on rank 1"):
+            wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+        optimizer.scales = [*model.parameters()]
+        with pytest.raises(CheckpointError, match=r"optimizer: Counting keeps global tensors under 'scales'"):
+            wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
+
+    run_ranks(program, 2)
