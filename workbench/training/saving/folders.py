@@ -112,10 +112,10 @@ def _refuse_others(path: Path) -> None:
     for place in (path, path.with_name(path.name + REPLACED)):
         others = _others(place)
         if others:
-            more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-            what = f"a directory with {', '.join(others[:5])}{more}" if place.is_dir() else "a file"
+            named = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            has = f"has {len(others)} entries that no checkpoint has: {named}" if place.is_dir() else "is a file"
             raise CheckpointError(
-                f"save({str(path)!r}): {place} is {what}, which is no checkpoint's. A save replaces the whole "
+                f"save({str(path)!r}): {place} {has}. A save replaces the whole "
                 "directory, so it takes the place of a checkpoint or of an empty directory only. Give a path of its "
                 f"own, such as {str(path.with_name(path.name + '-checkpoint'))!r}."
             )
