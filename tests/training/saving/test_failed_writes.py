@@ -1,4 +1,4 @@
-"""A save that cannot be written is told: by every wait, by the next save, and at the end of the program."""
+"""A save that cannot be written has an error: from every wait, by the next save, and at the end of the program."""
 
 import errno
 import re

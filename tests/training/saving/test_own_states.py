@@ -144,7 +144,7 @@ def test_values_are_those_that_were_saved(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [[0], [0, 1]])
-def test_objects_that_refuse_their_state_leave_the_rest_as_it_was(tmp_path, failing):
+def test_the_rest_stays_as_it_was_where_objects_refuse_their_state(tmp_path, failing):
     class Strict:
         def __init__(self, seed):
             self.seed = seed
