@@ -111,6 +111,7 @@ torch.nn.Module._call_impl
 torch.nn.Module._compiled_call_impl
 torch.nn.Module._forward_hooks
 torch.nn.Module._forward_pre_hooks
+torch.nn.Module._load_state_dict_pre_hooks
 torch.nn.Module._maybe_warn_non_full_backward_hook
 torch.nn.Module._modules
 torch.nn.Module._non_persistent_buffers_set
@@ -118,6 +119,7 @@ torch.nn.Module._parameters
 torch.nn.MultiheadAttention._reset_parameters
 torch.nn.modules.batchnorm._NormBase
 torch.nn.modules.transformer._detect_is_causal_mask
+torch.optim.Optimizer._optimizer_state_dict_post_hooks
 torch.optim.Optimizer._optimizer_step_code
 torch.optim.Optimizer._optimizer_step_post_hooks
 torch.optim.Optimizer._optimizer_step_pre_hooks
