@@ -19,7 +19,8 @@ NUM_PICTURES = 5
 @pytest.mark.sampled(2, start=1)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_report_draws_everything_by_itself(browser: Any, tmp_path: Path, theme: str) -> None:
-    runs = [make_record("data"), make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2)]
+    slower = make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2, losses=(2.0, 1.5001, 1.0))
+    runs = [make_record("data"), slower]
     result = CompareResult(make_record("one device", num_ranks=1), runs)
     path = write_report(result, tmp_path / "report.html")
     problems: list[str] = []
