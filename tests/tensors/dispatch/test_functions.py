@@ -188,3 +188,42 @@ def test_what_torch_refuses_is_refused(name):
             REFUSED[name](wb.tensor(x, placement=wb.placement.all(), sbp="S(0)"))
 
     run_ranks(program)
+
+
+class Reflecting:
+    def __rpow__(self, other):
+        return "its own"
+
+    __rfloordiv__ = __rpow__
+
+
+def _refused(call):
+    try:
+        return call()
+    except TypeError as error:
+        return str(error)
+
+
+UNKNOWN = {
+    "None": lambda x: (x == None, x != None, [x].count(None), [x, 1] == [None, 1]),  # noqa: E711
+    "a word": lambda x: (x == "a", x != "a"),
+    "a type": lambda x: x == int,  # noqa: E721
+    "an object": lambda x: (x ** Reflecting(), x // Reflecting(), x.__pow__(Reflecting())),
+    "an object, in place": lambda x: x.__ipow__(Reflecting()),
+    "nobody knows": lambda x: [
+        _refused(call).replace("GlobalTensor", "Tensor")
+        for call in (lambda: x ** "a", lambda: "a" ** x, lambda: None // x, lambda: 1 - (None @ x), lambda: None - x)
+    ],
+}
+"""Operators on what torch does not know: Python asks the other operand then."""
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_operators_leave_to_the_other_operand_what_torch_leaves_to_it(name):
+    x = torch.arange(12.0).view(4, 3)
+    expected = UNKNOWN[name](x.clone())
+
+    def program():
+        return [UNKNOWN[name](wb.tensor(x, placement=wb.placement.all(), sbp=sbp)) for sbp in ("S(0)", "B")]
+
+    assert run_ranks(program, 2) == [[expected] * 2] * 2

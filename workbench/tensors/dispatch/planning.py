@@ -104,7 +104,9 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
     if name.folded in RULES and kwargs.get("out") is None:
         known = inferred or _inferred_or_none(func, args, kwargs)
         if known is not None:
-            infos, structure, _ = known
+            infos, structure, leaves = known
+            if structure.is_leaf() and leaves[0] is NotImplemented:
+                raise TypeError(f"{name.folded}: unsupported operands")  # torch's operators make NotImplemented of it
             call.outputs, returns_tensor = [info[:2] for info in infos], structure.is_leaf()
             resolution = RULES[name.folded](call)
     if resolution is not None:
