@@ -99,6 +99,69 @@ def test_what_is_added_by_index_reaches_every_term(sbp):
     assert found == [added(start.clone()).tolist()] * 2
 
 
+NUMBER, PAIR, SOME = torch.tensor(2), torch.tensor([0, 1]), torch.tensor([False, True, True, False])
+LISTS = {
+    "tensors": lambda put: [put(PAIR), put(PAIR + 1)],
+    "plain tensors": lambda put: [PAIR, PAIR + 1],
+    "where": lambda put: list(torch.where(put(torch.arange(12).view(4, 3)) > 6)),
+    "a number and a tensor": lambda put: [1, NUMBER],
+    "tensors of numbers": lambda put: [put(NUMBER - 1), put(NUMBER)],
+    "lists": lambda put: [[0, 1], (1, 2)],
+    "arrays": lambda put: [PAIR.numpy(), PAIR.numpy() + 1],
+    "one list": lambda put: [[0, 2]],
+    "a list of lists": lambda put: [[[0, 1], [1, 2]]],
+    "a number and a slice": lambda put: [0, slice(1, 3)],
+    "None": lambda put: [None, 1],
+    "dots": lambda put: [..., 1],
+    "a mask": lambda put: [put(SOME)],
+    "numbers alone": lambda put: [1, 0],
+    "33 lists": lambda put: [[0, 1]] * 33,
+    "a list in a tuple": lambda put: ([put(NUMBER), NUMBER - 1], 0),
+    "a number in a tensor": lambda put: (NUMBER, slice(None), [0, 2]),
+    "a number in a global tensor": lambda put: (put(NUMBER), slice(None), PAIR),
+    "a byte": lambda put: torch.tensor(1, dtype=torch.uint8),
+    "a list of tensors in a tuple": lambda put: ([put(PAIR), put(PAIR)],),
+    "too many": lambda put: [0, 1, 1, put(PAIR), 2],
+}
+"""Indices of (4, 3) and (4, 3, 4), of which torch takes some lists as tuples."""
+
+
+def _by_index(x, index):
+    """What is read and written, or the kind of error."""
+
+    def written(value):
+        y = x.clone()
+        y[index] = y[index] * value
+        y[index] += 1
+        return y
+
+    found = []
+    for call in (lambda: x[index], lambda: written(3), lambda: written(x.new_ones(1))):
+        try:
+            found.append(call())
+        except (TypeError, IndexError) as error:
+            found.append(type(error))
+    return [each.full_tensor() if isinstance(each, wb.GlobalTensor) else each for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:.*(non-tuple sequence|dtype torch.uint8):UserWarning")
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_a_tuple_of_indices_where_torch_takes_it_as_one(name):
+    for start in (torch.arange(12.0).view(4, 3), torch.arange(48.0).view(4, 3, 4)):
+        expected = _by_index(start, LISTS[name](torch.clone))
+
+        def program(start=start):
+            def put(tensor, sbp="B"):
+                return wb.to_global(tensor.clone(), placement=wb.placement.all(), sbp="B").to_global(sbp=sbp)
+
+            return [_by_index(put(start, sbp), LISTS[name](put)) for sbp in ("S(0)", "S(1)")]
+
+        for found in [each for layouts in run_ranks(program, 2) for each in layouts]:
+            for value, wanted in zip(found, expected, strict=True):
+                assert value is wanted if isinstance(wanted, type) else torch.equal(value, wanted)
+
+
 ROWS, MASK = torch.tensor([0, 2]), torch.tensor([True, False, True, False])
 UNLIKE = {
     "rows": (ROWS, torch.ones(2, 3)),

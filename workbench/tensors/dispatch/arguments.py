@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -120,9 +120,6 @@ _INTEGERS = {"int", "Optional[int]"}
 _NUMBERS = {"number", "Optional[number]", "float", "Optional[float]"}
 _LISTS = {"List[int]", "Optional[List[int]]"}
 
-_ALWAYS = {"__getitem__": 1, "narrow": 2}
-"""Positions at which functions take 0-dim tensors too, and read them as integers."""
-
 
 def takes_numbers(func: Callable[..., Any]) -> bool:
     """Whether torch takes numbers in a call of the function, for which ``with_numbers`` would look."""
@@ -166,9 +163,33 @@ def read_integers(value: Any) -> Any:
     return value
 
 
+def read_index(index: Any) -> Any:
+    """An index with 0-dim tensors of integers as numbers, but for bytes, which are masks; and as a tuple where torch
+    takes it as one: a sequence of fewer than 32 items, with a tensor, a sequence, a slice, None or ``...`` in it.
+    """
+    if isinstance(index, Sequence) and len(index) < 32 and any(map(_makes_tuple, index)):
+        index = tuple(index)
+    if isinstance(index, tuple):
+        read = tuple([item if _is_byte(item) else read_integers(item) for item in index])
+        return index if all(map(operator.is_, index, read)) else read
+    return index if _is_byte(index) else read_integers(index)
+
+
+def _makes_tuple(item: Any) -> bool:
+    return item is None or item is Ellipsis or isinstance(item, slice) or hasattr(item, "__len__")
+
+
+def _is_byte(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype == torch.uint8
+
+
 def _number(value: Any) -> Any:
     is_number = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad
     return value.item() if is_number else value
+
+
+_ALWAYS = {"__getitem__": (1, read_index), "__setitem__": (1, read_index), "narrow": (2, read_integers)}
+"""Positions at which functions take 0-dim tensors too, and what reads them."""
 
 
 @lru_cache(maxsize=4096)
@@ -194,4 +215,4 @@ def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
                 if position == 1 and kind in _LISTS:
                     readers[-1] = read_integers
     readers = {place: read for place, read in readers.items() if place not in tensors}
-    return readers | ({_ALWAYS[name]: read_integers} if name in _ALWAYS else {})
+    return readers | dict([_ALWAYS[name]] if name in _ALWAYS else [])

@@ -6,6 +6,7 @@ the value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from workbench.core.sbp import Partial, Sbp, Split, broadcast, partial_sum
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.aliasing import is_basic
-from workbench.tensors.dispatch.arguments import read_integers
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
@@ -23,6 +23,7 @@ from workbench.tensors.rules.indexing.indexing import as_items, check_bounds
 from workbench.tensors.rules.views.row_moves import own_rows
 
 _WHOLE = slice(None)
+_MASKS = (torch.bool, torch.uint8)
 
 
 @handler("getitem")
@@ -51,7 +52,7 @@ def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
         return None
     found: list[Any] = []
     for item in as_items(tuple(items), len(target._spec.shape)):
-        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        if isinstance(item, torch.Tensor) and item.dtype in _MASKS:
             _check_mask(item, target, sum(i is not None for i in found))
             found.extend(torch.nonzero(item).unbind(1))
         elif isinstance(item, torch.Tensor):
@@ -62,10 +63,8 @@ def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
 
 
 def _as_tensor(item: Any, target: GlobalTensor) -> Any:
-    if isinstance(item, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in item):
-        item = torch.stack([part if isinstance(part, torch.Tensor) else torch.tensor(part) for part in item])
-    elif isinstance(item, (list, tuple, range)) or (hasattr(item, "__array__") and not isinstance(item, torch.Tensor)):
-        item = torch.as_tensor(list(item) if isinstance(item, (tuple, range)) else item)
+    if isinstance(item, Sequence) or (hasattr(item, "__array__") and not isinstance(item, torch.Tensor)):
+        item = torch.as_tensor(list(item) if isinstance(item, Sequence) else item)
         if not item.numel():
             item = item.long()
     if isinstance(item, torch.Tensor) and not isinstance(item, GlobalTensor):
@@ -75,13 +74,11 @@ def _as_tensor(item: Any, target: GlobalTensor) -> Any:
 
 def _is_condition(item: Any) -> bool:
     """True, False, and masks without dims: they select everything or nothing."""
-    return isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim())
+    return isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype in _MASKS and not item.dim())
 
 
 def _listed(index: Any) -> tuple[Any, ...]:
-    """The items of an index, with numbers for the ends of slices that are tensors: all ranks read them."""
-    listed = index if isinstance(index, tuple) else (index,)
-    return tuple(read_integers(item) if isinstance(item, slice) else item for item in listed)
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _check_mask(mask: Any, target: GlobalTensor, dim: int) -> None:
@@ -113,12 +110,10 @@ def setitem(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _looks_up(listed: tuple[Any, ...], num_values: int) -> bool:
-    """Whether torch looks places up: it takes an index tensor without dims as a number, and fills where a mask is true
-    with one value.
-    """
-    others = [i for i in listed if not is_basic(i) and not (isinstance(i, torch.Tensor) and not i.dim())]
+    """Whether torch looks places up: it fills where a mask is true with one value."""
+    others = [item for item in listed if not is_basic(item)]
     kinds = [i.dtype for i in others if isinstance(i, torch.Tensor)]
-    return bool(others) and (num_values > 1 or any(kind not in (torch.bool, torch.uint8) for kind in kinds))
+    return bool(others) and (num_values > 1 or any(kind not in _MASKS for kind in kinds))
 
 
 def _num_elements(value: Any) -> int:

@@ -27,6 +27,8 @@ def as_items(index: Any, ndim: int) -> list[Any]:
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_num_dims(item) for item in items)
     at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    if used > ndim:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
     filler = [_WHOLE] * (ndim - used)
     if at is None:
         return items + filler
