@@ -61,6 +61,41 @@ def test_index_put_refuses_values_with_more_dims_as_torch_does():
         run_ranks(program, 2)
 
 
+def _assign(x, index, value):
+    x[index] = value
+
+
+WRONG = {
+    "all": lambda x, ones: _assign(x, slice(None), ones(2, 4)),
+    "a column": lambda x, ones: _assign(x, (slice(None), 0), ones(2)),
+    "a row": lambda x, ones: _assign(x, 0, ones(2)),
+    "global values": lambda x, ones: _assign(x, 0, wb.to_global(ones(2), placement=wb.placement.all(), sbp="B")),
+    "columns": lambda x, ones: _assign(x, (slice(None), [0, 2]), ones(2, 2)),
+    "a mask of columns": lambda x, ones: _assign(x, (slice(None), torch.tensor([True, False] * 2)), ones(2, 2)),
+    "rows": lambda x, ones: _assign(x, [0, 2], ones(2, 2)),
+    "an empty slice": lambda x, ones: _assign(x, slice(0, 0), ones(2, 4)),
+    "index_put": lambda x, ones: x.index_put((torch.tensor([0, 2]),), ones(2, 2)),
+    "index_put, accumulated": lambda x, ones: x.index_put_((torch.tensor([0, 2]),), ones(2, 2), accumulate=True),
+    "select_scatter": lambda x, ones: x.select_scatter(ones(2), 0, 0) + x.select_scatter(ones(2), 1, 0),
+    "slice_scatter": lambda x, ones: x.slice_scatter(ones(3, 2)),
+}
+"""Writes of values into (3, 4) that have the shape of a shard's place, on some rank."""
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("name", WRONG)
+def test_values_that_fit_a_shard_alone_are_refused_on_all_ranks(name):
+    def program(sbp):
+        with pytest.raises(RuntimeError, match=r"must match|mismatch|to have a size equal|cannot be broadcast"):
+            WRONG[name](wb.zeros(3, 4, placement=wb.placement.all(), sbp=sbp), torch.ones)
+
+    if name != "global values":
+        with pytest.raises(RuntimeError):
+            WRONG[name](torch.zeros(3, 4), torch.ones)
+    for sbp in ("S(0)", "S(1)"):
+        run_ranks(lambda sbp=sbp: program(sbp), 2)
+
+
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
 def test_a_part_of_a_tensor_may_be_assigned_to_itself(sbp):
     def write(x):

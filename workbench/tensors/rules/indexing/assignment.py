@@ -156,6 +156,17 @@ def _without_ones(value: Any, num_dims: int) -> Any:
     return value
 
 
+def _check_shape(value: GlobalTensor, place: Sequence[int]) -> None:
+    """Refuse a value that does not fit, on all ranks alike: it may fit the shards of some."""
+    shape = value._spec.shape
+    fits = [size in (1, whole) for size, whole in zip(reversed(shape), reversed(place), strict=False)]
+    if len(shape) > len(place) or not all(fits):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(shape)} cannot be broadcast to indexing result of shape "
+            f"{list(place)}"
+        )
+
+
 def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
     if isinstance(value, GlobalTensor):
         converted: Any = value if value.dtype == target.dtype else value.to(target.dtype)
@@ -189,8 +200,10 @@ def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
     dims = iter(sources)
     by_item = [None if item is None else next(dims) for item in items]
     whole = {d for d, item in zip(by_item, items, strict=True) if d is not None and _takes_all(item, spec.shape[d])}
-    result = [d if d in whole else None for d, i in zip(by_item, items, strict=True) if not isinstance(i, int)]
-    boxed = _boxed_value(_without_ones(value, len(result)), target, result)
+    kept = [(d, item) for d, item in zip(by_item, items, strict=True) if not isinstance(item, int)]
+    value = _without_ones(value, len(kept))
+    _check_shape(value, [1 if d is None else len(range(spec.shape[d])[item]) for d, item in kept])
+    boxed = _boxed_value(value, target, [d if d in whole else None for d, _ in kept])
     if spec.is_placeholder:
         write_placeholder(target, [target, boxed])
         return _count_write(target)
@@ -242,6 +255,8 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
     kept: list[int | None] = [d for d in range(len(items)) if d not in dims]
     at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
     result = [*kept[:at], *[None] * len(shape), *kept[at:]]
+    sizes = [spec.shape[d] for d in range(len(items)) if d not in dims]
+    _check_shape(value, [*sizes[:at], *shape, *sizes[at:]])
     boxed = _boxed_value(value, target, result)
     if spec.is_placeholder:
         write_placeholder(target, [target, boxed])

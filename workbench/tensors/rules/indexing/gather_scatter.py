@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.dispatcher import beside, call_by_plan
@@ -194,14 +195,25 @@ def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
     return write
 
 
+def _without(shape: Shape, dims: Sequence[int]) -> Shape:
+    return tuple(size for d, size in enumerate(shape) if d not in dims)
+
+
 @rule("diagonal_scatter", "select_scatter", "slice_scatter")
 def _scatter_view(call: Call) -> Resolution | None:
-    """A copy with one part replaced. The dims of that part's slice stay whole. Linear in both operands."""
-    ndim = len(call.shapes[0])
+    """A copy with one part replaced. The dims of that part's slice stay whole. Linear in both operands. torch looks at
+    the part's shape when it writes: a wrong one may fit shards, and falls back.
+    """
+    shape, source = call.shapes
+    ndim = len(shape)
     if call.name == "diagonal_scatter":
         pair = [call.arg(3, "dim1", 0) % ndim, call.arg(4, "dim2", 1) % ndim]
+        if source[:-1] != _without(shape, pair):
+            return None
         return Resolution(f"+{term(ndim, pair)}, +{term(ndim, dropped=pair)}Z -> {term(ndim, pair)}")
     dim = int(call.arg(2, "dim", 0)) % ndim
+    if (source if call.name == "select_scatter" else _without(source, [dim])) != _without(shape, [dim]):
+        return None
     part = term(ndim, dropped=[dim]) if call.name == "select_scatter" else term(ndim, [dim])
     return Resolution(f"+{term(ndim, [dim])}, +{part} -> {term(ndim, [dim])}")
 
