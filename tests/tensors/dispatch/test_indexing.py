@@ -61,6 +61,45 @@ def test_index_put_refuses_values_with_more_dims_as_torch_does():
         run_ranks(program, 2)
 
 
+BEHIND = {
+    "gather": lambda x, i: x.gather(0, i[:, None]),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "scatter": lambda x, i: x.scatter(0, i[:, None], 2.0),
+    "scatter_": lambda x, i: x.scatter_(0, i[:, None], x[:2] * 2),
+    "scatter_add": lambda x, i: x.scatter_add(0, i[:, None], x),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, i[:, None], x, "amax"),
+    "index_add": lambda x, i: x.index_add(0, i, x[:2]),
+    "index_copy": lambda x, i: x.index_copy(0, i, x[:2]),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
+    "index_fill": lambda x, i: x.index_fill(0, i, 2.0),
+    "index_put": lambda x, i: x.index_put((i,), x[:2]),
+    "getitem": lambda x, i: x[i],
+    "take": lambda x, i: x.take(i),
+    "take_along_dim": lambda x, i: x.take_along_dim(i[:, None], 0),
+}  # fmt: skip
+
+
+def _found(call, x, index):
+    try:
+        return call(x, index)
+    except (IndexError, RuntimeError):
+        return None
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_numbers_outside_of_a_split_dim_are_taken_or_refused_as_on_one_device(name):
+    start = torch.arange(12.0).view(4, 3)
+
+    def program(index):
+        found = _found(BEHIND[name], wb.tensor(start, placement=wb.placement.all(), sbp="S(0)"), index)
+        return None if found is None else found.full_tensor()
+
+    for index in (torch.tensor([0, -1]), torch.tensor([-4, 2]), torch.tensor([-13, 0]), torch.tensor([3, 12])):
+        expected = _found(BEHIND[name], start.clone(), index)
+        for found in run_ranks(lambda index=index: program(index), 2):
+            assert found is expected is None or torch.equal(found, expected)
+
+
 def _assign(x, index, value):
     x[index] = value
 

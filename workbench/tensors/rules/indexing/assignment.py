@@ -19,7 +19,7 @@ from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
-from workbench.tensors.rules.indexing.indexing import as_items, check_bounds
+from workbench.tensors.rules.indexing.indexing import as_items, wrapped
 from workbench.tensors.rules.views.row_moves import own_rows
 
 _WHOLE = slice(None)
@@ -270,8 +270,7 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
         rows = []
         for d, index in zip(dims, indices, strict=True):
             size, (start, stop) = spec.shape[d], own_rows(spec, d)
-            check_bounds(index, size)
-            row = torch.where(index < 0, index + size, index) - start
+            row = wrapped(index, size) - start
             rows.append(row)
             if stop - start < size:
                 inside = (row >= 0) & (row < stop - start)

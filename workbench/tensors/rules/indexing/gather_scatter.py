@@ -19,7 +19,7 @@ from workbench.tensors.dispatch.dispatcher import beside, call_by_plan
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.indexing.indexing import masked_lookup, shifted
+from workbench.tensors.rules.indexing.indexing import check_bounds, masked_lookup, shifted, wrapped
 from workbench.tensors.rules.views.concatenation import splits_dim
 from workbench.tensors.rules.views.row_moves import own_rows
 
@@ -46,9 +46,10 @@ def _index_select(call: Call) -> Resolution | None:
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
         if not splits_dim(inputs[0], dim):
             return None
-        bounds = {dim: (call.shapes[0][dim], *own_rows(inputs[0], dim))}
+        size, bounds = call.shapes[0][dim], {dim: own_rows(inputs[0], dim)}
 
         def look_up(x: torch.Tensor, _: int, index: torch.Tensor) -> torch.Tensor:
+            check_bounds(index, 0, size)
             items: list[Any] = [_WHOLE] * ndim
             items[dim] = index.reshape(-1)
             return masked_lookup(x, items, bounds, ndim - dim - 1)
@@ -83,7 +84,8 @@ def _gather(call: Call) -> Resolution | None:
         size, (start, stop) = call.shapes[0][dim], own_rows(inputs[0], dim)
 
         def look_up(x: torch.Tensor, _: int, index: torch.Tensor, **options: Any) -> torch.Tensor:
-            row, valid = shifted(index, size, start, stop)
+            check_bounds(index, 0, size)
+            row, valid = shifted(index, start, stop)
             if start == stop:
                 x = torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
             found = torch.gather(x, dim, row, **options)
@@ -111,7 +113,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     whole, rows = list(sizes), list(sizes)
     if sizes:
         whole[dim], rows[dim] = input.shape[dim], indices.shape[dim]
-        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather does not accept negative indices
+        indices = indices % whole[dim]  # as torch does: gather refuses what is out of range
     return torch.gather(input.expand(whole), dim, indices.expand(rows))
 
 
@@ -186,7 +188,10 @@ def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
     plain = getattr(torch.Tensor, function.__name__[:-1]) if in_place else function
 
     def write(x: torch.Tensor, _: int, index: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        row, valid = shifted(index, size, start, stop)
+        if call.name == "index_fill":  # of these functions it alone takes negative numbers
+            index = wrapped(index, size)
+        check_bounds(index, 0, size)
+        row, valid = shifted(index, start, stop)
         spare = x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])
         row = torch.where(valid, row, stop - start)
         result = plain(torch.cat([x, spare], dim), dim, row, *rest, **options).narrow(dim, 0, stop - start)

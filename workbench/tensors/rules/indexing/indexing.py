@@ -157,12 +157,13 @@ def lookup(call: Call, items: list[Any]) -> Resolution:
         split = [d for d in indexed if splits_dim(inputs[0], d)]
         if not split:
             return None
-        bounds = {d: (shape[d], *own_rows(inputs[0], d)) for d in split}
+        bounds = {d: own_rows(inputs[0], d) for d in split}
         behind = len(kept) - at
 
         def look_up(x: torch.Tensor, index: Any) -> torch.Tensor:
             parts = list(index) if isinstance(index, tuple) else [index]
             parts = as_items(tuple(parts), len(shape))
+            parts = [wrapped(part, shape[d]) if d in bounds else part for d, part in enumerate(parts)]
             return masked_lookup(x, parts, bounds, behind)
 
         return look_up
@@ -170,38 +171,42 @@ def lookup(call: Call, items: list[Any]) -> Resolution:
     return Resolution(found, localize)
 
 
-def masked_lookup(
-    x: torch.Tensor, items: list[Any], bounds: dict[int, tuple[int, int, int]], behind: int
-) -> torch.Tensor:
+def masked_lookup(x: torch.Tensor, items: list[Any], bounds: dict[int, tuple[int, int]], behind: int) -> torch.Tensor:
     """``x[items]`` where this rank has the rows, zero elsewhere; ``behind`` dims of the result follow the index's."""
     valid: torch.Tensor | None = None
     local = list(items)
-    for dim, (size, start, stop) in bounds.items():
-        local[dim], inside = shifted(items[dim], size, start, stop)
+    for dim, (start, stop) in bounds.items():
+        local[dim], inside = shifted(items[dim], start, stop)
         valid = inside if valid is None else valid & inside
     assert valid is not None
-    if any(start == stop for _, start, stop in bounds.values()):  # a lookup needs at least one row
+    if any(start == stop for start, stop in bounds.values()):  # a lookup needs at least one row
         room = [int(d in bounds and x.shape[d] == 0) for d in reversed(range(x.dim()))]
         x = torch.nn.functional.pad(x, [size for missing in room for size in (0, missing)])
     found = x[tuple(local)]
     return found.masked_fill(~valid.reshape(*valid.shape, *[1] * behind), 0)
 
 
-def shifted(index: torch.Tensor, size: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def shifted(index: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An index relative to this rank's rows (0 for other rows), and a mask of the rows that this rank has."""
-    check_bounds(index, size)
-    index = torch.where(index < 0, index + size, index)
     valid = (index >= start) & (index < stop)
     return torch.where(valid, index - start, 0), valid
 
 
-def check_bounds(index: torch.Tensor, size: int) -> None:
-    """Raise for an index that is out of range. Each rank looks only for its own rows and would not notice."""
+def wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
+    """An index with negative numbers counted from the end."""
+    check_bounds(index, -size, size)
+    return torch.where(index < 0, index + size, index)
+
+
+def check_bounds(index: torch.Tensor, first: int, size: int) -> None:
+    """Raise for an index below ``first``, or beyond a dim's size. Each rank looks only for its own rows and would not
+    notice.
+    """
     if index.device.type != "cpu" or not index.numel():
         return
     low, high = int(index.min()), int(index.max())
-    if low < -size or high >= size:
-        wrong = low if low < -size else high
+    if low < first or high >= size:
+        wrong = low if low < first else high
         raise IndexError(f"index {wrong} is out of bounds for dimension with size {size}")
 
 
