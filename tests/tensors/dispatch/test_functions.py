@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import workbench as wb
 from tests.oracle import shard
@@ -227,3 +228,32 @@ def test_operators_leave_to_the_other_operand_what_torch_leaves_to_it(name):
         return [UNKNOWN[name](wb.tensor(x, placement=wb.placement.all(), sbp=sbp)) for sbp in ("S(0)", "B")]
 
     assert run_ranks(program, 2) == [[expected] * 2] * 2
+
+
+REDUCED = {
+    "none": {"reduce": False},
+    "sum": {"size_average": False},
+    "a mean in place of a sum": {"size_average": True, "reduction": "sum"},
+    "a sum in place of a mean": {"size_average": False, "reduction": "mean"},
+    "rows": {"reduction": "none"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", REDUCED)
+def test_losses_are_reduced_by_old_words_and_of_bytes_as_on_one_device(name, dtype):
+    scores, labels = torch.arange(20.0).view(5, 4).sin().log_softmax(1), torch.tensor([3, 1, 0, 2, 2], dtype=dtype)
+
+    def program():
+        def put(tensor, sbp):
+            return wb.to_global(tensor, placement=wb.placement.all(), sbp="B").to_global(sbp=sbp)
+
+        for function in (F.cross_entropy, F.nll_loss):
+            expected = function(scores, labels, **REDUCED[name])
+            for sbp in ("B", "P", "S(0)", "S(1)"):
+                for given in ((put(scores, sbp), labels), (put(scores, sbp), put(labels, "S(0)"))):
+                    torch.testing.assert_close(function(*given, **REDUCED[name]).full_tensor(), expected)
+            torch.testing.assert_close(function(scores, put(labels, "S(0)"), **REDUCED[name]).full_tensor(), expected)
+
+    run_ranks(program, 2)

@@ -50,9 +50,16 @@ def _by_rows(call: Call) -> Resolution | None:
     text = (
         f"C, {'C' if by_probability else ''}" if len(scores) == 1 else f"nC..., {'nC...' if by_probability else 'n...'}"
     )
-    if call.arg(6, "reduction", "mean") == "mean":  # a composite computes means of split operands
+    size_average, reduce, reduction = (
+        call.arg(3, "size_average"),
+        call.arg(5, "reduce"),
+        call.arg(6, "reduction", "mean"),
+    )
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    if reduction == "mean":  # a composite computes means of split operands
         text = text.replace("n", "N").replace("...", "XYZ"[: len(scores) - 2])
-    keeps_rows = call.arg(6, "reduction", "mean") == "none" and len(scores) > 1
+    keeps_rows = reduction == "none" and len(scores) > 1
     return Resolution(f"{text}{weights} -> {'n...' if keeps_rows else ''}")
 
 
@@ -148,6 +155,9 @@ def _loss(
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """``function(input, target, ...)``; the mean is over the logical batch."""
+    smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    if isinstance(target, torch.Tensor) and target.dtype == torch.uint8:  # torch's own reads bytes on some devices only
+        return function(input, target.long(), weight, size_average, ignore_index, reduce, reduction, **smoothing)
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     operands = _joined(input, target, weight)
@@ -179,7 +189,6 @@ def _loss(
         total: Any = rows.sum()
     else:
         arguments = [scores, target, weight, None, ignore_index, None, "none" if reduction == "none" else "sum"]
-        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
         total = call_by_plan(function, tuple(arguments), smoothing)
     if reduction != "mean":
         return total
