@@ -121,7 +121,10 @@ def test_out_takes_results_in_its_own_layout():
             p = wb.placement("cpu", ranks=[0, 1])
             values = wb.zeros(4, placement=p, sbp="S(0)")
             indices = wb.zeros(4, placement=p, sbp="B", dtype=torch.int64)
-            torch.max(x, 1, out=(values, indices))
+            found = torch.max(x, 1, out=(values, indices))
+            assert found.values is values and found.indices is indices
+            assert torch.sort(x, 0, out=[out, wb.zeros(4, 4, placement=p, sbp="B", dtype=torch.int64)]).values is out
+            torch.add(x, y, out=out)
         assert torch.equal(out.full_tensor(), torch.full((4, 4), 2.0)) and out.to_local().shape == (4, 2)
         assert torch.equal(values.full_tensor(), torch.ones(4)) and not indices.full_tensor().any()
 

@@ -18,7 +18,8 @@ from workbench.tensors.tensor_state import count_in_inference_mode
 
 
 def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``func(*args, out=...)`` for a tensor or a tuple of them; returns ``out`` as torch does.
+    """``func(*args, out=...)`` for a tensor or a tuple of them. As in torch it returns ``out``, in a tuple with the
+    names of the results.
 
     Raises:
         LayoutError: an ``out`` that is plain beside global operands, or has another shape than the result, or a
@@ -43,7 +44,7 @@ def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _check_fits(func, target, value)
     for target, value in zip(targets, results, strict=True):
         _write(target, value)
-    return out
+    return type(result)(targets) if isinstance(result, tuple) else out  # the tuple may have names: (values, indices)
 
 
 def _check_before(func: Callable[..., Any], targets: list[Any], leaves: list[Any]) -> None:
