@@ -79,6 +79,27 @@ BEHIND = {
 }  # fmt: skip
 
 
+LOOKUPS = {
+    **{name: BEHIND[name] for name in ("gather", "index_select", "getitem", "take", "take_along_dim")},
+    "mask": lambda x, i: x[torch.arange(4) > 0],
+    "two indices": lambda x, i: x[i, i % 2],
+    "embedding": lambda x, i: F.embedding(i, x),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_zeros_that_are_looked_up_keep_their_sign(name):
+    start, index = torch.tensor([[-0.0, 2.0], [-0.0, -0.0], [0.0, -0.0], [-0.0, 1.0]]), torch.tensor([0, 1, 3, 2])
+    expected = LOOKUPS[name](start, index)
+
+    def program(placement):
+        return LOOKUPS[name](wb.tensor(start, placement=placement, sbp="S(0)"), index).full_tensor()
+
+    for num_ranks in (2, 6):
+        for found in run_ranks(lambda: program(wb.placement.all()), num_ranks):
+            assert torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+
+
 def _found(call, x, index):
     try:
         return call(x, index)

@@ -17,6 +17,7 @@ from workbench.tensors.dispatch.arguments import by_name
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import EXACT, Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.rules.indexing.indexing import own_term, shifted
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
 
 
@@ -40,7 +41,8 @@ def _embedding(call: Call) -> Resolution | None:
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
         if 0 in inputs[table].local_shape:
-            return zeros(call, outputs)
+            nothing = zeros(call, outputs)
+            return lambda *args, **kwargs: -nothing(*args, **kwargs)  # as in ``own_term``
         padding = call.arg(2, "padding_idx", None if by_function else -1)
         if padding is not None and padding < 0:
             padding = padding + call.shapes[table][0] if by_function else None
@@ -85,9 +87,8 @@ def _own_rows(
         if can_launch(weight) and weight.is_floating_point():
             found = embedding_rows(weight, indices.reshape(-1).long(), start, -1 if padding is None else padding)
             return found.view(*indices.shape, weight.shape[1])
-        elsewhere = (indices < start) | (indices >= stop)
-        found = fusion.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        row, valid = shifted(indices, start, stop)
+        return own_term(fusion.embedding(row, weight, own_padding), valid.unsqueeze(-1))
 
     return look_up
 

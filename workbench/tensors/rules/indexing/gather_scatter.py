@@ -19,7 +19,7 @@ from workbench.tensors.dispatch.dispatcher import beside, call_by_plan
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.indexing.indexing import check_bounds, masked_lookup, shifted, wrapped
+from workbench.tensors.rules.indexing.indexing import check_bounds, masked_lookup, own_term, shifted, wrapped
 from workbench.tensors.rules.views.concatenation import splits_dim
 from workbench.tensors.rules.views.row_moves import own_rows
 
@@ -89,7 +89,7 @@ def _gather(call: Call) -> Resolution | None:
             if start == stop:
                 x = torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
             found = torch.gather(x, dim, row, **options)
-            return found.masked_fill(~valid, 0)
+            return own_term(found, valid)
 
         return look_up
 

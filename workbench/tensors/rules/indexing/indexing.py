@@ -172,7 +172,7 @@ def lookup(call: Call, items: list[Any]) -> Resolution:
 
 
 def masked_lookup(x: torch.Tensor, items: list[Any], bounds: dict[int, tuple[int, int]], behind: int) -> torch.Tensor:
-    """``x[items]`` where this rank has the rows, zero elsewhere; ``behind`` dims of the result follow the index's."""
+    """``x[items]`` as a term: this rank's rows (``own_term``); ``behind`` dims of the result follow the index's."""
     valid: torch.Tensor | None = None
     local = list(items)
     for dim, (start, stop) in bounds.items():
@@ -183,7 +183,14 @@ def masked_lookup(x: torch.Tensor, items: list[Any], bounds: dict[int, tuple[int
         room = [int(d in bounds and x.shape[d] == 0) for d in reversed(range(x.dim()))]
         x = torch.nn.functional.pad(x, [size for missing in room for size in (0, missing)])
     found = x[tuple(local)]
-    return found.masked_fill(~valid.reshape(*valid.shape, *[1] * behind), 0)
+    return own_term(found, valid.reshape(*valid.shape, *[1] * behind))
+
+
+def own_term(found: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """What this rank has found, as a term of the sum over the ranks. Elsewhere it is -0.0: with 0.0 the sum would not
+    keep a -0.0. (torch's sums of complex numbers never do.)
+    """
+    return found.masked_fill(~valid, -0.0)
 
 
 def shifted(index: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
