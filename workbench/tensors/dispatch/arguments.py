@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -115,7 +115,8 @@ def _fits(overload: Parameters, num_given: int, given: dict[str, str]) -> bool:
     return required <= given.keys() <= names
 
 
-_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_NUMBERS_OF_ROWS = {torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES = {torch.uint8, *_NUMBERS_OF_ROWS}
 _INTEGERS = {"int", "Optional[int]"}
 _NUMBERS = {"number", "Optional[number]", "float", "Optional[float]"}
 _LISTS = {"List[int]", "Optional[List[int]]"}
@@ -147,8 +148,9 @@ def with_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return read_args, read_kwargs
 
 
-def read_integers(value: Any) -> Any:
-    """A 0-dim tensor of integers as a number, also in tuples, lists and slices; anything else unchanged.
+def read_integers(value: Any, dtypes: Set[torch.dtype] = _DTYPES) -> Any:
+    """A 0-dim tensor of integers (of ``dtypes``) as a number, also in tuples, lists and slices, of any integers there;
+    anything else unchanged.
 
     A value of a global tensor is read on all ranks.
     """
@@ -158,29 +160,25 @@ def read_integers(value: Any) -> Any:
     if isinstance(value, slice):
         bounds = (value.start, value.stop, value.step)
         return slice(*map(read_integers, bounds)) if any(isinstance(bound, torch.Tensor) for bound in bounds) else value
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _DTYPES:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in dtypes:
         return int(value)
     return value
 
 
 def read_index(index: Any) -> Any:
-    """An index with 0-dim tensors of integers as numbers, but for bytes, which are masks; and as a tuple where torch
-    takes it as one: a sequence of fewer than 32 items, with a tensor, a sequence, a slice, None or ``...`` in it.
+    """An index with 0-dim tensors of integers as numbers, but for bytes, which are masks; as a tuple where torch takes
+    it as one: a sequence of fewer than 32 items, with a tensor, a sequence, a slice, None or ``...`` in it.
     """
-    if isinstance(index, Sequence) and len(index) < 32 and any(map(_makes_tuple, index)):
+    if type(index) is not tuple and isinstance(index, Sequence) and len(index) < 32 and any(map(_makes_tuple, index)):
         index = tuple(index)
     if isinstance(index, tuple):
-        read = tuple([item if _is_byte(item) else read_integers(item) for item in index])
+        read = tuple([read_integers(item, _NUMBERS_OF_ROWS) for item in index])
         return index if all(map(operator.is_, index, read)) else read
-    return index if _is_byte(index) else read_integers(index)
+    return read_integers(index, _NUMBERS_OF_ROWS)
 
 
 def _makes_tuple(item: Any) -> bool:
     return item is None or item is Ellipsis or isinstance(item, slice) or hasattr(item, "__len__")
-
-
-def _is_byte(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype == torch.uint8
 
 
 def _number(value: Any) -> Any:
@@ -188,7 +186,9 @@ def _number(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-_ALWAYS = {"__getitem__": (1, read_index), "__setitem__": (1, read_index), "narrow": (2, read_integers)}
+_ALWAYS: dict[str, tuple[int | str, Callable[[Any], Any]]] = {
+    "__getitem__": (1, read_index), "__setitem__": (1, read_index), "narrow": (2, read_integers)
+}  # fmt: skip
 """Positions at which functions take 0-dim tensors too, and what reads them."""
 
 
