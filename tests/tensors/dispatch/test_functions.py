@@ -220,7 +220,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_operators_leave_to_the_other_operand_what_torch_leaves_to_it(name):
+def test_operators_let_the_other_operand_answer_where_torch_does(name):
     x = torch.arange(12.0).view(4, 3)
     expected = UNKNOWN[name](x.clone())
 
