@@ -175,20 +175,54 @@ REFUSED = {
     "a norm by rows of three dims": lambda x: torch.linalg.norm(x[None], 1),
     "blocks of three dims": lambda x: torch.block_diag(x[None]),
     "a mean of integers": lambda x: x.long().nanmean(),
+    "a diagonal of three dims": lambda x: x[None].diag(),
+    "softmax of integers": lambda x: x.long().softmax(0),
+    "log_softmax as integers": lambda x: x.log_softmax(0, dtype=torch.uint8),
+    "a real norm of complex numbers": lambda x: torch.linalg.vector_norm(x.cfloat(), 2, 0, dtype=torch.float32),
+    "a covariance of bools": lambda x: torch.cov(x > 0),
 }
+_NAMES = """
+softmax log_softmax logsumexp cumsum cumprod cummax cummin logcumsumexp max min amax argmax std var_mean prod all any
+"""
+NO_DIM = {
+    **{name: lambda x, dim, name=name: getattr(torch, name)(x, dim) for name in _NAMES.split()},
+    "softmin": lambda x, dim: F.softmin(x, dim),
+    "_safe_softmax": lambda x, dim: torch._safe_softmax(x, dim),
+    "aminmax": lambda x, dim: torch.aminmax(x, dim=dim),
+    "norm": lambda x, dim: x.norm(2, dim),
+    "norm_except_dim": lambda x, dim: torch.norm_except_dim(x, 2, dim),
+    "weight_norm": lambda x, dim: torch._weight_norm(x, x[:1], dim),
+    "normalize": lambda x, dim: F.normalize(x, dim=dim),
+    "cosine_similarity": lambda x, dim: F.cosine_similarity(x, x, dim),
+    "repeat_interleave": lambda x, dim: x.repeat_interleave(2, dim),
+    "take_along_dim": lambda x, dim: torch.take_along_dim(x, x.long(), dim),
+    "rot90": lambda x, dim: x.rot90(0, (0, dim)),
+    "of a number": lambda x, dim: x.sum().softmax(dim - 1 if dim > 0 else dim + 1),
+}
+"""Functions along a dim, of which a matrix has none of the number 2 and none of the number -3."""
+
+
+def assert_refused(call):
+    x = torch.ones(4, 3)
+    with pytest.raises((RuntimeError, IndexError)) as refused:
+        call(x)
+
+    def program():
+        with pytest.raises(type(refused.value)):
+            call(wb.tensor(x, placement=wb.placement.all(), sbp="S(0)"))
+
+    run_ranks(program)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_is_refused(name):
-    x = torch.ones(4, 3)
-    with pytest.raises(RuntimeError, match=r"matrix|ord|2 or fewer|floating"):
-        REFUSED[name](x)
+    assert_refused(REFUSED[name])
 
-    def program():
-        with pytest.raises(RuntimeError, match=r"matrix|ord|2 or fewer|floating"):
-            REFUSED[name](wb.tensor(x, placement=wb.placement.all(), sbp="S(0)"))
 
-    run_ranks(program)
+@pytest.mark.parametrize("name", NO_DIM)
+def test_a_dim_that_there_is_not_is_refused(name):
+    for dim in (2, -3):
+        assert_refused(lambda x, dim=dim: NO_DIM[name](x, dim))
 
 
 class Reflecting:

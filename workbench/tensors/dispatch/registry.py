@@ -182,11 +182,16 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def normalize_dims(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
-    """Dims counted from the front; None and an empty list mean all."""
+    """Dims counted from the front; None and an empty list mean all. Torch's error for a dim that there is not."""
     if dims is None:
         return list(range(ndim))
-    listed = [dims] if isinstance(dims, int) else list(dims)
-    return [dim % max(1, ndim) for dim in listed] or list(range(ndim))
+    listed, count = [dims] if isinstance(dims, int) else list(dims), max(1, ndim)
+    for dim in listed:
+        if not -count <= dim < count:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but got {dim})"
+            )
+    return [dim % count for dim in listed] or list(range(ndim))
 
 
 def term(ndim: int, whole: Collection[int] = (), ones: Collection[int] = (), dropped: Collection[int] = ()) -> str:

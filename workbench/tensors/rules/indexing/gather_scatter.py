@@ -17,7 +17,16 @@ from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.dispatcher import beside, call_by_plan
 from workbench.tensors.dispatch.local_call import can_read
-from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES, Call, Resolution, composite, handler, rule, term
+from workbench.tensors.dispatch.registry import (
+    USER_FUNCTION_NAMES,
+    Call,
+    Resolution,
+    composite,
+    handler,
+    normalize_dims,
+    rule,
+    term,
+)
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.indexing.indexing import check_bounds, masked_lookup, own_term, shifted, wrapped
 from workbench.tensors.rules.views.concatenation import splits_dim
@@ -106,7 +115,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
             "torch.take_along_dim(): input and indices should have the same number of dimensions, "
             f"but got {input.dim()} dimensions for input, and {indices.dim()} dimensions for indices"
         )
-    dim = dim % max(1, input.dim())
+    [dim] = normalize_dims(dim, input.dim())
     sizes = list(
         torch.broadcast_shapes(*[[1 if d == dim else s for d, s in enumerate(t.shape)] for t in (input, indices)])
     )

@@ -18,7 +18,7 @@ from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.norms.batch_norm import global_input, move_running
 from workbench.tensors.rules.reduction.two_stage import on_shards, splits, stages_of, terms
@@ -211,6 +211,6 @@ def _weight_norm_rule(call: Call) -> Resolution:
 @composite("_weight_norm")
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """``v * g / norm(v)`` with the norm over all dims but one."""
-    if type(v) is not GlobalTensor or not splits(v, [d for d in range(v.dim()) if d != dim % v.dim()]):
+    if type(v) is not GlobalTensor or not splits(v, set(range(v.dim())) - {*normalize_dims(dim, v.dim())}):
         return NotImplemented
     return v * (g / torch.norm_except_dim(v, 2, dim))

@@ -69,6 +69,8 @@ def _softmax(
         return NotImplemented
     dtype = next((option for option in (*rest, dtype) if isinstance(option, torch.dtype)), None)
     x = sum_terms(input if dtype is None else input.to(dtype))
+    if not x.is_floating_point():
+        (torch.log_softmax if logarithm else torch.softmax)(torch.zeros(1, dtype=x.dtype), 0)  # torch's error
     stages, out_dtype = stages_of(x, dims), x.dtype
     wide = accumulation_dtype(out_dtype)
     peak = sum_terms(extremum(x, dims, True, largest=True), "softmax")

@@ -16,6 +16,7 @@ import torch
 from workbench.core.layout import Layout
 from workbench.core.sbp import Split
 from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import Stages, dropped, on_shards, shard_sizes, splits, stages_of
@@ -155,6 +156,7 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
     """Covariance of the rows: the product of the differences from their means."""
     if type(input) is not GlobalTensor or fweights is not None or aweights is not None or input.dim() > 2:
         return NotImplemented
+    check_as_torch(torch.cov, input, correction=correction)
     x = input if input.dim() == 2 else input.reshape(1, -1)
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     off = x - sum_terms(x.mean(1, keepdim=True))

@@ -50,6 +50,7 @@ def vector_norm(
     dims = _vector_dims(dim, len(shape))
     if not splits(x, dims) or 0 in shape or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
+    check_as_torch(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype)
     x = sum_terms(x if dtype is None else x.to(dtype))
     if math.isinf(ord):
         size = x.abs()
@@ -129,7 +130,7 @@ def norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Any:
     """Norm over all dims but one, dims kept."""
     if type(v) is not GlobalTensor:
         return NotImplemented
-    dims = None if dim == -1 else [d for d in range(v.dim()) if d != dim % v.dim()]
+    dims = None if dim == -1 else [d for d in range(v.dim()) if d not in normalize_dims(dim, v.dim())]
     return torch.linalg.vector_norm(v, pow, dims, keepdim=dim != -1)
 
 
@@ -187,6 +188,7 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     if x1.shape[along] != x2.shape[along]:  # a dim of size one is repeated to the other's size
         common = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = x1.expand(common), x2.expand(common)
+    check_as_torch(F.cosine_similarity, x1, x2, dim, eps)
     first, second = (_unit(x, along, eps) for x in (x1, x2))
     return (first * second).sum(along)
 

@@ -9,8 +9,9 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import as_if_filled, zeros_where_empty
 from workbench.tensors.rules.views.concatenation import listed
@@ -65,6 +66,7 @@ def _diag_embed(call: Call) -> Resolution:
 @composite("diag")
 def diag(input: Any, diagonal: int = 0) -> Any:
     """A vector as a diagonal, or the diagonal of a matrix."""
+    check_as_torch(torch.diag, input, diagonal)
     return torch.diag_embed(input, diagonal) if input.dim() == 1 else input.diagonal(diagonal).clone()
 
 
@@ -77,9 +79,7 @@ def diagflat(input: Any, offset: int = 0) -> Any:
 @composite("rot90")
 def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
     """A quarter turn: a flip and a transposition."""
-    ndim = input.dim()
-    if len(dims) != 2 or ndim < 2 or dims[0] % ndim == dims[1] % ndim:
-        return NotImplemented
+    check_as_torch(torch.rot90, input, k, dims)
     quarters = k % 4
     if quarters == 0:
         return input.clone()
@@ -97,7 +97,7 @@ def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, *
         repeats = value_on_all_ranks(repeats) if repeats.dim() else int(repeats)
     if dim is None:
         return repeat_interleave(input.reshape(-1), repeats, 0, **options)
-    dim = dim % input.dim()
+    [dim] = normalize_dims(dim, input.dim())
     shape = list(input.shape)
     if isinstance(repeats, torch.Tensor):
         rows = torch.arange(shape[dim], device=repeats.device)
