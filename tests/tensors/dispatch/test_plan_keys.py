@@ -73,6 +73,31 @@ def test_a_plan_is_for_tensors_of_all_types():
     assert on_two_ranks(program)[0] == [(True, True)] * 9
 
 
+def _frequencies(signals):
+    return torch.stft(signals, 4, window=torch.ones(4), return_complex=True)
+
+
+SHAPED_BY_DTYPE = {
+    "view": lambda x: x.view(torch.int16),
+    "view by keyword": lambda x: x.view(dtype=torch.int16),
+    "stft": lambda x: torch.view_as_real(_frequencies(x if x.dtype == torch.float32 else x.cfloat())),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED_BY_DTYPE)
+def test_shapes_that_depend_on_the_type_of_numbers(name):
+    values = torch.arange(32.0).reshape(4, 8)
+    function, types = SHAPED_BY_DTYPE[name], (torch.float32, torch.float16, torch.float32)
+
+    def program(placement):
+        rows = wb.to_global(values.clone(), placement=placement, sbp="B").to_global(sbp="S(0)")
+        return [function(rows.to(dtype)).full_tensor() for dtype in types]
+
+    for results in on_two_ranks(program):
+        for found, dtype in zip(results, types, strict=True):
+            torch.testing.assert_close(found, function(values.to(dtype)))
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda x: x.cumsum(1), lambda x: x * 2, lambda x: x + torch.arange(4), lambda x: x.sum(0), lambda x: x & x],

@@ -133,7 +133,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             plan.world.on_plan(func, args, kwargs or {})
         if plan.out is None or plan.local is not func:  # torch's own function takes a call as users write it
             plan.order = order
-        if key:
+        if key and plan.is_kept:
             if len(plans) >= _MAX_PLANS:  # a program whose calls are never alike must not fill the memory
                 plans.clear()
             plans[tuple(key)] = plan

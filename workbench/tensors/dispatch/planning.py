@@ -51,6 +51,7 @@ class Plan:
         depends_on_data: whether the shapes of the results depend on values.
         order: how keywords of the call move before ``local`` has them; None where they stay.
         infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
+        is_kept: whether later calls may use the plan.
         is_elementwise: whether a result lies in memory as the operand does.
         views: what torch has said of views and strides on one device.
     """
@@ -67,6 +68,7 @@ class Plan:
     copies_view: bool = False
     inputs_match: bool = False
     depends_on_data: bool = False
+    is_kept: bool = True
     is_elementwise: bool = False
     order: Order | None = None
     infos: dict[Any, Any] = field(default_factory=dict)
@@ -220,6 +222,7 @@ def _plan_by_rule(
         aliases,
         copies_view,
         inputs_match,
+        is_kept=not resolution.goes_by_dtype,
         is_elementwise=is_elementwise,
     )
 

@@ -165,10 +165,11 @@ def _shift(call: Call) -> Resolution:
 
 @rule("stft")
 def _stft(call: Call) -> Resolution:
-    """A batch of signals may be split; all share the window."""
+    """A batch of signals may be split; all share the window. Complex signals have more frequencies than real ones."""
     batch = "n" * (len(call.shapes[0]) - 1)
     rest = "XYZ"[: len(call.outputs[0][0]) - len(batch)]
-    return Resolution(f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}", filled="n")
+    text = f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}"
+    return Resolution(text, filled="n", goes_by_dtype=True)
 
 
 @composite("svd_lowrank")

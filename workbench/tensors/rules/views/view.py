@@ -64,7 +64,7 @@ def _reinterpret(call: Call) -> Resolution:
     """``x.view(dtype)``: a change of the element's size changes the last dim."""
     ndim = len(call.shapes[0])
     whole = [] if call.shapes[0] == call.outputs[0][0] else [ndim - 1]
-    return Resolution(f"{term(ndim, whole)} -> {term(ndim, whole)}")
+    return Resolution(f"{term(ndim, whole)} -> {term(ndim, whole)}", goes_by_dtype=True)
 
 
 Groups = list[tuple[list[int], list[int]]]
