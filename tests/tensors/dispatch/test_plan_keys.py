@@ -116,6 +116,46 @@ def test_terms_of_bools_are_no_terms_of_numbers(function):
         assert torch.equal(numbers, function(values)) and torch.equal(bools, function(values.bool()))
 
 
+OTHERS = [torch.tensor([[3, 200]], dtype=dtype) for dtype in (torch.uint8, torch.float32, torch.int64)]
+OF_INTEGERS = {
+    "a quotient": lambda x, others: x / 255,
+    "a product": lambda x, others: x * 0.5,
+    "a sum": lambda x, others: x.sum(),
+    "running sums": lambda x, others: x.cumsum(1),
+    "beside other types": lambda x, others: torch.cat([x + y for y in others]),
+    "beside other types in lists": lambda x, others: torch.cat([torch.cat([y, x]) for y in others]),
+    "by keyword": lambda x, others: torch.cat([torch.add(y, other=x) for y in others]),
+    "in place": lambda x, others: others[2].clone().add_(x),
+    "in place in fewer bits": lambda x, others: x.add_(others[2].long() * 300),
+}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_terms_of_integers_wrap_in_their_own_dtype_only(name):
+    """One term of 7 is 12 and the other one is -5, which is 251 in a byte."""
+    function, values = OF_INTEGERS[name], torch.tensor([[12, 200], [5, 6]], dtype=torch.uint8)
+
+    def program(placement):
+        image = wb.to_global(values.clone(), placement=placement, sbp="B").to_global(sbp="S(0)")
+        terms = image[torch.tensor([0])] - image[torch.tensor([1])]
+        assert str(terms.sbp) == "(P,)"
+        return function(terms, [wb.to_global(y.clone(), placement=placement, sbp="B") for y in OTHERS]).full_tensor()
+
+    expected = function(values[:1] - values[1:], [y.clone() for y in OTHERS])
+    for found in on_two_ranks(program):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_terms_of_integers_stay_terms_where_that_is_exact():
+    def program(placement):
+        terms = wb.to_global(torch.tensor([7, 8]), placement=placement, sbp="P")
+        fewer = wb.zeros(2, dtype=torch.uint8, placement=placement, sbp="P")
+        found = [terms + terms, terms * 3, -terms, terms.sum(), terms.long(), terms.reshape(2, 1), fewer.add_(terms)]
+        return {str(each.sbp) for each in found}, fewer.full_tensor().tolist()
+
+    assert on_two_ranks(program) == [({"(P,)"}, [14, 16])] * 2
+
+
 EMPTY = {
     "max_pool2d": (lambda x: nn.functional.max_pool2d(x, 2), (1, 1, 4, 4), ()),
     "max_pool2d with indices": (lambda x: nn.functional.max_pool2d(x, 2, return_indices=True)[0], (1, 1, 4, 4), ()),

@@ -253,18 +253,29 @@ def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> l
     return [
         s
         for s in found
-        if not _adds_bools(s, call) and (s.letter not in resolution.filled or _fills_every_rank(s, call, placement))
+        if _keeps_terms(s, call) and (s.letter not in resolution.filled or _fills_every_rank(s, call, placement))
     ]
 
 
-def _adds_bools(signature: Signature, call: Call) -> bool:
-    """Whether terms of bools, whose sum is their "or", would become terms of numbers."""
-    if not any(
-        entry == partial_sum and dtype != torch.bool
-        for entry, (_, dtype) in zip(signature.outputs, call.outputs, strict=False)
-    ):
-        return False
-    return any(e == partial_sum and o.dtype == torch.bool for e, o in zip(signature.inputs, call.operands, strict=True))
+def _keeps_terms(signature: Signature, call: Call) -> bool:
+    """Whether terms of integers, which wrap, and of bools, whose sum is their "or", give terms of the same sum.
+
+    They do in their own dtype, and in integers of no more bits. The dtype of the result must follow from what the key
+    has: the terms' dtypes, but not those of operands that would become terms.
+    """
+    made = [dtype for e, (_, dtype) in zip(signature.outputs, call.outputs, strict=False) if e == partial_sum]
+    taken = [o for e, o in zip(signature.inputs, call.operands, strict=True) if e == partial_sum]
+    wrapping = {o.dtype for o in taken if o._spec.has_partial and not (o.is_floating_point() or o.is_complex())}
+    if not (made and wrapping):
+        return True
+    has_all_dtypes = all(o._spec.has_partial for o in taken) or fold_name(call.func).in_place
+    return has_all_dtypes and all(_wraps_alike(own, dtype) for own in wrapping for dtype in made)
+
+
+def _wraps_alike(own: torch.dtype, dtype: torch.dtype) -> bool:
+    if own == dtype or torch.bool in (own, dtype):
+        return own == dtype
+    return not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize <= own.itemsize
 
 
 def _of_extrema(found: Iterable[Signature], call: Call) -> list[Signature]:

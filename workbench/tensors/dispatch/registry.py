@@ -62,8 +62,8 @@ class Resolution:
             function itself: sizes to rewrite, a sum over logical sizes.
         filled: letters of dims of which every rank must have a row, because the local function fails on empty shards.
         accepts: whether layouts (of the inputs, of the outputs) fit, where axes cannot be judged one by one.
-        goes_by_dtype: whether shapes of the results depend on the operands' dtypes. Plans that are kept serve all dtypes,
-            so this one serves one call.
+        goes_by_dtype: whether shapes of the results depend on the operands' dtypes. Plans that are kept serve all of
+            them, so this one serves one call.
     """
 
     signatures: str | Sequence[Signature]
