@@ -127,6 +127,9 @@ OF_INTEGERS = {
     "by keyword": lambda x, others: torch.cat([torch.add(y, other=x) for y in others]),
     "in place": lambda x, others: others[2].clone().add_(x),
     "in place in fewer bits": lambda x, others: x.add_(others[2].long() * 300),
+    "means of windows": lambda x, others: nn.functional.avg_pool1d(others[3], 2),
+    "a larger image": lambda x, others: nn.functional.interpolate(x[None, None], size=(3, 3), mode="bilinear"),
+    "nearest pixels": lambda x, others: nn.functional.interpolate(x[None, None], size=(3, 3)),
 }
 
 
@@ -137,11 +140,13 @@ def test_terms_of_integers_wrap_in_their_own_dtype_only(name):
 
     def program(placement):
         image = wb.to_global(values.clone(), placement=placement, sbp="B").to_global(sbp="S(0)")
-        terms = image[torch.tensor([0])] - image[torch.tensor([1])]
-        assert str(terms.sbp) == "(P,)"
-        return function(terms, [wb.to_global(y.clone(), placement=placement, sbp="B") for y in OTHERS]).full_tensor()
+        terms, wide_terms = (x[torch.tensor([0])] - x[torch.tensor([1])] for x in (image, image.long()))
+        assert str(terms.sbp) == str(wide_terms.sbp) == "(P,)"
+        others = [wb.to_global(y.clone(), placement=placement, sbp="B") for y in OTHERS]
+        return function(terms, [*others, wide_terms]).full_tensor()
 
-    expected = function(values[:1] - values[1:], [y.clone() for y in OTHERS])
+    difference = values[:1] - values[1:]
+    expected = function(difference, [*OTHERS[:2], OTHERS[2].clone(), difference.long()])
     for found in on_two_ranks(program):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 

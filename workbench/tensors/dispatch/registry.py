@@ -47,6 +47,11 @@ class Call:
         """Logical shapes of the operands."""
         return [operand._spec.shape for operand in self.operands]
 
+    @property
+    def has_fractions(self) -> bool:
+        """Whether the first operand's dtype has fractions. Integers are rounded: a mean of sums is no sum of means."""
+        return self.operands[0].is_floating_point() or self.operands[0].is_complex()
+
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """A static argument, by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

@@ -25,7 +25,7 @@ def _pool(call: Call) -> Resolution:
     num_spatial = int(call.name.removesuffix("_with_indices")[-2])
     plane = f"...{_SPATIAL[:num_spatial]}"
     if call.name.startswith(_LINEAR):
-        return Resolution(f"+{plane} -> {plane}", zeros_where_empty)
+        return Resolution(f"{'+' * call.has_fractions}{plane} -> {plane}", zeros_where_empty)
     if call.name.startswith("max_unpool"):
         return Resolution(f"{plane}, {plane} -> {plane}", zeros_where_empty)
     return Resolution(f"{plane} -> {plane}, {plane}", zeros_where_empty)

@@ -197,9 +197,10 @@ def _shuffle_pixels(call: Call) -> Resolution:
     "_upsample_lanczos2d_aa",
 )  # fmt: skip
 def _resample(call: Call) -> Resolution:
-    """Batch and channels may be split; the image stays whole. Linear."""
+    """Batch and channels may be split; the image stays whole. Linear, unless means of integers are rounded."""
     text = "nc" + "XYZ"[: len(call.shapes[0]) - 2]
-    return Resolution(f"+{text} -> {text}", zeros_where_empty)
+    addend = "+" * (call.has_fractions or "nearest" in call.name)
+    return Resolution(f"{addend}{text} -> {text}", zeros_where_empty)
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
