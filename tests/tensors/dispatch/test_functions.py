@@ -181,6 +181,23 @@ REFUSED = {
     "a real norm of complex numbers": lambda x: torch.linalg.vector_norm(x.cfloat(), 2, 0, dtype=torch.float32),
     "a covariance of bools": lambda x: torch.cov(x > 0),
 }
+_NORMS = {
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, training=True),
+    "the bias of batch_norm": lambda x, w: F.batch_norm(x, None, None, None, w, training=True),
+    "running batch_norm": lambda x, w: F.batch_norm(x, w, w, training=True),
+    "layer_norm": lambda x, w: F.layer_norm(x.t(), (4,), w),
+    "the bias of layer_norm": lambda x, w: F.layer_norm(x.t(), (4,), None, w),
+    "rms_norm": lambda x, w: F.rms_norm(x.t(), (4,), w),
+    "group_norm": lambda x, w: F.group_norm(x, 1, w),
+    "instance_norm": lambda x, w: F.instance_norm(x.t()[None], None, None, w),
+    "running instance_norm": lambda x, w: F.instance_norm(x.t()[None], w, w),
+}
+REFUSED |= {
+    f"{name} with {count} numbers": lambda x, norm=norm, count=count: norm(x, x.new_ones(count))
+    for name, norm in _NORMS.items()
+    for count in (1, 7)
+}
+REFUSED["batch_norm with one statistic"] = lambda x: F.batch_norm(x, None, x.new_ones(3), training=True)
 _NAMES = """
 softmax log_softmax logsumexp cumsum cumprod cummax cummin logcumsumexp max min amax argmax std var_mean prod all any
 """
@@ -204,7 +221,7 @@ NO_DIM = {
 
 def assert_refused(call):
     x = torch.ones(4, 3)
-    with pytest.raises((RuntimeError, IndexError)) as refused:
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as refused:
         call(x)
 
     def program():
@@ -214,6 +231,7 @@ def assert_refused(call):
     run_ranks(program)
 
 
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_is_refused(name):
     assert_refused(REFUSED[name])

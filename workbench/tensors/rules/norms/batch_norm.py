@@ -41,7 +41,7 @@ from workbench.tensors.tensor_state import new_placeholder, spread_zero
 @rule("batch_norm")
 def _batch_norm_frozen(call: Call) -> Resolution | None:
     """With given statistics, channels are independent."""
-    if call.arg(5, "training", False) or len(call.shapes[0]) < 2:
+    if call.arg(5, "training", False) or len(call.shapes[0]) < 2 or any(len(shape) != 1 for shape in call.shapes[1:]):
         return None
     return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
 
@@ -58,7 +58,7 @@ def batch_norm(
     count = math.prod(shape) // max(1, shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
-    if 0 in shape:
+    if 0 in shape or eps <= 0 or not fit_channels(shape, running_mean, running_var, weight, bias):
         return NotImplemented
     x = sum_terms(global_input(input, running_mean, running_var, weight, bias))
     layouts = _layouts_of(x)
@@ -70,6 +70,13 @@ def batch_norm(
         move_running(running_mean, wrap(statistics.mean, layouts.channel), momentum)
         move_running(running_var, wrap(unbiased, layouts.channel), momentum)
     return _normalized(x, statistics, weight, bias, eps, layouts)
+
+
+def fit_channels(shape: Shape, running_mean: Any, running_var: Any, weight: Any, bias: Any) -> bool:
+    """Whether all have one number per channel, or are None. Others are left to torch, which refuses most of them."""
+    tensors = (running_mean, running_var, weight, bias)
+    is_pair = (running_mean is None) == (running_var is None)
+    return is_pair and all(tensor is None or tensor.shape == shape[1:2] for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.norms.batch_norm import global_input, move_running
+from workbench.tensors.rules.norms.batch_norm import fit_channels, global_input, move_running
 from workbench.tensors.rules.reduction.two_stage import on_shards, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
@@ -39,8 +39,11 @@ def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any)
         return None
     ndim = len(input._spec.shape)
     dims = list(range(ndim - len(normalized_shape), ndim))
-    if input._spec.shape[dims[0] :] != tuple(normalized_shape) or 0 in input._spec.shape:
+    shape = tuple(normalized_shape)
+    if not shape or input._spec.shape[dims[0] :] != shape or 0 in input._spec.shape:
         return None
+    if any(weight is not None and weight.shape != shape for weight in weights):
+        return None  # torch refuses it
     # Only a tensor that is no parameter may be gathered.
     follows = any(splits(weight) and weight._is_param for weight in weights)
     return dims if follows or splits(input, dims) else None
@@ -160,6 +163,8 @@ def instance_norm(
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     if running_mean is None and not splits(x, range(2, x.dim())):
         return NotImplemented
+    if not fit_channels(x._spec.shape, running_mean, running_var, weight, bias):
+        return NotImplemented
     count = input.numel() // max(1, input.shape[0] * input.shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
@@ -211,6 +216,8 @@ def _weight_norm_rule(call: Call) -> Resolution:
 @composite("_weight_norm")
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """``v * g / norm(v)`` with the norm over all dims but one."""
-    if type(v) is not GlobalTensor or not splits(v, set(range(v.dim())) - {*normalize_dims(dim, v.dim())}):
+    if type(v) is not GlobalTensor or not splits(
+        v, [d for d in range(v.dim()) if d not in normalize_dims(dim, v.dim())]
+    ):
         return NotImplemented
     return v * (g / torch.norm_except_dim(v, 2, dim))
