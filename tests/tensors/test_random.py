@@ -250,3 +250,71 @@ def test_numbers_at_different_positions_are_independent():
 
     correlations = torch.corrcoef(run_ranks(program, 2)[0].T) - torch.eye(8)
     assert correlations.abs().max() < 5 / 4096**0.5
+
+
+REFUSED = {
+    "uniform_": lambda x: x.uniform_(2, 1),
+    "uniform_ by name": lambda x: x.uniform_(to=-1),
+    "uniform_ of integers": lambda x: x.long().uniform_(),
+    "exponential_": lambda x: x.exponential_(-1),
+    "geometric_": lambda x: x.geometric_(1.5),
+    "cauchy_": lambda x: x.cauchy_(0, -1),
+    "log_normal_": lambda x: x.log_normal_(0, -1),
+    "normal_": lambda x: x.normal_(0, -1),
+    "bernoulli_": lambda x: x.bernoulli_(2),
+    "bernoulli with a number": lambda x: torch.bernoulli(x, -0.5),
+    "random_": lambda x: x.random_(3, 2),
+    "random_ bytes": lambda x: x.byte().random_(0, 300),
+    "randint_like": lambda x: torch.randint_like(x.byte(), 300),
+    "rand_like": lambda x: torch.rand_like(x, dtype=torch.int64),
+    "randn_like": lambda x: torch.randn_like(x.long()),
+    "normal out": lambda x: torch.normal(0.0, -1.0, (4, 2), out=x),
+    "randint out": lambda x: torch.randint(0, 300, (4, 2), out=x.byte()),
+    "normal": lambda x: torch.normal(x, -1.0),
+    "multinomial of three dims": lambda x: torch.multinomial(x.reshape(2, 2, 2), 1),
+    "init normal": lambda x: nn.init.normal_(x, 0, -1),
+}
+BY_VALUE = {
+    "bernoulli": torch.bernoulli,
+    "bernoulli_": lambda x: torch.zeros_like(x).bernoulli_(x),
+    "multinomial": lambda x: torch.multinomial(x, 1),
+    "multinomial again": lambda x: torch.multinomial(x, 3, replacement=True),
+    "normal deviations": lambda x: torch.normal(0.0, x),
+    "normal both": lambda x: torch.normal(x, x),
+    "poisson": torch.poisson,
+    "multinomial of zeros": lambda x: torch.multinomial(x + x.flip(1), 1),
+}
+
+
+_ABOUT = "p_in|probabilit|std|Poisson"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_torch_refuses_are_refused_on_all_ranks(name):
+    with pytest.raises(RuntimeError) as refused:
+        REFUSED[name](torch.ones(4, 2))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+
+    def program():
+        x = wb.ones(4, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        with pytest.raises(type(refused.value)):
+            REFUSED[name](x)
+
+    run_ranks(program, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_values_that_torch_refuses_are_an_error_of_the_rank_that_has_them(name):
+    values = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, -0.5]])
+    with pytest.raises(RuntimeError, match=_ABOUT):
+        BY_VALUE[name](values)
+
+    def program():
+        x = wb.to_global(values, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")
+        BY_VALUE[name](x[:2].to_global(sbp="S(0)"))
+        BY_VALUE[name](x.to_global(sbp="S(0)"))
+
+    with pytest.raises(RuntimeError, match=_ABOUT):
+        run_ranks(program, 3)

@@ -1,12 +1,14 @@
 """Random functions on global tensors: in-place filling, ``*_like``, distributions. Values depend on the logical
 position.
 
-Keys come from the generator argument, or else from the world's generator.
+Keys come from the generator argument, or else from the world's generator. Parameters that torch refuses are refused by
+its own functions: numbers on all ranks, and tensors where a rank holds what is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from workbench.core.sbp import Split, broadcast
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local
-from workbench.tensors.dispatch.local_call import local_call, sum_terms
+from workbench.tensors.dispatch.local_call import can_read, local_call, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
+from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import filler, handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.hidden_from_modes import hidden_from_modes
 
 
 def sample(
@@ -36,6 +40,22 @@ def sample(
     if spec.is_placeholder:
         return wrap(new_placeholder(spec.shape, dtype, spec.world.device), spec)
     return wrap(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
+
+
+_UNUSED = torch.Generator()
+"""For draws whose numbers nobody takes."""
+
+
+def _check(name: str, dtype: torch.dtype, *parameters: Any, **named: Any) -> None:
+    """Raise torch's own error for an in-place filling with numbers as parameters."""
+    with hidden_from_modes(), local_torch():
+        getattr(torch.empty(1, dtype=dtype, device="cpu"), name)(*parameters, **named, generator=_UNUSED)
+
+
+def _check_values(function: Callable[..., Any], values: torch.Tensor) -> None:
+    """Raise torch's own error for a distribution with the values of a rank as parameters."""
+    if values.numel() and can_read(values):
+        function(torch.stack(values.aminmax()), generator=_UNUSED)
 
 
 def sample_of_shape(like: GlobalTensor, shape: Shape, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
@@ -59,12 +79,14 @@ def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]
 @handler("rand_like")
 def rand_like(func: Any, args: Any, kwargs: Any) -> Any:
     """Uniform numbers in the layout of the input."""
+    _check("uniform_", kwargs.get("dtype") or args[0].dtype)
     return _like(args[0], random.uniform_sampler(), kwargs)
 
 
 @handler("randn_like")
 def randn_like(func: Any, args: Any, kwargs: Any) -> Any:
     """Normal numbers in the layout of the input."""
+    _check("normal_", kwargs.get("dtype") or args[0].dtype)
     return _like(args[0], random.normal_sampler(), kwargs)
 
 
@@ -73,6 +95,7 @@ def randint_like(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.randint_like(input, high)`` or ``(input, low, high)``."""
     bounds = [*args[1:], *(kwargs[name] for name in ("low", "high") if name in kwargs)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
+    _check("random_", kwargs.get("dtype") or args[0].dtype, low, high)
     return _like(args[0], random.integer_sampler(int(low), int(high)), kwargs)
 
 
@@ -97,11 +120,9 @@ def _filling(name: str, names: str, make: Callable[..., random.Sampler]) -> None
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
         options = _options(f"tensor {names}", args, kwargs)
         tensor, generator = options.pop("tensor"), options.pop("generator", None)
-        settings = {
-            parameter: options[torch_name]
-            for torch_name, parameter in zip(names.split(), make.__code__.co_varnames, strict=False)
-            if torch_name in options
-        }
+        _check(f"{name}_", tensor.dtype, **options)
+        parameters = dict(zip(names.split(), make.__code__.co_varnames, strict=False))
+        settings = {parameters[torch_name]: value for torch_name, value in options.items()}
         return _fill(tensor, make(**settings), generator)
 
 
@@ -125,6 +146,8 @@ def random_(func: Any, args: Any, kwargs: Any) -> Any:
         low, high = 0, bounds[0]
     else:
         low, high = (bounds[0] if bounds else 0), _largest(tensor.dtype) + 1
+    if bounds:
+        _check("random_", tensor.dtype, low, high)
     return _fill(tensor, random.integer_sampler(int(low), int(high)), kwargs.get("generator"))
 
 
@@ -142,8 +165,9 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     """``Tensor.normal_(mean, std)``, and ``torch.normal`` with tensors of means, of deviations, or both."""
     if func.__name__ == "normal_":
         options = _options("tensor mean std", args, kwargs)
-        sampler = random.normal_sampler(options.get("mean", 0.0), options.get("std", 1.0))
-        return _fill(options["tensor"], sampler, options.get("generator"))
+        mean, std = options.get("mean", 0.0), options.get("std", 1.0)
+        _check("normal_", options["tensor"].dtype, mean, std)
+        return _fill(options["tensor"], random.normal_sampler(mean, std), options.get("generator"))
     options = _options("mean std", args, kwargs)
     mean, std = options.get("mean", 0.0), options.get("std", 1.0)
     tensors = [value for value in (mean, std) if isinstance(value, GlobalTensor)]
@@ -154,6 +178,12 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     like = next((tensor for tensor in tensors if tuple(tensor.shape) == shape), None)
     layout = tensors[0]._spec.layout.broadcast() if like is None else like._spec.layout.without_terms()
     dtype = tensors[0].dtype
+    _check("normal_", dtype, 0.0, 1.0 if isinstance(std, torch.Tensor) else std)
+    if isinstance(std, GlobalTensor):
+        std = sum_terms(std)
+    if isinstance(std, torch.Tensor) and not tensors[0]._spec.is_placeholder:
+        with local_torch():
+            _check_values(partial(torch.normal, 0.0), std.detach())
     noise = sample(tensors[0], layout, shape, random.normal_sampler(), dtype, options.get("generator"))
     values = noise * _constant(std) + _constant(mean)
     return _linked(values, tensors)
@@ -197,14 +227,19 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, p, generator = options["tensor"], options.get("p"), options.get("generator")
     if isinstance(p, torch.Tensor):
         probabilities: Any = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
-        dtype = tensor.dtype
-        values = _transformed(probabilities, lambda u, at: (u < at).to(dtype), dtype, generator)
-        return _write(tensor, values)
-    if func.__name__ == "bernoulli_":
-        return _fill(tensor, random.bernoulli_sampler(0.5 if p is None else p), generator)
-    if p is not None:
-        return _like(tensor, random.bernoulli_sampler(p), {"generator": generator})
-    return _transformed(tensor, lambda u, at: (u < at).to(at.dtype), tensor.dtype, generator)
+        return _write(tensor, _transformed(probabilities, partial(_hits, tensor.dtype), tensor.dtype, generator))
+    if func.__name__ == "bernoulli_" or p is not None:
+        p = 0.5 if p is None else p
+        _check("bernoulli_", tensor.dtype, p)
+        sampler = random.bernoulli_sampler(p)
+        is_filled = func.__name__ == "bernoulli_"
+        return _fill(tensor, sampler, generator) if is_filled else _like(tensor, sampler, {"generator": generator})
+    return _transformed(tensor, partial(_hits, tensor.dtype), tensor.dtype, generator)
+
+
+def _hits(dtype: torch.dtype, uniform: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    _check_values(torch.bernoulli, at)
+    return (uniform < at).to(dtype)
 
 
 @handler("poisson")
@@ -217,6 +252,7 @@ def poisson(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _poisson_quantile(at: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
     """The smallest count with ``P(X <= count) > at``, by bisection between zero and 40 deviations."""
+    _check_values(torch.poisson, rate)
     rates = rate.double()
     low, high = torch.full_like(rates, -1.0), (rates + 40 * rates.sqrt() + 40).floor()
     steps = int(high.max().item() + 2).bit_length() if high.numel() else 0
@@ -233,8 +269,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     options = _options("input num_samples replacement", args, kwargs)
     weights, count = sum_terms(options["input"]), options["num_samples"]
     shape, layout = weights._spec.shape, weights._spec.layout
-    if not options.get("replacement") and count > shape[-1]:
-        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    check_as_torch(torch.multinomial, weights, count, bool(options.get("replacement")))
     last = len(shape) - 1
     layout = layout.with_sbp(tuple(broadcast if entry == Split(last) else entry for entry in layout.sbp))
     noise_shape = (*shape[:-1], count) if options.get("replacement") else shape
@@ -242,6 +277,10 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     noise = sample(weights, layout, noise_shape, sampler, torch.float64, options.get("generator"))
 
     def draw(weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        if weight.numel() and can_read(weight):
+            smallest_sum = weight.sum(-1, dtype=torch.float64).min().reshape(1)
+            for few in (torch.stack(weight.aminmax()), smallest_sum):
+                torch.multinomial(few, 1, generator=_UNUSED)  # raises torch's error
         if not options.get("replacement"):
             return (weight.double() / numbers).topk(count).indices
         reached = weight.double().cumsum(-1)
@@ -279,12 +318,14 @@ for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
 @filler("rand")
 def rand(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """Uniform numbers of a given size."""
+    _check("uniform_", out.dtype)
     return _sized(out, args if isinstance(args[0], int) else args[0], random.uniform_sampler(), options)
 
 
 @filler("randn")
 def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """Normal numbers of a given size."""
+    _check("normal_", out.dtype)
     return _sized(out, args if isinstance(args[0], int) else args[0], random.normal_sampler(), options)
 
 
@@ -292,13 +333,16 @@ def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor
 def randint(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """``torch.randint(high, size)`` or ``(low, high, size)``."""
     given = _options("low high size" if len(args) == 3 or "low" in options else "high size", args, options)
-    return _sized(out, given["size"], random.integer_sampler(given.get("low", 0), given["high"]), options)
+    low, high = given.get("low", 0), given["high"]
+    _check("random_", out.dtype, low, high)
+    return _sized(out, given["size"], random.integer_sampler(low, high), options)
 
 
 @filler("normal")
 def normal_of_size(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """``torch.normal(mean, std, size)`` with numbers."""
     given = _options("mean std size", args, options)
+    _check("normal_", out.dtype, given["mean"], given["std"])
     return _sized(out, given["size"], random.normal_sampler(given["mean"], given["std"]), options)
 
 
