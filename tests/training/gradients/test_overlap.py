@@ -1,6 +1,8 @@
 """Sums of gradients that start during backward: the bits of those that start at the step, whatever happens between."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -298,3 +300,21 @@ def test_a_wrong_sum_would_be_seen(monkeypatch):
     weights = train("*: data", 2, body)[1]
     expected = train("*: data", 2, body, watched=False)[1]
     assert not all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", ["", " | zero=2", " | zero=3 offload=optimizer+activations recompute"])
+def test_a_model_that_nobody_has_any_more_is_freed(options):
+    models = [make("mlp") for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data" + options)
+        models[rank] = None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plain_steps(model, optimizer, batch_for("mlp"), [], steps=2)
+        references = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+        del model, optimizer
+        return references
+
+    references = run_ranks(program, 2)
+    gc.collect()
+    assert not any(reference() is not None for of_rank in references for reference in of_rank)

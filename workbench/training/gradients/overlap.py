@@ -15,6 +15,7 @@ sums in progress and its prediction, so that all ranks continue in the same stat
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class GradientReducer:
         self.paused = False
         self._parameters = [p for p in reversed(parameters) if _is_summed(p)]
         self._start_over()
-        self._handles = [self._hook_parameters(parameter) for parameter in self._order]
+        self._handles = [self._hook(parameter) for parameter in self._order]
 
     def _start_over(self) -> None:
         """Reset to the initial state, also after the world was rebuilt: no sums in progress, no agreed order."""
@@ -87,10 +88,17 @@ class GradientReducer:
         if not self._has_agreed and self._first_order:
             self._agree()
 
-    def _hook_parameters(self, parameter: GlobalTensor) -> Any:
-        parameter._reducer = self
+    def _hook(self, parameter: GlobalTensor) -> Any:
+        """The hook does not hold the reducer, which holds the parameter: the collector sees no cycle through it."""
+        parameter._reducer, reference = self, weakref.ref(self)
+
+        def ready(parameter: Any) -> None:
+            reducer = reference()
+            if reducer is not None:
+                reducer._ready(parameter)
+
         with local_torch():
-            return parameter.register_post_accumulate_grad_hook(self._ready)
+            return parameter.register_post_accumulate_grad_hook(ready)
 
     def _cut(self) -> None:
         """Buckets of terms in the agreed order; what their members' gradients are is filled in when they start."""
