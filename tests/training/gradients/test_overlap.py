@@ -102,6 +102,27 @@ def test_sums_start_in_the_last_backward_alone():
         assert words[2:-1] == ["start"] * len(words[2:-1]) and len(words) > 4
 
 
+def test_sums_start_in_the_last_backward_also_where_two_optimizers_step():
+    def body(model, _, batch, events):
+        inputs, targets = batch
+        first, *others = model.parameters()
+        optimizers = torch.optim.AdamW([first]), torch.optim.SGD(others, lr=0.1)
+        for _ in range(3):
+            for _ in range(2):
+                F.cross_entropy(model(inputs), targets).backward()
+                events.append("backward")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            events.append("step")
+
+    events, _ = train("*: data", 2, body)
+    for step in " ".join(events).split("step")[1:-1]:
+        first, between, last, *behind = step.split("backward")
+        assert not first.strip() and not behind and between.split() and set(between.split()) == {"start"}
+        assert not last.strip()
+
+
 def test_more_backwards_than_before_are_never_wrong():
     def body(model, optimizer, batch, events):
         for parts in (1, 1, 3, 1, 2, 2, 1):

@@ -82,9 +82,13 @@ class GradientReducer:
             parameter._reducer = None
 
     def before_step(self) -> None:
-        """Note the number of backwards since the last step; an optimizer is about to step."""
+        """Note the number of backwards since the last step; an optimizer is about to step.
+
+        Of several optimizers that step one after the other, the first has the number.
+        """
         self._check_rebuild()
-        self._expected, self._num_backwards = self._num_backwards, 0
+        if self._num_backwards:
+            self._expected, self._num_backwards = self._num_backwards, 0
         if not self._has_agreed and self._first_order:
             self._agree()
 
