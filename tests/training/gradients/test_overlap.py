@@ -284,6 +284,44 @@ def test_buckets_follow_the_order_in_which_gradients_become_ready():
     assert [bucket[0].split(".")[1] for bucket in first] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("options", "drops"),
+    [
+        *((" | zero=2", drops) for drops in (True, False)),
+        *(pytest.param(o, d, marks=pytest.mark.slow) for o in ("", " | zero=1", " | zero=3") for d in (True, False)),
+    ],
+)
+def test_a_backward_that_raises_leaves_what_it_leaves_on_one_device(options, drops):
+    """What its last layers have got is dropped by ``zero_grad``, or added to."""
+
+    def body(model, optimizer, batch, events):
+        inputs, targets = batch
+        is_bad = False
+
+        def check(grad):
+            if is_bad:
+                raise FloatingPointError("a batch to skip")
+
+        first = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
+        first.register_forward_hook(lambda layer, inputs, result: result.register_hook(check) and None)
+        for number in range(4):
+            is_bad = number in (1, 2)
+            try:
+                F.cross_entropy(model(inputs * (number + 1)), targets).backward()
+            except FloatingPointError:
+                if drops:
+                    optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = make("mlp")
+    body(model, torch.optim.AdamW(model.parameters(), lr=0.01), batch_for("mlp"), [])
+    _, weights = train("*: data" + options, 2, body)
+    for found, truth in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(found, truth.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_what_was_under_way_when_the_world_broke_is_forgotten():
     """Ranks are stopped at different points: one behind its backward, with sums that cannot end any more."""
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from workbench.tensors.dispatch import hooks
 from workbench.testing import assert_equal_to_one_device, run_ranks
 
 STRATEGIES = ["*: data", "*: model", "emb: data; fc: data@1", "*: data | 1x2x1 zero=1"]
@@ -172,3 +173,25 @@ def test_a_frozen_parameter_keeps_its_hooks_until_it_learns():
         assert model.fc.weight.grad.norm().item() == pytest.approx(1.0)
 
     run_ranks(program, 2)
+
+
+def test_a_backward_that_raises_keeps_no_hooks():
+    (model,) = built(1)
+
+    def program():
+        seen = []
+        parallel = wb.parallelize(model, "*: data")
+        parallel.fc.weight.register_post_accumulate_grad_hook(seen.append)
+
+        def fail(grad):
+            raise FloatingPointError("a batch to skip")
+
+        handle = parallel.emb.weight.register_hook(fail)
+        with pytest.raises(FloatingPointError):
+            one_backward(parallel)
+        assert not seen and not hooks._waiting
+        handle.remove()
+        one_backward(parallel)
+        assert len(seen) == 1 and not hooks._waiting
+
+    run_ranks(program, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,19 +135,25 @@ class AfterAccumulation:
         world = leaf._spec.world
         running = world.context.running
         waiting = _behind_this_backward(world) if running is None else running.hooks
-        waiting[self.number] = functools.partial(self._hook, leaf)
+        waiting[self.number] = partial(self._hook, leaf)
 
 
-_waiting: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
-"""Hooks to run when a backward ends, by world and backward."""
+class _Waiting(dict[int, Callable[[], None]]):
+    """Hooks to run when a backward ends, which holds them; one that raises drops them."""
 
 
-def _behind_this_backward(world: World) -> dict[int, Callable[[], None]]:
+_waiting: weakref.WeakValueDictionary[tuple[int, int], _Waiting] = weakref.WeakValueDictionary()
+"""By world and backward."""
+
+
+def _behind_this_backward(world: World) -> _Waiting:
     key = id(world), torch._C._current_graph_task_id()
-    if key not in _waiting:
-        _waiting[key], grad_mode = {}, torch.is_grad_enabled()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: run_hooks(_waiting.pop(key), grad_mode))
-    return _waiting[key]
+    waiting = _waiting.get(key)
+    if waiting is None:
+        waiting, grad_mode = _Waiting(), torch.is_grad_enabled()
+        _waiting[key] = waiting
+        torch.autograd.Variable._execution_engine.queue_callback(partial(run_hooks, waiting, grad_mode))
+    return waiting
 
 
 def run_hooks(waiting: dict[int, Callable[[], None]], grad_mode: bool = False) -> None:

@@ -131,7 +131,7 @@ class GradientReducer:
 
     def _begin(self, task: int) -> None:
         self._check_rebuild()
-        self.drain()  # no step has used an earlier backward's sums
+        self._drop()  # no step has used an earlier backward's sums
         self._task = task
         self._num_backwards += 1
         self._next = 0
@@ -181,6 +181,13 @@ class GradientReducer:
         self._check_rebuild()
         while self._under_way:
             self._finish_one()
+
+    def _drop(self) -> None:
+        """Receive the sums in progress, and use none. Those of a backward that has raised leave its gradients in place,
+        as one device does: the user drops them, or the next backward adds to them.
+        """
+        while self._under_way:
+            self._under_way.popleft()[1]()
 
     def _agree(self) -> None:
         """Set the order of buckets to that in which gradients became ready on the first rank of each group."""
