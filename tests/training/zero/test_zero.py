@@ -316,3 +316,37 @@ def test_lbfgs_works_on_whole_parameters_and_refuses_shards():
 def test_weights_without_copies_add_up_over_micro_batches_where_ranks_have_several_stages(kind, schedule):
     """Only gradients that are scattered begin anew in the next micro-batch."""
     assert_trains_like_one_device(Setup(kind, num_steps=1), "model", f"2x1x2 mb=2 {schedule} zero=2", 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: data | 1x2x1 zero=2", 2), ("0: data; 2: data@1 | 2x2x1 zero=2", 4),
+        *slow(("*: data", 2), ("0: data; 2: data@1 | 2x2x1 zero=3", 4), ("0: data; 2: data@1 | 2x2x1 mb=2 zero=2", 4)),
+    ],
+)  # fmt: skip
+def test_parameters_are_unfrozen_and_frozen_again(strategy, num_ranks):
+    torch.manual_seed(0)
+    built, inputs = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), torch.randn(8, 8)
+    built[0].requires_grad_(False)
+    built[2].bias.requires_grad_(False)
+
+    def train(model, backward):
+        optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for first, last in ((False, True), (True, True), (True, True), (True, False), (False, True)):
+            model[0].requires_grad_(first)
+            model[2].requires_grad_(last)
+            backward(model)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    def in_stages(model):
+        wb.forward_backward(model, F.mse_loss, inputs, torch.zeros(8, 4))
+        for parameter in model.parameters() if "zero=2" in strategy else ():
+            assert parameter.grad is None or parameter.grad.sbp == state_layout(parameter).sbp
+
+    expected = train(copy.deepcopy(built), lambda model: F.mse_loss(model(inputs), torch.zeros(8, 4)).backward())
+    found = run_ranks(lambda: train(wb.parallelize(copy.deepcopy(built), strategy), in_stages), num_ranks)
+    assert found == [pytest.approx(expected, rel=1e-5)] * num_ranks

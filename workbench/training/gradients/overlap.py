@@ -5,6 +5,9 @@ sums start in the n-th again, and the others accumulate without communication. A
 changes numbers, because a sum is used only if its gradient has not changed since. Under ZeRO 2 and 3 every backward is
 reduced.
 
+Parameters may be frozen and unfrozen at any time: all are observed, and buckets wait for those that require a gradient
+when a backward begins.
+
 Buckets have the same order on all ranks. Each starts when its gradients and those of all earlier buckets are ready,
 because the order in which gradients become ready may differ between ranks.
 
@@ -48,14 +51,14 @@ class GradientReducer:
     def __init__(self, parameters: Sequence[GlobalTensor], scatters: bool = False) -> None:
         self.scatters = scatters
         self.paused = False
-        self._parameters = [p for p in reversed(parameters) if _is_summed(p)]
+        self._parameters = [p for p in reversed(parameters) if _can_be_summed(p)]
         self._start_over()
         self._handles = [self._hook(parameter) for parameter in self._order]
 
     def _start_over(self) -> None:
         """Reset to the initial state, also after the world was rebuilt: no sums in progress, no agreed order."""
         self._num_rebuilds = self._world_rebuilds()
-        self._order = list(self._parameters)
+        self._order = sorted(self._parameters, key=lambda parameter: not _learns(parameter))  # frozen ones are last
         self._has_agreed = False
         self._first_order: list[GlobalTensor] = []
         self._num_backwards, self._expected = 0, 0
@@ -93,7 +96,10 @@ class GradientReducer:
             self._agree()
 
     def _hook(self, parameter: GlobalTensor) -> Any:
-        """The hook does not hold the reducer, which holds the parameter: the collector sees no cycle through it."""
+        """The hook does not hold the reducer, which holds the parameter: the collector sees no cycle through it.
+
+        torch refuses hooks of parameters that are frozen, and keeps those of parameters that become so.
+        """
         parameter._reducer, reference = self, weakref.ref(self)
 
         def ready(parameter: Any) -> None:
@@ -102,11 +108,14 @@ class GradientReducer:
                 reducer._ready(parameter)
 
         with local_torch():
-            return parameter.register_post_accumulate_grad_hook(ready)
+            learns = parameter.requires_grad
+            handle = parameter.requires_grad_().register_post_accumulate_grad_hook(ready)
+            parameter.requires_grad_(learns)
+        return handle
 
     def _cut(self) -> None:
         """Buckets of terms in the agreed order; what their members' gradients are is filled in when they start."""
-        total = sum(_nbytes(p) for p in self._order)
+        total = sum(_nbytes(p) for p in self._order if _learns(p))
         size = max(_SMALLEST_BUCKET_BYTES, total // _BUCKETS_PER_BACKWARD)
         buckets = list(cut_terms([term_of(p, plain(p)) for p in self._order], size))
         place = {id(p): number for number, p in enumerate(self._order)}
@@ -135,7 +144,7 @@ class GradientReducer:
         self._task = task
         self._num_backwards += 1
         self._next = 0
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._missing = [sum(map(_learns, bucket)) for bucket in self._buckets]
         self._is_recording = not (self._has_agreed or self._first_order)
         self._is_active = self.scatters or (self._num_backwards == self._expected and not self.paused)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -239,9 +248,15 @@ def _once(finish: Finish) -> Finish:
     return finish_once
 
 
-def _is_summed(parameter: GlobalTensor) -> bool:
+def _can_be_summed(parameter: GlobalTensor) -> bool:
     with local_torch():
-        return parameter.requires_grad and not parameter._spec.is_placeholder and len(parameter._spec.term_ranks) > 1
+        can_learn = (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
+        return can_learn and not parameter._spec.is_placeholder and len(parameter._spec.term_ranks) > 1
+
+
+def _learns(parameter: GlobalTensor) -> bool:
+    with local_torch():
+        return parameter.requires_grad
 
 
 def _nbytes(parameter: GlobalTensor) -> int:
