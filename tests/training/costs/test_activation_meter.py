@@ -57,3 +57,15 @@ def test_what_a_backward_has_used_counts_no_more():
             loss = torch.tanh(layer(x)).sum()
         loss.backward()
     assert meter.size_bytes == 2 * 2 * 4 * 4 and meter.held_bytes == 0
+
+
+def test_a_measured_graph_that_is_dropped_is_freed_and_writes_to_it_are_errors():
+    meter = ActivationMeter()
+    with meter.measure():
+        torch.ones(16, requires_grad=True).exp()
+        assert meter.held_bytes == 0 and meter.size_bytes == 64
+        result = torch.ones(16, requires_grad=True).exp()
+    assert meter.held_bytes == 64
+    result.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()

@@ -1,5 +1,8 @@
 """zero=3: what is here of parameters at any time, under autocast and after a call that ended early."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +162,44 @@ def test_a_forward_that_ends_early_leaves_shards(error, where):
     truth = on_two(lambda m: (loss_of(m.eval()).backward(), grads_of(m))[1], Chain, "bf16", torch.float32)[0]
     for ours, theirs in zip(grads, truth, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Written(nn.Module):
+    """Saves a result, and may write to it."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.up, self.down, self.writes = nn.Linear(8, 8), nn.Linear(8, 8), writes
+        self.seen = None
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.up(x))
+        with local_torch():
+            self.seen = weakref.ref(hidden.untyped_storage())
+        result = self.down(hidden)
+        return x + result + (hidden.mul_(2) if self.writes else hidden)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | 1x2x1 zero=3", "*: data | 1x2x1 zero=3 bf16"])
+def test_activations_of_a_graph_that_is_dropped_are_freed(strategy):
+    torch.manual_seed(0)
+    built = [nn.Sequential(Written(False), Written(False)) for _ in range(2)]
+    built[1].load_state_dict(built[0].state_dict())
+
+    def program(rank):
+        model = wb.parallelize(built[rank], strategy)
+        model(torch.ones(4, 8))
+        return [block.seen for block in model]
+
+    seen = run_ranks(program, 2)
+    gc.collect()
+    assert not any(storage() is not None for of_rank in seen for storage in of_rank)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | 1x2x1 zero=3"])
+def test_a_write_to_what_is_saved_is_an_error_as_on_one_device(strategy):
+    torch.manual_seed(0)
+    built = [nn.Sequential(Written(True), Written(True)) for _ in range(2)]
+    built[1].load_state_dict(built[0].state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_ranks(lambda rank: wb.parallelize(built[rank], strategy)(torch.ones(4, 8)).sum().backward(), 2)

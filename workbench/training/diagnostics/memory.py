@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.kept_for_backward import Kept, keep, unchanged
 from workbench.training.offload.host_memory import is_offloaded
 
 
@@ -89,15 +90,16 @@ class ActivationMeter:
 
     def count(self, tensor: Any) -> Any:
         """Count a tensor that is kept for backward, as long as the result of this call lives."""
+        kept = keep(tensor)
         with local_torch():
             if tensor.layout is not torch.strided:
-                return tensor  # the program's own: operands, and their gradients, are strided
+                return kept  # the program's own: operands, and their gradients, are strided
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
             if address in self._own or tensor.numel() * tensor.element_size() > size:
-                return tensor
+                return kept
         self._count(address, size, 1)
-        return _SavedTensor(tensor, lambda: self._count(address, size, -1))
+        return _SavedTensor(kept, lambda: self._count(address, size, -1))
 
     def count_offloaded(self, change: int) -> None:
         """Count bytes that go to host memory, or negative ones that nobody needs any more."""
@@ -118,17 +120,17 @@ class ActivationMeter:
 class _SavedTensor:
     """A tensor that autograd has saved. It reports when autograd releases it."""
 
-    __slots__ = ("_on_release", "tensor")
+    __slots__ = ("_on_release", "kept")
 
-    def __init__(self, tensor: torch.Tensor, on_release: Callable[[], None]) -> None:
-        self.tensor, self._on_release = tensor, on_release
+    def __init__(self, kept: Kept, on_release: Callable[[], None]) -> None:
+        self.kept, self._on_release = kept, on_release
 
     def __del__(self) -> None:
         self._on_release()
 
 
 def _unpack(saved: Any) -> Any:
-    return saved.tensor if isinstance(saved, _SavedTensor) else saved
+    return unchanged(saved.kept if isinstance(saved, _SavedTensor) else saved)
 
 
 _meters: WeakSet[PeakMeter] = WeakSet()

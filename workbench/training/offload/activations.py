@@ -20,6 +20,7 @@ from torch import nn
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.kept_for_backward import Kept, keep, unchanged
 from workbench.tensors.world import World
 from workbench.training.offload.host_memory import HostMemory, host_memory
 
@@ -59,13 +60,6 @@ class _Saved(NamedTuple):
     offset: int
 
 
-class _Kept(NamedTuple):
-    """A saved tensor that stays. torch does not look at its version, because it cannot know what hooks keep."""
-
-    tensor: torch.Tensor
-    version: int
-
-
 class _Call:
     """What one call of a module saves."""
 
@@ -83,14 +77,12 @@ class _Call:
             if self._owner.takes(tensor):
                 stored = self._store(tensor.untyped_storage(), tensor._version)
                 return _Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            if self._outer is None:  # not the tensor itself, which may hold the node that saves it
-                return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
-        return self._outer[0](tensor)
+        return keep(tensor) if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Backward needs a tensor."""
-        if isinstance(saved, _Kept):
-            return _unchanged(saved)
+        if isinstance(saved, Kept):
+            return unchanged(saved)
         if not isinstance(saved, _Saved):
             found: torch.Tensor = self._outer[1](saved)
             return found
@@ -111,16 +103,6 @@ class _Call:
         self._stored.append(weakref.ref(stored))
         self._by_address[storage.data_ptr()] = weakref.ref(storage), weakref.ref(stored)
         return stored
-
-
-def _unchanged(kept: _Kept) -> torch.Tensor:
-    with local_torch():
-        if kept.tensor._version == kept.version:
-            return kept.tensor
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tuple(kept.tensor.shape)} is at version {kept.tensor._version}; expected version {kept.version} instead."
-        )
 
 
 class OffloadedActivations:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.kept_for_backward import keep, unchanged
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
@@ -151,12 +152,12 @@ def _saving(again: Regathering, places: dict[int, int]) -> Any:
             number = places.get(tensor.untyped_storage().data_ptr()) if is_strided and tensor.numel() else None
             if number is not None and tensor.dtype == again.dtypes[number]:
                 return _SavedReference(again, number, tensor.size(), tensor.stride(), tensor.storage_offset())
-        return outer[0](tensor) if outer is not None else tensor
+        return outer[0](tensor) if outer is not None else keep(tensor)
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedReference):
             return saved.again.regather()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
-        found: torch.Tensor = outer[1](saved) if outer is not None else saved
+        found: torch.Tensor = outer[1](saved) if outer is not None else unchanged(saved)
         return found
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
