@@ -214,8 +214,7 @@ class GlobalTensor(TensorState):
             is_global = isinstance(value, GlobalTensor)
             if not is_global:
                 value = later.from_local(value, self._spec.world, self._spec.layout)
-            is_param = self._is_param or self._replaces_param
-            if self._is_grad or not is_global or (is_param and value.shape == self.shape):
+            if self._is_grad or not is_global or (self._is_param and value.shape == self.shape):
                 value = later.box(value, self._spec.layout.normalized(value._spec.shape))
         with local_torch():
             before = version_of(self)

@@ -228,8 +228,6 @@ class TensorState(Annotated):
     """Layout, logical shape and world."""
     _is_param: bool = False
     """Whether it is an ``nn.Parameter``: operations follow its layout."""
-    _replaces_param: bool = False
-    """Whether an optimizer has it in the place of a parameter: it keeps its layout when its data is set."""
 
     _gradient: GradientState = NO_GRADIENT_STATE
     """What it keeps of its gradient beside ``.grad``."""

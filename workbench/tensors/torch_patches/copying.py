@@ -32,7 +32,7 @@ def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
     """``copy.copy``: another object over the same storage."""
     with torch.no_grad():
         made: Any = wrap(plain(tensor), tensor._spec)
-    _finish(made, tensor, _own_attributes(tensor))
+    make_like(made, tensor, own_attributes(tensor))
     share_memory(made, tensor)
     return made
 
@@ -55,18 +55,20 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     memo.setdefault(id(memo), []).append(local)  # deepcopy stores ids, so their tensors must stay alive
     made = wrap(copy.deepcopy(local, memo), tensor._spec)
     memo[id(tensor)] = made
-    _finish(made, tensor, copy.deepcopy(_own_attributes(tensor), memo))
+    make_like(made, tensor, copy.deepcopy(own_attributes(tensor), memo))
     grad = None if tensor._is_param else tensor.grad  # torch does not copy a parameter's gradient
     if grad is not None:
         made.grad = copy.deepcopy(grad, memo)
     return made
 
 
-def _own_attributes(tensor: GlobalTensor) -> dict[str, Any]:
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the user has given to a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in DECLARED}
 
 
-def _finish(made: GlobalTensor, tensor: GlobalTensor, attributes: dict[str, Any]) -> None:
+def make_like(made: torch.Tensor, tensor: GlobalTensor, attributes: dict[str, Any]) -> None:
+    """Give a new leaf what ``tensor`` is: a parameter, one that requires a gradient; and attributes of the user's."""
     made.__dict__.update(attributes)
     if tensor._is_param:
         made._is_param = True
@@ -81,7 +83,7 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...] | str:
     """
     spec = tensor._spec
     placement = spec.layout.placement
-    attributes = _own_attributes(tensor)
+    attributes = own_attributes(tensor)
     with local_torch():
         needs_grad = tensor.requires_grad
         local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)

@@ -236,13 +236,13 @@ def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | 
         with local_torch():
             local = local.detach()
     alias = wrap(local, spec)
-    alias._replaces_param = True
     set_reduced_grad(alias, grad)
     return alias
 
 
 def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
     """Put the parts, with their state, in place of the parameters."""
+    swap.take_places(pairs)
     owned: Any = optimizer.state
     state: Any = defaultdict(dict)
     state.update({key: values for key, values in dict.items(owned) if not isinstance(key, torch.Tensor)})
@@ -321,9 +321,9 @@ def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
     """
     if swap.is_summed:
         forget_sums(swap.present)
-    stepped = []
+    stepped, left_alone = [], swap.end_places()
     with torch.no_grad(), local_torch():
-        for owner, part in swap.pairs:
+        for number, (owner, part) in enumerate(swap.pairs):
             shard = shard_of(owner)
             if owner._spec.is_placeholder or (swap.is_torchs and part.grad is None):
                 continue
@@ -335,7 +335,7 @@ def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
             if shard is None and swap.is_torchs and owner._optimizer_part is not None:
                 continue  # the part lies in its place
             place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
-            if place.numel() and place.data_ptr() != part.data_ptr():
+            if place.numel() and place.data_ptr() != part.data_ptr() and number not in left_alone:
                 place.copy_(plain(part))
                 owner._optimizer_part = None  # the step has given the part other memory
         if sends and swap.is_sharded:

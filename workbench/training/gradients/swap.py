@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.tensor_state import version_of
+from workbench.tensors.torch_patches.copying import make_like, own_attributes
 from workbench.training.gradients.nested_steps import holds_another
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.overlap import GradientReducer
@@ -48,6 +50,35 @@ class Swap:
         self.state: Any = None
         self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
         self.states: list[Any] = []
+        self._versions: list[tuple[Any, Any]] = []
+
+    def take_places(self, pairs: list[tuple[GlobalTensor, torch.Tensor]]) -> None:
+        """These parts are about to take the places of their parameters.
+
+        To an optimizer that is not torch's they are what the parameters are, also to ``isinstance``, and it may
+        have kept the parameters elsewhere: their versions will tell which of the two it has changed.
+        """
+        self.pairs = pairs
+        if not self.is_torchs:
+            for owner, part in pairs:
+                make_like(part, owner, own_attributes(owner))
+            self._versions = [(_version(owner), _version(part)) for owner, part in pairs]
+
+    def end_places(self) -> set[int]:
+        """The attributes that an own optimizer has set go to the parameters. Returns the positions of pairs of which it
+        has changed the parameter, and not the part.
+        """
+        if self.is_torchs:
+            return set()
+        for owner, part in self.pairs:
+            vars(owner).update(own_attributes(part))
+        now = [(_version(owner), _version(part)) for owner, part in self.pairs]
+        before, self._versions = self._versions, []
+        return {
+            place
+            for place, ((owner, part), (owner_now, part_now)) in enumerate(zip(before, now, strict=True))
+            if owner != owner_now and part == part_now
+        }
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the same parameters in the same layouts as when this was made."""
@@ -61,3 +92,8 @@ class Swap:
                 for known, group in zip(self.groups, groups, strict=True)
             )
         )
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    with local_torch():
+        return version_of(tensor), tensor.data_ptr()
