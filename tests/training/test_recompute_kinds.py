@@ -139,6 +139,21 @@ class Writing(nn.Module):
         return self.write(self.layer(x))
 
 
+@pytest.mark.parametrize("how", ["cheap", pytest.param("attention", marks=pytest.mark.slow)])
+def test_a_second_backward_of_one_graph_says_which_option_allows_it(how):
+    def program(how):
+        model = wb.parallelize(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))), how)
+        result = model(torch.ones(2, 4))
+        result.sum().backward(retain_graph=True)
+        result.square().sum().backward()
+
+    run_ranks(lambda: program("*: data | recompute"), 1)
+    with pytest.raises(
+        StrategyError, match=r"Sequential runs again for the 2nd backward.*Use recompute, which keeps 0"
+    ):
+        run_ranks(lambda: program(f"*: data | recompute={how}"), 1)
+
+
 def test_a_block_that_writes_to_a_kept_result_is_named():
     def program():
         model = wb.parallelize(nn.Sequential(Writing(), Writing()), "*: data | recompute=cheap")

@@ -222,7 +222,7 @@ class Recomputed:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with buffers.put_back(), _in_their_places(parameters), _explaining_writes(self.block):
+                with buffers.put_back(), _in_their_places(parameters), _explaining_errors(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
@@ -272,18 +272,27 @@ def _count_kept(storage: Any) -> None:
 
 
 @contextmanager
-def _explaining_writes(block: nn.Module) -> Iterator[None]:
-    """Context that explains torch's error for a kept result that the block has written to."""
+def _explaining_errors(block: nn.Module) -> Iterator[None]:
+    """Context that explains torch's errors of a second run: the block has written to a kept result, or runs again for
+    another backward of the same graph.
+    """
     try:
         yield
     except RuntimeError as error:
-        if "has been mutated" not in str(error):
-            raise
-        raise StrategyError(
-            f"recompute: {type(block).__name__} has written in place to a result that is kept for its second run "
-            "(x += y, ReLU(inplace=True)), which would find other values there. Use recompute, which keeps 0 results, "
-            "or compute a new tensor."
-        ) from error
+        name, text = type(block).__name__, str(error)
+        if "has been mutated" in text:
+            raise StrategyError(
+                f"recompute: {name} has written in place to a result that is kept for its second run "
+                "(x += y, ReLU(inplace=True)), which would find other values there. Use recompute, which keeps 0 "
+                "results, or compute a new tensor."
+            ) from error
+        if "backward an extra time" in text:
+            raise StrategyError(
+                f"recompute: {name} runs again for the 2nd backward of one graph (retain_graph=True), and the 1st has "
+                "used the results that recompute=cheap and attention keep. Use recompute, which keeps 0 results and "
+                "runs again for each backward, or add the losses and call backward once."
+            ) from error
+        raise
 
 
 def _is_cache(value: Any, of_transformers: Any) -> bool:
