@@ -191,3 +191,29 @@ def test_an_error_leaves_nothing_entered():
         return left, caught.value.__context__
 
     assert run_ranks(program, 2) == [(None, None)] * 2
+
+
+def writing(x, w, in_place):
+    hidden = torch.sigmoid(x @ w)
+    result = hidden @ w
+    return result + (hidden.mul_(2) if in_place else hidden * 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_write_to_what_the_second_run_has_saved_is_an_error(num_ranks):
+    """A checkpoint of torch's stops before it; here the second run goes on."""
+
+    def gradient(x, w, in_place):
+        held_before(writing, x, w.requires_grad_(), in_place).sum().backward()
+        return w.grad
+
+    def program(in_place):
+        x, w = (wb.to_global(t, placement=wb.placement.all("cpu"), sbp=wb.sbp.broadcast) for t in operands)
+        return gradient(x, w.detach(), in_place).full_tensor()
+
+    operands = torch.ones(4, 4), torch.full((4, 4), 0.1)
+    expected = gradient(operands[0], operands[1].clone(), True)
+    for found in run_ranks(lambda: program(False), num_ranks):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*Compute a new tensor"):
+        run_ranks(lambda: program(True), num_ranks)

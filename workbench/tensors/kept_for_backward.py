@@ -25,7 +25,7 @@ def keep(tensor: torch.Tensor) -> Kept:
         return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 
-def unchanged(kept: Kept) -> torch.Tensor:
+def unchanged(kept: Kept, advice: str = "") -> torch.Tensor:
     """The tensor, for backward.
 
     Raises:
@@ -37,4 +37,5 @@ def unchanged(kept: Kept) -> torch.Tensor:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tuple(kept.tensor.shape)} is at version {kept.tensor._version}; expected version {kept.version} instead."
+            f"{advice}"
         )

@@ -5,6 +5,9 @@ different ones (a placeholder needs none), so one rank would recompute, with its
 the first saved tensor is a token, the trigger. The last nodes of the function read it, and the recomputation runs to
 its end.
 
+Past the last saved tensor the function may write in place to one of them, which torch's recomputation does not reach.
+So a saved tensor knows its version, and such a write is torch's error.
+
 Where a step computes gradients of inputs and of weights apart, the first part recomputes. What functions read there
 that the second part asks again is kept for it, and nothing else.
 """
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from workbench.tensors.boxing.box import keep_boxing, kept_boxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.kept_for_backward import Kept, unchanged
 from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World, joined
 
@@ -97,7 +101,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not triggers:
             triggers.append(trigger)
             try:
-                with _keeping_operands(world.context.running):
+                with _checking_writes(), _keeping_operands(world.context.running):
                     return function(*inputs, **named)
             except BaseException as error:  # noqa: BLE001 - raised below: torch before 2.13 would keep its hooks entered
                 errors.append(error)
@@ -109,7 +113,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _generator_state(world)
         _set_generator_state(world, random_state)
         try:
-            with world.context.temporarily(call=call):
+            with world.context.temporarily(call=call), _noting_versions():
                 return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
@@ -182,6 +186,43 @@ def _keeping_operands(running: Any) -> AbstractContextManager[Any]:
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(pack(tensor)), unpack_or_keep)
+
+
+_ADVICE = (
+    " A checkpoint (recompute) runs its function to the end again before backward reads what was saved. Compute a new "
+    "tensor: h = h * 2 in place of h.mul_(2)."
+)
+
+
+def _noting_versions() -> AbstractContextManager[Any]:
+    """Context around the second run of a function, whose saved tensors note their versions."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_noted(tensor: torch.Tensor) -> Any:
+        with local_torch(), torch.no_grad(), hidden_from_modes():
+            alone: Any = tensor.detach()  # an object of its own, which the checkpoint keeps as it is
+            alone.version_when_saved = alone._version
+        return pack(alone)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_noted, unpack)
+
+
+def _checking_writes() -> AbstractContextManager[Any]:
+    """Context around the first run of a function: what backward reads must have the version of the second run."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def unpack_checked(saved: Any) -> torch.Tensor:
+        tensor: torch.Tensor = unpack(saved)
+        version: int | None = getattr(tensor, "version_when_saved", None)
+        return tensor if version is None else unchanged(Kept(tensor, version), _ADVICE)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack_checked)
 
 
 def is_in_checkpoint() -> bool:
