@@ -269,3 +269,35 @@ def test_an_overflow_in_one_micro_batch_on_the_last_stage_skips_the_step_on_all(
     for skipped, scale, weights in run_ranks(program, num_ranks):
         assert (skipped, scale) == truth[:2]
         torch.testing.assert_close(weights, list(truth[2]), rtol=1e-5, atol=1e-6)
+
+
+class Encoders(nn.Module):
+    """With a method beside its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def encode(self, x):
+        return self.text(self.image(x))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.encode(x)
+
+
+@pytest.mark.parametrize("options", ["bf16", pytest.param("fp8 recompute", marks=pytest.mark.slow)])
+def test_a_method_in_which_the_precision_does_not_act_is_warned_of_once(options):
+    torch.manual_seed(0)
+    built = Encoders()
+
+    def program():
+        model, x = wb.parallelize(copy.deepcopy(built), f"*: data | {options}"), torch.ones(2, 16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model.encode(x).dtype == torch.bfloat16
+        model(x).sum().backward()
+        with pytest.warns(UserWarning, match=r": image of Encoders runs in 32 bits.*with torch.autocast"):
+            model.encode(x)
+        model.encode(x)
+
+    run_ranks(program, 1)
