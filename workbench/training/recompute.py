@@ -9,6 +9,7 @@ layers) is recomputed layer by layer. (Chen et al., Training Deep Nets with Subl
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections import Counter
@@ -200,13 +201,18 @@ def _has_recurrence(block: nn.Module) -> bool:
 class Recomputed:
     """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
-    It takes the place of a compiled call of ``nn.Module.compile``; copies of the module do not have it. ``how`` is the
-    option of a strategy.
+    It takes the place of a compiled call of ``nn.Module.compile``, which torch leaves out of copies of a module: a copy
+    of this object, in the copied state of the model, puts itself there. ``how`` is the option of a strategy.
     """
 
     def __init__(self, block: nn.Module, how: str = "full") -> None:
         self.block, self.kept = block, None if _has_recurrence(block) else KEPT.get(how)
         block._compiled_call_impl = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
+        made = Recomputed(copy.deepcopy(self.block, memo))
+        made.kept = self.kept
+        return made
 
     def remove(self) -> None:
         """Make the block save its activations again."""

@@ -40,6 +40,8 @@ def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
 def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     """``copy.deepcopy``: a copy of the shard; tensors that share storage still do afterwards.
 
+    A parameter keeps what the strategy says of its optimizer.
+
     Raises:
         RuntimeError: the tensor has a history, as for plain tensors.
     """
@@ -56,6 +58,8 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     made = wrap(copy.deepcopy(local, memo), tensor._spec)
     memo[id(tensor)] = made
     make_like(made, tensor, copy.deepcopy(own_attributes(tensor), memo))
+    if tensor._is_param:  # its optimizer's state is copied too, and lies as it does
+        made._optimizer_shard, made._keeps_state_on_host = tensor._optimizer_shard, tensor._keeps_state_on_host
     grad = None if tensor._is_param else tensor.grad  # torch does not copy a parameter's gradient
     if grad is not None:
         made.grad = copy.deepcopy(grad, memo)

@@ -18,6 +18,7 @@ sums in progress and its prediction, so that all ranks continue in the same stat
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,11 +50,17 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Sequence[GlobalTensor], scatters: bool = False) -> None:
-        self.scatters = scatters
+        self.scatters, self._given = scatters, parameters
         self.paused = False
+        for parameter in parameters:
+            _declare_shard(parameter, scatters)
         self._parameters = [p for p in reversed(parameters) if _can_be_summed(p)]
         self._start_over()
         self._handles = [self._hook(parameter) for parameter in self._order]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        """A copied module has copies of the parameters, and hooks on them."""
+        return GradientReducer(copy.deepcopy(self._given, memo), self.scatters)
 
     def _start_over(self) -> None:
         """Reset to the initial state, also after the world was rebuilt: no sums in progress, no agreed order."""
@@ -266,12 +273,14 @@ def _nbytes(parameter: GlobalTensor) -> int:
 
 def install_reducer(module: nn.Module, scatters: bool) -> GradientReducer:
     """Observe the gradients of a module's global parameters."""
-    parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
-    for parameter in parameters:
-        gradient_state(parameter).shard_spec = None
-        if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
-            gradient_state(parameter).shard_spec = parameter._spec, state_spec(parameter)
-    return GradientReducer(parameters, scatters)
+    return GradientReducer([p for p in module.parameters() if isinstance(p, GlobalTensor)], scatters)
+
+
+def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:
+    """Let a placeholder know whether its owner will keep a shard of its gradient."""
+    gradient_state(parameter).shard_spec = None
+    if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
+        gradient_state(parameter).shard_spec = parameter._spec, state_spec(parameter)
 
 
 def _has_copies(layout: Layout) -> bool:

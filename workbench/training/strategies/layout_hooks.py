@@ -4,6 +4,7 @@ their neighbours.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -264,7 +265,8 @@ class Interruptible:
     """Runs the calls of a module, and cleans up after an interrupt (Ctrl-C in a notebook) inside one: torch calls no
     hooks then. Without it, autocast would stay on in every later cell, and gathered parameters in place of shards.
 
-    It is stored where ``nn.Module.compile`` puts a compiled call. Copies of the module do not have it.
+    It is stored where ``nn.Module.compile`` puts a compiled call, which torch leaves out of copies of a module. A copy
+    of this object, in the copied state of the model, puts itself there.
 
     Args:
         module: the parallelized module.
@@ -275,6 +277,9 @@ class Interruptible:
         self.module, self.on_interrupt = module, on_interrupt
         if module._compiled_call_impl is None:
             module._compiled_call_impl = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Interruptible:
+        return Interruptible(copy.deepcopy(self.module, memo), copy.deepcopy(self.on_interrupt, memo))
 
     def remove(self) -> None:
         """Let torch run the module's calls again."""
