@@ -113,7 +113,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _generator_state(world)
         _set_generator_state(world, random_state)
         try:
-            with world.context.temporarily(call=call), _noting_versions():
+            with world.context.temporarily(call=call), _recording_versions():
                 return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
@@ -194,20 +194,20 @@ _ADVICE = (
 )
 
 
-def _noting_versions() -> AbstractContextManager[Any]:
-    """Context around the second run of a function, whose saved tensors note their versions."""
+def _recording_versions() -> AbstractContextManager[Any]:
+    """Context around the second run of a function, whose saved tensors record their versions."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return nullcontext()
     pack, unpack = hooks
 
-    def pack_noted(tensor: torch.Tensor) -> Any:
+    def pack_recorded(tensor: torch.Tensor) -> Any:
         with local_torch(), torch.no_grad(), hidden_from_modes():
             alone: Any = tensor.detach()  # an object of its own, which the checkpoint keeps as it is
             alone.version_when_saved = alone._version
         return pack(alone)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack_noted, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack_recorded, unpack)
 
 
 def _checking_writes() -> AbstractContextManager[Any]:

@@ -321,7 +321,7 @@ def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
     """
     if swap.is_summed:
         forget_sums(swap.present)
-    stepped, left_alone = [], swap.end_places()
+    stepped, unchanged = [], swap.end_places()
     with torch.no_grad(), local_torch():
         for number, (owner, part) in enumerate(swap.pairs):
             shard = shard_of(owner)
@@ -335,7 +335,7 @@ def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
             if shard is None and swap.is_torchs and owner._optimizer_part is not None:
                 continue  # the part lies in its place
             place = plain(owner) if shard is None else slice_region(plain(owner), shard.region)
-            if place.numel() and place.data_ptr() != part.data_ptr() and number not in left_alone:
+            if place.numel() and place.data_ptr() != part.data_ptr() and number not in unchanged:
                 place.copy_(plain(part))
                 owner._optimizer_part = None  # the step has given the part other memory
         if sends and swap.is_sharded:
