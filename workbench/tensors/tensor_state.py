@@ -17,6 +17,8 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
+from workbench.tensors.writes import Writes, kept_writes, writes_to
+from workbench.tensors.writes import keep_writes as keep_writes
 
 
 class Spec:
@@ -171,56 +173,6 @@ def forget_sum(tensor: Any) -> None:
         tensor._gradient.sum = None
 
 
-class Writes:
-    """The number of writes to one memory, since somebody has first read or set ``.data`` there, through all tensors
-    that have it: torch counts those through ``.data`` apart, and none to tensors of inference mode. Reads of ``.data``
-    change no number, since a program may look at it on one rank only.
-    """
-
-    __slots__ = ("_counting", "_past")
-
-    def __init__(self) -> None:
-        self._counting: dict[Any, torch.Tensor] = {}  # by the id of a tensor, or by the place of data in the memory
-        self._past = 0
-
-    def add(self, tensor: TensorState, above: int = -1) -> None:
-        """Count those to a tensor that has this memory now. ``above``: its version with its memory before."""
-        known = self._counting.pop(id(tensor), None)  # its own, or that of one that is no more
-        self._past += (0 if known is None else _writes_to(known)) - _writes_to(tensor)
-        self._counting[id(tensor)] = _counter(tensor)
-        self._past += max(0, above + 1 - _writes_to(tensor) - self.total())
-        keep_writes(tensor, self)
-
-    def add_one(self) -> None:
-        """Count one that torch does not."""
-        self._past += 1
-
-    def counted(self, data: torch.Tensor) -> torch.Tensor:
-        """``data``, which torch has just made, as a tensor whose writes count."""
-        place = data.shape, data.stride(), data.storage_offset(), data.dtype
-        if place not in self._counting:
-            self._counting[place] = _counter(data)
-        made = self._counting[place].detach()
-        _set_data(made, data)
-        return made
-
-    def total(self) -> int:
-        """The number; it never falls."""
-        return self._past + sum(map(_writes_to, self._counting.values()))
-
-
-def _writes_to(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the count of writes of another one, and without its memory, which has this one in its keeping."""
-    with torch.inference_mode(False):
-        counter = tensor.detach()
-        _set_data(counter, counter.new_empty(0))
-    return counter
-
-
 class TensorState(Annotated):
     """The base of ``GlobalTensor`` that declares its attributes. Copies of a tensor take none of them along unasked."""
 
@@ -268,7 +220,8 @@ class TensorState(Annotated):
     _history_base: Any = None
     """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
     _memory_owner: TensorState | None = None
-    """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes."""
+    """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes;
+    or one without history that does so in its place."""
     _strides: tuple[int, ...] | None = None
     """Of a placeholder: its strides on one device, where they are known not to be those of a contiguous tensor."""
 
@@ -283,10 +236,10 @@ def version_of(tensor: torch.Tensor) -> int:
     The caller has switched off ``__torch_function__``.
     """
     if not isinstance(tensor, TensorState):
-        return _writes_to(tensor)
-    owner = tensor if tensor._memory_owner is None else tensor._memory_owner
-    writes = _kept_writes(owner)
-    return _writes_to(owner) if writes is None else _writes_to(owner) + writes.total()
+        return writes_to(tensor)
+    owner = memory_owner(tensor)
+    writes = kept_writes(owner)
+    return writes_to(owner) if writes is None else writes_to(owner) + writes.total()
 
 
 def writes_of(tensor: TensorState) -> Writes:
@@ -294,27 +247,12 @@ def writes_of(tensor: TensorState) -> Writes:
 
     The caller has switched off ``__torch_function__``.
     """
-    owner = tensor if tensor._memory_owner is None else tensor._memory_owner
-    found = _kept_writes(owner)
+    owner = memory_owner(tensor)
+    found = kept_writes(owner)
     if found is None:
         found = Writes()
         found.add(owner)
     return found
-
-
-def keep_writes(tensor: TensorState, writes: Writes) -> None:
-    """Let ``writes`` count those to the memory of ``tensor``."""
-    if tensor._spec.is_placeholder:
-        tensor._writes = writes
-    else:
-        vars(tensor.untyped_storage())["writes"] = writes
-
-
-def _kept_writes(owner: TensorState) -> Writes | None:
-    if owner._spec.is_placeholder:  # its storage is that of others too
-        return owner._writes
-    kept: Writes | None = vars(owner.untyped_storage()).get("writes")
-    return kept
 
 
 def count_in_inference_mode(target: TensorState) -> None:
@@ -337,17 +275,41 @@ def memory_of(tensor: TensorState) -> object:
 
 def count_write(tensor: TensorState) -> None:
     """Count a write to a placeholder, for all tensors that share its memory elsewhere."""
+    owner = memory_owner(tensor)
+    before = writes_to(owner)
     torch.autograd.graph.increment_version(tensor)
-    if tensor._memory_owner is not None:
-        torch.autograd.graph.increment_version(tensor._memory_owner)
+    if writes_to(owner) == before:  # else they share their count
+        torch.autograd.graph.increment_version(owner)
+
+
+def memory_owner(tensor: TensorState) -> TensorState:
+    """The tensor that counts the writes to the memory of ``tensor``."""
+    while tensor._memory_owner is not None:
+        tensor = tensor._memory_owner
+    return tensor
+
+
+def memory_owner_without_history(tensor: TensorState) -> TensorState:
+    """The same, for an alias of a placeholder outside of its history: it may outlive the graph, and must not keep it.
+
+    The caller has switched off ``__torch_function__``.
+    """
+    owner = memory_owner(tensor)
+    if owner.is_leaf:
+        return owner
+    counter = owner.detach()  # which shares the count of writes
+    counter.__class__ = TensorState
+    counter._spec, counter._writes = owner._spec, owner._writes
+    owner._memory_owner = counter
+    return counter
 
 
 def share_memory(made: TensorState, tensor: TensorState) -> None:
     """Let ``made``, which has the memory of ``tensor``, be a view of the same base."""
     made.__class__ = tensor.__class__
-    made._memory_owner, made._origin, made._strides = tensor._memory_owner, tensor._origin, tensor._strides
-    if tensor._spec.is_placeholder and tensor._memory_owner is None:
-        made._memory_owner = tensor
+    made._origin, made._strides = tensor._origin, tensor._strides
+    if tensor._spec.is_placeholder:
+        made._memory_owner = memory_owner_without_history(tensor)
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
     made._view_call = tensor._view_call
 
@@ -369,7 +331,6 @@ def forget_memory(tensor: TensorState) -> None:
 
 
 _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _num_modes = torch._C._len_torch_dispatch_stack
 
 

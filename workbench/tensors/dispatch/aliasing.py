@@ -30,7 +30,7 @@ from workbench.tensors.dispatch.registry import COMPOSITES, fold_name
 from workbench.tensors.dispatch.strides import on_one_device, share_storage
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, wrap
 from workbench.tensors.late_imports import later
-from workbench.tensors.tensor_state import share_memory, version_of
+from workbench.tensors.tensor_state import memory_owner, memory_owner_without_history, share_memory, version_of
 
 _ALIASING = """
 view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
@@ -274,8 +274,11 @@ def remember_placeholder_base(
     for leaf, is_view, strides in zip(views, *found, strict=True):
         leaf._strides = strides
         if is_view:
-            leaf._memory_owner = operand if operand._memory_owner is None else operand._memory_owner
-            if name != "detach":
+            if name == "detach":
+                with local_torch():
+                    leaf._memory_owner = memory_owner_without_history(operand)
+            else:
+                leaf._memory_owner = memory_owner(operand)
                 leaf._history_base = operand if operand._history_base is None else operand._history_base
 
 
@@ -292,7 +295,8 @@ def share_data(made: GlobalTensor, tensor: GlobalTensor) -> None:
     if type(tensor) is BoxedView:
         _inherit_without_history(made, tensor, lambda each: each.data)
     else:
-        share_memory(made, tensor)
+        with local_torch():
+            share_memory(made, tensor)
 
 
 def _inherit_without_history(made: GlobalTensor, view: BoxedView, alias: Callable[[Any], Any]) -> None:
@@ -300,7 +304,9 @@ def _inherit_without_history(made: GlobalTensor, view: BoxedView, alias: Callabl
     origin, root = view._origin, view._root
     base, is_current = alias(origin.base), _version(origin.base) == origin.version
     origin = replace(origin, base=base, version=_version(base) if is_current else -1)
-    BoxedView._of(made, origin, None if root is None else alias(root), view._view_call)
+    func, args, kwargs, number = view._view_call
+    args, kwargs = tree_map(lambda leaf: alias(leaf) if isinstance(leaf, GlobalTensor) else leaf, (args, kwargs))
+    BoxedView._of(made, origin, None if root is None else alias(root), ViewCall(func, args, kwargs, number))
 
 
 def _is_view(view: BoxedView) -> bool:

@@ -33,7 +33,8 @@ def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
     with torch.no_grad():
         made: Any = wrap(plain(tensor), tensor._spec)
     make_like(made, tensor, own_attributes(tensor))
-    share_memory(made, tensor)
+    with local_torch():
+        share_memory(made, tensor)
     return made
 
 

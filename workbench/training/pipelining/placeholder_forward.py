@@ -20,6 +20,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.tensors.random import draw_key
+from workbench.tensors.tensor_state import memory_owner
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import (
     CallObserver,
@@ -111,8 +112,8 @@ def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> b
     """
     if type(tensor) is not GlobalTensor or not tensor._spec.is_placeholder or tensor._history_base is not None:
         return False
-    owners = {id(owner) for known in inputs for owner in (known, known._memory_owner) if owner is not None}
-    return id(tensor) not in owners and id(tensor._memory_owner) not in owners
+    owner = memory_owner(tensor)
+    return all(memory_owner(known) is not owner for known in inputs)
 
 
 class _HistoryLinks:
