@@ -222,10 +222,13 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
             seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
         else:
             seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
+        part = whole / parts
+        if strategy.slice_of(stage) == strategy.slice_of(before):  # the same ranks, which keep what they hold
+            part, seconds = 0.0 if left in ("B", taken) else part * (1 - 1 / setting.model), 0.0
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
         ways = 1 + (row.has_gradients[1] or model.rows[index].has_gradients[0])
-        total += ways * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+        total += ways * part * settings[stage].data * settings[stage].model * strategy.num_micro_batches
     for source, target, size, ways in _beside(model, strategy, settings):
         setting = settings[source]
         slowest = max(slowest, exchange_s(setting.hardware, size, 2, setting.data * setting.model, "send"))
@@ -251,7 +254,7 @@ def _beside(
             }
             readers = {stages[index + place]: strategy.layers[index + place] for place in skip.readers}
             for target, reader in readers.items():
-                if target in (source, *handed):
+                if target in (source, *handed) or strategy.slice_of(target) == strategy.slice_of(source):
                     continue
                 is_split = reader.parallel == "data" or settings[target].sequence
                 size = skip.size_bytes * settings[source].samples * settings[source].scale

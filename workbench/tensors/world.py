@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class World:
         specs: the interned layouts with shapes (see ``tensor_state``).
         plans: the cached plan for a function and its arguments (see ``dispatch.planning``).
         on_plan: called with (function, args, kwargs) for every call that needs a new plan.
+        rank_of: where several stages of a rank have numbers of their own, the rank of each number; else None.
         casts: in a dry run, adds autocast's casts to a local function, given the function's name; else None.
     """
 
@@ -58,6 +59,7 @@ class World:
         self.context = ExecutionContext()
         self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
+        self.rank_of: Sequence[int] | None = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 

@@ -17,6 +17,7 @@ from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Region
 from workbench.core.moves import gathered_regions
 from workbench.core.placement import Placement
+from workbench.core.rank_numbers import bytes_within_rank
 from workbench.core.sbp import Partial
 from workbench.core.tiling import num_elements
 from workbench.errors import LayoutError
@@ -157,7 +158,7 @@ class Exchange:
         target, dtype: of the new shard.
         moves_to, moves_from: the slices for this rank, and those of its own shard.
         group: the ranks that make an all-reduce with this one; else empty.
-        bytes_sent: bytes that this rank sends.
+        bytes_sent: bytes that this rank sends to others.
         own_slice: the place of the new shard in the old one, if the boxing is a slice.
     """
 
@@ -167,7 +168,7 @@ class Exchange:
         self.plan, self.target, self.dtype, self.world = plan, target, dtype, world
         self._is_placeholder, self._is_local = source.is_placeholder and target.is_placeholder, plan.is_local
         self._title = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
-        self.bytes_sent = plan.bytes_sent.get(world.rank, 0)
+        self.bytes_sent = plan.bytes_sent.get(world.rank, 0) - bytes_within_rank(plan, world.rank, world.rank_of)
         self.moves_to, self.moves_from = plan.moves_to(world.rank), plan.moves_from(world.rank)
         self._wanted = [(m.source, region_shape(m.source_region)) for m in self.moves_to if m.source != world.rank]
         is_slice = plan.kind == "slice" and self.moves_to and not self._is_placeholder

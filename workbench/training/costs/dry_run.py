@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,16 +28,16 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
+from workbench.core.rank_numbers import sent_by_number
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.simulated import Simulated
-from workbench.tensors.world import World, current
+from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize, state_of
-from workbench.training.pipelining.stage_transport import StageTransport
 from workbench.training.pipelining.step import forward_backward
 from workbench.training.runs.job_checks import check_functions
 from workbench.training.traced_calls import describe_with_calls
@@ -250,16 +251,22 @@ class _BoxingCollector:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], tuple[Any, Any, int]] = {}
+        self._stage: Any = None
+
+    def of_stage(self, world: World) -> _BoxingCollector:
+        """The same collector, for boxings of one of this rank's stages."""
+        made = copy(self)
+        made._stage = world
+        return made
 
     def site(self, function: str = "") -> None:
         """No place: a dry run does not say where a boxing comes from."""
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
         """Count a boxing plan, a boxing path or moved rows."""
-        transport = current().transport  # that of a stage, where ranks have several
         for step in getattr(plan, "steps", (plan,)):
-            key = id(step), id(transport)  # holding both keeps their ids from being used again
-            self._plans[key] = step, transport, self._plans.get(key, (step, transport, 0))[2] + 1
+            key = id(step), id(self._stage)  # holding both keeps their ids from being used again
+            self._plans[key] = step, self._stage, self._plans.get(key, (step, self._stage, 0))[2] + 1
 
     def add_reduction(self, *args: Any, **kwargs: Any) -> None:
         """Count nothing: this rank's traffic has the sums."""
@@ -268,12 +275,12 @@ class _BoxingCollector:
     def sent(self) -> dict[int, Kinds]:
         """By rank."""
         found: dict[int, Kinds] = {}
-        for plan, transport, times in self._plans.values():
-            for rank, size in plan.bytes_sent.items():
-                if isinstance(transport, StageTransport):
-                    if not transport.is_of_this_stage(rank):
+        for plan, stage, times in self._plans.values():
+            for rank, size in sent_by_number(plan, stage and stage.rank_of).items():
+                if stage is not None:
+                    if not stage.transport.is_of_this_stage(rank):
                         continue  # its own stage's run of the program counts it
-                    rank = transport.rank_of[rank]
+                    rank = stage.rank_of[rank]
                 kinds = found.setdefault(rank, {})
                 kinds[plan.kind] = kinds.get(plan.kind, 0) + times * size
         return found

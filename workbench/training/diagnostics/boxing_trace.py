@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change
 from workbench.core.boxing_path import BoxingPath
+from workbench.core.rank_numbers import on_ranks, sent_by_number
 from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.world import World, current
 from workbench.transport.user_code import user_frame
@@ -84,7 +86,7 @@ class BoxingTrace:
     """
 
     def __init__(self, world: World, outer: BoxingTrace | None = None) -> None:
-        self.rank, self._outer = world.rank, outer
+        self.rank, self._world, self._outer = world.rank, world, outer
         self._records: dict[Any, BoxingRecord] = {}
 
     @property
@@ -112,16 +114,28 @@ class BoxingTrace:
         """Bytes that all ranks together put on the wire."""
         return sum(record.wire_bytes for record in self._records.values())
 
+    def of_stage(self, world: World) -> BoxingTrace:
+        """The same trace, for boxings of one of this rank's stages, whose world has numbers in place of ranks."""
+        made = copy(self)
+        made._world, made._outer = world, self._outer and self._outer.of_stage(world)
+        return made
+
     def add(self, site: Site, direction: str, plan: BoxingPlan | BoxingPath, dtype: torch.dtype) -> None:
-        """Count one boxing. Every rank counts it, also one that takes no part."""
-        change = describe_sbp_change(plan.source, plan.destination)
-        key = (site, direction, plan.source, plan.destination, plan.shape, dtype)
+        """Count one boxing. Every rank counts it, also one that takes no part.
+
+        A rank with several stages comes by in the run of each, and sends for each.
+        """
+        number, rank_of = self._world.rank, self._world.rank_of
+        source, destination = on_ranks(plan.source, rank_of), on_ranks(plan.destination, rank_of)
+        change, sent = describe_sbp_change(source, destination), sent_by_number(plan, rank_of)
+        is_first = rank_of is None or rank_of.index(self.rank) == number
+        key = (site, direction, source, destination, plan.shape, dtype)
         record = self._records.get(key) or self._records.setdefault(
             key, BoxingRecord(site.function, site, direction, change, plan.kind, tuple(plan.shape), dtype)
         )
-        record.num_boxings += 1
-        record.sent_bytes += plan.bytes_sent.get(self.rank, 0)
-        record.wire_bytes += plan.wire_bytes
+        record.num_boxings += is_first
+        record.sent_bytes += sent.get(number, 0)
+        record.wire_bytes += sum(sent.values()) if is_first else 0
         if self._outer is not None:
             self._outer.add(site, direction, plan, dtype)
 

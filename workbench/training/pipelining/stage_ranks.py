@@ -47,7 +47,7 @@ class StageRank:
         self.rank_world, self._numbering = rank_world, numbering
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
-        self.world.traffic = rank_world.traffic
+        self.world.traffic, self.world.rank_of = rank_world.traffic, numbering.rank_of
         self.world.context.checks_agreement = False  # the check compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
@@ -144,8 +144,9 @@ class StageRank:
     def activated(self) -> Iterator[None]:
         """Context in which the module holds the stage's views, and this thread is the stage rank."""
         around = self.rank_world.context
+        tracer = None if around.tracer is None else around.tracer.of_stage(self.world)
         observed = self.world.context.temporarily(
-            tracer=around.tracer, recorder=around.recorder, implicit_boxing_allowed=around.implicit_boxing_allowed
+            tracer=tracer, recorder=around.recorder, implicit_boxing_allowed=around.implicit_boxing_allowed
         )
         layouts, caches = self._in_use.replaced_by(self._layouts), cached_forwards(self._forward_caches)
         for holder, name, _, view in self._views:
