@@ -34,3 +34,11 @@ def test_constraints_name_a_kind_or_a_number_of_blocks() -> None:
     assert seconds[0] > seconds[1] > seconds[2] > seconds[4] and seconds[0] > seconds[3] > seconds[4]
     with pytest.raises(StrategyError, match="recompute='some': it is one of"):
         wb.planner.plan(*QUESTION, **SETTLED, recompute="some")
+
+
+def test_no_plan_recomputes_more_blocks_than_the_model_has() -> None:
+    with pytest.raises(StrategyError, match=r"recompute=99, but the model has 12 blocks.*use recompute=12 or less"):
+        wb.planner.plan(*QUESTION, **SETTLED, recompute=99)
+    plan = wb.planner.plan(*QUESTION, **SETTLED, recompute=12)
+    refused = plan.why_not("*: data | 1x8x1 bf16 recompute=13")
+    assert refused.reason == "cannot run" and "recompute=13, but the model has 12 blocks" in str(refused)

@@ -19,6 +19,7 @@ from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.diagnostics.memory import ActivationMeter
+from workbench.training.strategies.state import describe
 
 CASES = [
     ("llama", "data", "1x2x1 zero=3 recompute=cheap", 2),
@@ -128,6 +129,12 @@ def test_mistakes_name_both_numbers_and_fixes():
         Strategy("*: data | recompute=cheep")
     with pytest.raises(StrategyError, match="recompute=9, but the model has 4 blocks"):
         run_ranks(lambda: wb.parallelize(Net(), "*: data | recompute=9"), 1)
+    for model, blocks in ((Net(), 4), (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)):  # each layer is one
+        costs = layer_costs(model, torch.zeros(2, 3, 32 if blocks == 4 else 4))
+        Strategy(f"*: data | recompute={blocks}").resolve(costs.layers, 1)
+        for layers in (describe(model), costs.layers):
+            with pytest.raises(StrategyError, match=f"recompute=5, but the model has {blocks} blocks"):
+                Strategy("*: data | recompute=5").resolve(layers, 1)
 
 
 class Writing(nn.Module):

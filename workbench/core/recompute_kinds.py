@@ -32,3 +32,15 @@ def chosen_blocks(num_blocks: int, recompute: str) -> Collection[int]:
         return range(num_blocks)
     wanted = min(int(recompute), num_blocks)
     return {place * num_blocks // wanted for place in range(wanted)}
+
+
+def mistake_of_recompute(recompute: str, num_blocks: int | None) -> tuple[str, tuple[str, ...]] | None:
+    """What is wrong with a number of blocks, and fixes. ``num_blocks`` is what the model has; None if unknown.
+
+    >>> mistake_of_recompute("9", 4)[0].partition(":")[0]
+    'recompute=9, but the model has 4 blocks'
+    """
+    if num_blocks is None or not recompute.isdecimal() or int(recompute) <= num_blocks:
+        return None
+    message = f"recompute={recompute}, but the model has {num_blocks} blocks: so many of them run again"
+    return message, (f"use recompute={num_blocks} or less, or recompute, which is all",)

@@ -25,6 +25,8 @@ class Layer:
         itemsize: bytes of an element of its parameters.
         itemsizes: by short name, those of parameters with another itemsize.
         frozen: short names of parameters without a gradient, which no optimizer changes.
+        block: the number of the block that recomputation runs again with it, below zero outside of blocks, and how many
+            blocks the model has; None if unknown.
         experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
             experts; else 0.
         expert: the number of its expert in such a list; None for all experts in one.
@@ -44,6 +46,7 @@ class Layer:
     chosen: int = 0
     itemsizes: dict[str, int] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
 
     def itemsize_of(self, name: str) -> int:
         """Bytes of an element of a parameter, by its short name."""
@@ -65,6 +68,11 @@ def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
     if any(layer.calls is None for layer in layers):
         return list(layers)
     return sorted(layers, key=lambda layer: layer.calls or (0, 0))
+
+
+def num_blocks(layers: Sequence[Layer]) -> int | None:
+    """How many blocks recomputation can run again; None if unknown."""
+    return next((layer.block[1] for layer in layers if layer.block is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

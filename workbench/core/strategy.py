@@ -30,8 +30,9 @@ from urllib.parse import unquote
 from workbench.core.degrees import mistakes_of_degrees, mistakes_of_overlap
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
+from workbench.core.recompute_kinds import mistake_of_recompute
 from workbench.core.row_mistakes import mistakes_of_rows
-from workbench.core.rows import Layer, Row, in_order_of_calls, parse_rows, quoted
+from workbench.core.rows import Layer, Row, in_order_of_calls, num_blocks, parse_rows, quoted
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
@@ -219,7 +220,8 @@ class Strategy:
         """All mistakes of this strategy for these layers on ``num_ranks`` ranks; empty if there are none."""
         mistakes = _check_rows(self, layers) + _check_stages(self, layers)
         mistakes += _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
-        return mistakes + _check_experts(self, layers, num_ranks) + _check_overlap(self, layers, num_ranks)
+        mistakes += _check_experts(self, layers, num_ranks) + _check_overlap(self, layers, num_ranks)
+        return mistakes + _check_recompute(self, layers)
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
         """The choice of every layer.
@@ -365,6 +367,11 @@ def _check_overlap(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
     splits = zip(layers, splits_of(layers, strategy.rows_of(layers), stages), stages, strict=True)
     num_rows = sum(overlaps(layer.kind, split, resolved.stage_width(stage)[1]) for layer, split, stage in splits)
     return [Mistake(None, *each) for each in mistakes_of_overlap(strategy.options, len(layers), num_rows)]
+
+
+def _check_recompute(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
+    found = mistake_of_recompute(strategy.options.recompute, num_blocks(layers))
+    return [Mistake(None, *found)] if found else []
 
 
 def _choice(row: Row, split: str | None) -> str:

@@ -94,7 +94,7 @@ def transformer_costs(model: Transformer) -> ModelCosts:
         rows[0] = _with_positions(rows[0], s * h)
     for index in range(model.layers):
         rows += [
-            _row(f"layers.{index}.{name}", kind, weight, own, after, output)
+            _in_block(_row(f"layers.{index}.{name}", kind, weight, own, after, output), (index, model.layers))
             for name, kind, weight, own, after, output in block
         ]
     rows.append(_row("norm", "LayerNorm", (h,), _norm(model), (), (s, h)))
@@ -191,6 +191,10 @@ def _row(
     return LayerCost(
         Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to), own, after, Extent(output), _ITEM
     )
+
+
+def _in_block(row: LayerCost, block: tuple[int, int]) -> LayerCost:
+    return replace(row, layer=replace(row.layer, block=block))
 
 
 def _with_positions(row: LayerCost, size: int) -> LayerCost:

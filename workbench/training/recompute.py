@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.tensor_state import version_of
 from workbench.training.diagnostics.memory import ActivationMeter
+from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of
 
 _aten = torch.ops.aten
@@ -60,11 +60,6 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     if not how:
         return []
     blocks = blocks_of(module)
-    if how.isdecimal() and int(how) > len(blocks):
-        raise StrategyError(
-            f"strategy {str(state.strategy)!r}: recompute={how}, but the model has {len(blocks)} blocks: so many of "
-            f"them run again. Use recompute={len(blocks)} or less, or recompute, which is all."
-        )
     chosen = [block for number, block in enumerate(blocks) if number in chosen_blocks(len(blocks), how)]
     _refuse_deadlocks(module, chosen, state)
     return [Recomputed(block, how) for block in chosen]
@@ -106,70 +101,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return blocks or [layer for _, layer in layers_of(module) if layer is not module]
 
 
-def numbered_blocks(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
-    """For each layer the number of the block that has it; -1 for a layer outside of blocks.
-
-    >>> chain = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
-    >>> numbered_blocks(chain, ["0.0", "1"])
-    (0, -1)
-    """
-    numbers = {block: number for number, block in enumerate(repeated_blocks(module))}
-    paths = {f"{path}.": numbers[inner] for path, inner in module.named_modules() if inner in numbers}
-    return tuple(next((number for path, number in paths.items() if f"{name}.".startswith(path)), -1) for name in names)
-
-
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists, sequences and dicts of modules that have submodules, where those of a dict
-    are of one class. Of a model without such members: the outermost modules with submodules whose class repeats.
-    """
-    in_containers = list(_members_of_containers(module))
-    return iter(in_containers or _outermost_of_repeated_classes(module))
-
-
-def _members_of_containers(module: nn.Module) -> Iterator[nn.Module]:
-    children = list(module.children())
-    blocks = [child for child in children if _can_be_block(child)]
-    is_dict_of_blocks = isinstance(module, nn.ModuleDict) and len(blocks) > 1 and len(set(map(type, blocks))) == 1
-    if isinstance(module, nn.ModuleList | nn.Sequential) or is_dict_of_blocks:
-        for child in children if blocks else ():
-            if child in blocks:
-                yield child
-            elif not _can_be_called(child):
-                yield from _members_of_containers(child)
-        if blocks:
-            return
-    for child in children:
-        yield from _members_of_containers(child)
-
-
-def _outermost_of_repeated_classes(module: nn.Module) -> Iterator[nn.Module]:
-    """Without containers, whose class says nothing about their members."""
-    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
-    parts = [p for p in module.modules() if p is not module and _can_be_block(p) and not isinstance(p, containers)]
-    counts, inside = Counter(map(type, parts)), set[nn.Module]()
-    for part in parts:
-        if counts[type(part)] > 1 and part not in inside:
-            yield part
-            inside.update(part.modules())
-
-
-def _can_be_block(module: nn.Module) -> bool:
-    return any(True for _ in module.children()) and _has_parameters(module) and _can_be_called(module)
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, as lists and dicts of modules have not."""
-    return type(module).forward is not nn.Module.forward
-
-
 _KEPT_PASS_HOOKS_BY: dict[str, Any] = {
     name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters
 }
 """What blocks keep passes by hooks of saved tensors. torch 2.14 asks for it, those before do not know the word."""
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from workbench.errors import StrategyError
 from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
 from workbench.training.batches import Batch, arguments, own_loss
 from workbench.training.costs.work_counter import WorkCounter
-from workbench.training.recompute import numbered_blocks
 from workbench.training.sample_rows import count_samples
+from workbench.training.strategies.blocks import numbered_blocks
 from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.state import ROOT, describe, layers_of
 

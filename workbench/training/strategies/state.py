@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from workbench.tensors.agreement import check_same_batch
 from workbench.training.batches import LossFunction, named_tensors
 from workbench.training.mean_losses import check_mean, identity_of
 from workbench.training.recorded_actions import RecordedAction
+from workbench.training.strategies.blocks import numbered_blocks, repeated_blocks
 from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.fused_experts import count_chosen, count_experts
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
@@ -138,7 +139,19 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         found.append(
             Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts, itemsizes, frozen)
         )
-    return found
+    return _with_blocks(model, found)
+
+
+def _with_blocks(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
+    """The layers with their blocks; in a model without blocks each part is one."""
+    count = sum(1 for _ in repeated_blocks(model))
+    if count:
+        numbers = numbered_blocks(model, [layer.name for layer in layers])
+    else:
+        parts = [layer.name for layer in layers if layer.name != ROOT]
+        count, numbers = len(parts), tuple(parts.index(each.name) if each.name != ROOT else -1 for each in layers)
+    numbered = zip(layers, numbers, strict=True)
+    return [replace(layer, block=(number, count)) for layer, number in numbered]
 
 
 def _itemsizes(own: Mapping[str, nn.Parameter]) -> tuple[int, dict[str, int]]:

@@ -40,7 +40,7 @@ from workbench.tensors.torch_patches.compile_ddp_fsdp import refuse_scripted
 from workbench.tensors.world import World, current
 from workbench.training.gradients.overlap import install_reducer
 from workbench.training.gradients.shard import Shard, choose_shards, shard_of
-from workbench.training.recompute import repeated_blocks
+from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of, parameter_stages
 from workbench.training.zero.gather_scatter import gather, start_gather
 from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, writes_to

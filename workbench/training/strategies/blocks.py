@@ -1,0 +1,68 @@
+"""The blocks of a model, which recomputation runs again as a whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+
+def numbered_blocks(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
+    """For each layer the number of the block that has it; -1 for a layer outside of blocks.
+
+    >>> chain = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    >>> numbered_blocks(chain, ["0.0", "1"])
+    (0, -1)
+    """
+    numbers = {block: number for number, block in enumerate(repeated_blocks(module))}
+    paths = {f"{path}.": numbers[inner] for path, inner in module.named_modules() if inner in numbers}
+    return tuple(next((number for path, number in paths.items() if f"{name}.".startswith(path)), -1) for name in names)
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists, sequences and dicts of modules that have submodules, where those of a dict
+    are of one class. Of a model without such members: the outermost modules with submodules whose class repeats.
+    """
+    in_containers = list(_members_of_containers(module))
+    return iter(in_containers or _outermost_of_repeated_classes(module))
+
+
+def _members_of_containers(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    blocks = [child for child in children if _can_be_block(child)]
+    is_dict_of_blocks = isinstance(module, nn.ModuleDict) and len(blocks) > 1 and len(set(map(type, blocks))) == 1
+    if isinstance(module, nn.ModuleList | nn.Sequential) or is_dict_of_blocks:
+        for child in children if blocks else ():
+            if child in blocks:
+                yield child
+            elif not _can_be_called(child):
+                yield from _members_of_containers(child)
+        if blocks:
+            return
+    for child in children:
+        yield from _members_of_containers(child)
+
+
+def _outermost_of_repeated_classes(module: nn.Module) -> Iterator[nn.Module]:
+    """Without containers, whose class says nothing about their members."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
+    parts = [p for p in module.modules() if p is not module and _can_be_block(p) and not isinstance(p, containers)]
+    counts, inside = Counter(map(type, parts)), set[nn.Module]()
+    for part in parts:
+        if counts[type(part)] > 1 and part not in inside:
+            yield part
+            inside.update(part.modules())
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and _has_parameters(module) and _can_be_called(module)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, as lists and dicts of modules have not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
