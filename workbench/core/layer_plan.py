@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -22,11 +22,13 @@ class LayerEdge:
     Attributes:
         is_known: whether these are all, and their shapes are known; else their bytes are 0.
         cost: the link for which they have found their boxing paths; None: direct boxings.
+        again: those that run a second time, in backward, where recomputation runs their layer again.
     """
 
     plans: tuple[BoxingPlan | BoxingPath, ...] = ()
     is_known: bool = True
     cost: LinkCost | None = None
+    again: tuple[BoxingPlan | BoxingPath, ...] = ()
 
     @classmethod
     def between(
@@ -39,15 +41,22 @@ class LayerEdge:
         return cls(cost=cost) if plan.kind in ("none", "relabel") else cls((plan,), shape is not None, cost)
 
     def __add__(self, other: LayerEdge) -> LayerEdge:
-        return LayerEdge(self.plans + other.plans, self.is_known and other.is_known, self.cost)
+        is_known = self.is_known and other.is_known
+        return LayerEdge(self.plans + other.plans, is_known, self.cost, self.again + other.again)
+
+    def run_again(self) -> LayerEdge:
+        """The same under recomputation of the layer. What comes from another stage has come, and is an operand."""
+        kept = (plan for plan in self.plans if plan.source.placement == plan.destination.placement)
+        return replace(self, again=tuple(kept))
 
     @cached_property
     def backward_plans(self) -> tuple[BoxingPlan | BoxingPath, ...]:
-        """The boxings of the gradient: reversed, between the dual layouts."""
-        return tuple(
+        """Those that run again, and the boxings of the gradient: reversed, between the dual layouts."""
+        of_gradient = (
             _boxing(_dual(plan.destination), _dual(plan.source), plan.shape, plan.itemsize, self.cost)
             for plan in reversed(self.plans)
         )
+        return (*self.again, *of_gradient)
 
     @property
     def forward_bytes(self) -> int:
@@ -56,7 +65,7 @@ class LayerEdge:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes on the wire of the gradient, summed over ranks."""
+        """Bytes on the wire in backward, summed over ranks."""
         return sum(map(wire_bytes, self.backward_plans)) if self.is_known else 0
 
     def sent_bytes(self, rank: int) -> tuple[int, int]:

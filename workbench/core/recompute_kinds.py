@@ -34,6 +34,16 @@ def chosen_blocks(num_blocks: int, recompute: str) -> Collection[int]:
     return {place * num_blocks // wanted for place in range(wanted)}
 
 
+def runs_again(block: tuple[int, int] | None, recompute: str) -> bool:
+    """Whether a layer of this block (see ``Layer.block``) runs again.
+
+    >>> runs_again((1, 4), "full"), runs_again((1, 4), "2"), runs_again((-1, 4), "full"), runs_again((1, 4), "")
+    (True, False, False, False)
+    """
+    number, count = block or (-1, 0)
+    return bool(recompute) and number in chosen_blocks(count, recompute)
+
+
 def mistake_of_recompute(recompute: str, num_blocks: int | None) -> tuple[str, tuple[str, ...]] | None:
     """What is wrong with a number of blocks, and fixes. ``num_blocks`` is what the model has; None if unknown.
 

@@ -31,6 +31,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.model_costs import Extent
 from workbench.core.placement import Placement
 from workbench.core.plan_text import plan_text
+from workbench.core.recompute_kinds import runs_again
 from workbench.core.rows import Layer
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -322,6 +323,8 @@ class _Chain:
         elif choice.over_data > 1 and is_called:
             there = self._travel(layer, choice, extent)
             before, behind = before + there, there + behind
+        if runs_again(layer.block, plan.resolved.options.recompute):
+            before, behind = before.run_again(), behind.run_again()
         parameters = {name: plan.parameter_layout(choice, len(shape)) for name, shape in layer.shapes.items()}
         shapes = self._shape(extent.input), self._shape(extent.output)
         itemsize = extent.input_itemsize or self.itemsize
