@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -99,6 +99,7 @@ class Row:
 
 
 _IN_QUOTES = re.compile(r"[%;|*\[\]\s]")
+_SEPARATORS = re.compile(r"[;|]")
 _MOST_NUMBERS = 10_000
 """In a range that is written for a model."""
 
@@ -146,6 +147,24 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 _CHOICE = re.compile(r"(data|model(?::column|:row)?|expert(?::\d+)?)(?:@(\d+))?")
 _FORMS = "data | model | model:column | model:row | expert | expert:N"
+
+
+def clauses_of(rows: Mapping[str, str], mistakes: list[str]) -> list[str]:
+    """Rows of a dict as the text of each, with ``%`` and two digits for what would end it; ``mistakes`` gets one text
+    for each choice that is none.
+
+    >>> clauses_of({"experts.a;b": "data"}, [])
+    ['experts.a%3Bb: data']
+    """
+    found = []
+    for given, choice in rows.items():
+        pattern = _SEPARATORS.sub(lambda odd: quote(odd[0], safe=""), str(given)).strip()
+        clause = f"{pattern}: {choice}"
+        if _cut(clause)[0] in ("", pattern):
+            found.append(clause)
+        else:
+            mistakes.append(f"row {given!r}: {choice!r} is none of {_FORMS} [@stage]")
+    return found
 
 
 def parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tuple[Row, ...]:

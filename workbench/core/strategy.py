@@ -32,7 +32,7 @@ from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
 from workbench.core.recompute_kinds import mistake_of_recompute
 from workbench.core.row_mistakes import mistakes_of_rows
-from workbench.core.rows import Layer, Row, in_order_of_calls, num_blocks, parse_rows, quoted
+from workbench.core.rows import Layer, Row, clauses_of, in_order_of_calls, num_blocks, parse_rows, quoted
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
@@ -151,7 +151,7 @@ class Strategy:
     def __init__(self, rows: str | Mapping[str, str]) -> None:
         mistakes: list[str] = []
         if isinstance(rows, Mapping):
-            clauses, options_text = [f"{pattern}: {choice}" for pattern, choice in rows.items()], ""
+            clauses, options_text = clauses_of(rows, mistakes), ""
         elif isinstance(rows, str):
             rows_text, _, options_text = rows.partition("|")
             clauses = rows_text.split(";")
