@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from workbench.core.layer_layouts import Entry, boxed_output_entry, input_entry
 from workbench.core.model_costs import LayerCost, OpCost
 from workbench.core.strategy import ResolvedLayer
-from workbench.core.weight_splits import split_dim
+from workbench.core.weight_splits import TABLE, split_dim
 from workbench.cost.accumulation import added_in_place
 from workbench.cost.boxings import (
     boxings,
@@ -28,6 +28,8 @@ from workbench.cost.boxings import (
 from workbench.cost.compute import FLASH, backward_s, forward_s
 from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
 
+_INNER = ("bmm", "baddbmm")
+"""Products of two activations inside a layer."""
 ITEMSIZE_16_BIT = 2
 """Bytes of a number in 16 bits."""
 
@@ -75,6 +77,8 @@ class LayerPrice:
         products_s, products_bytes: the same of all products, with those of attention after it.
         added_in_place: number of ``weights`` to whose gradients later micro-batches may add in place.
         frozen: what the rank has of weights that are not trained.
+        postponed_bytes: of the gradients of its results, which wait for the gradients of its weights where these are
+            postponed.
         has_backward: whether backward goes through the layer: it does not before the first trained one.
     """
 
@@ -106,6 +110,7 @@ class LayerPrice:
     added_in_place: float = 0.0
     frozen: Weights = NO_WEIGHTS
     has_backward: bool = True
+    postponed_bytes: float = 0.0
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
@@ -201,7 +206,25 @@ def layer_price(
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
         products_back, added_in_place(row, choice, setting), frozen, row.has_gradients[1],
+        _postponed_bytes(row, choice, following, setting) if weights else 0.0,
     )  # fmt: skip
+
+
+def _postponed_bytes(
+    row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
+) -> float:
+    """Bytes of the gradients of results: of products with its weights; of a norm, of its one result. Of a layer whose
+    input has no gradient, such as a table, nothing is postponed.
+    """
+    if not row.has_gradients[0] or row.layer.kind == TABLE:
+        return 0.0
+    own = _divided(row, choice, following, setting)[: len(row.own)]
+    products = [each for each in own if each[0].is_matmul and each[0].attention is None and each[0].name not in _INNER]
+    if not products:
+        parts = own[-1][1] if own else 1.0
+        return extent_bytes(row.output, row.itemsize, setting) / parts
+    made = sum(_result_numbers(work) * inner_parts / parts for work, parts, inner_parts, _ in products)
+    return made * row.itemsize * setting.samples * setting.scale
 
 
 def _result_numbers(product: OpCost) -> float:

@@ -40,14 +40,14 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
 
 
 def postponed_micro_batches(strategy: ResolvedStrategy) -> list[float]:
-    """For each stage, the number of micro-batches whose gradients of weights wait, when its rank has most of them and
-    begins another backward. Zero without recomputation: these micro-batches keep no more than other live ones.
+    """For each stage, the number of micro-batches whose gradients of weights wait, when its rank has most of them: at
+    the end of a backward of inputs.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
-    if stages == 1 or not strategy.options.recompute or strategy.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages == 1 or strategy.schedule in ("gpipe", "1f1b", "interleaved"):
         return [0.0] * stages
-    if strategy.schedule == "zero_bubble":
-        return [float(min(stage, m - 1)) for stage in range(stages)]
+    if strategy.schedule == "zero_bubble":  # the backwards of the first stage are whole
+        return [float(min(stage + 1, m)) if stage else 0.0 for stage in range(stages)]
     return list(_counted_in_table(strategy.schedule, stages, m, ranks, is_postponed=True))
 
 
@@ -83,8 +83,9 @@ def memory_of(
     """Bytes by kind of every rank of the pipeline axis, which has the stages of ``slices``, at the fullest moment of
     its step.
 
-    That moment is in the first backward, in a later one, in the last one, or while the optimizer steps. A rank with
-    several stages is assumed to have all gradients when it is fullest.
+    That moment is in the first backward, in a later one, in the last one, at the end of a backward of inputs, which
+    frees nothing, or while the optimizer steps. A rank with several stages is assumed to have all gradients when it is
+    fullest.
     """
     return tuple(_fullest(stages, mine, alive, postponed, num_micro_batches) for mine in slices)
 
@@ -100,11 +101,11 @@ def _fullest(
         "parameters": sum(stages[s].parameters for s in mine),
         "optimizer": sum(stages[s].optimizer for s in mine),
     }
-    operands = sum(postponed[s] * stages[s].operands_bytes for s in mine)
     moments = [Alive(0.0, sum(stages[s].gradients for s in mine), sum(stages[s].peaks.update_bytes for s in mine))]
     for stage in mine:
         others = [s for s in mine if s != stage]
-        kept = operands + sum(alive[s] * stages[s].kept_bytes for s in others)
+        kept = sum(alive[s] * stages[s].kept_bytes for s in others)
+        kept += sum(max(0.0, postponed[s] - (s == stage)) * stages[s].postponed_bytes for s in mine)
         gradients = sum(stages[s].gradients for s in others)
         peaks, live = stages[stage].peaks, alive[stage]
         found = [(peaks.later, min(num_micro_batches - 1, live)), (peaks.first, live), (peaks.last, 1.0)]
@@ -115,6 +116,10 @@ def _fullest(
         for peak, how_many in found:
             before = max(0.0, how_many - 1) * stages[stage].kept_bytes
             moments.append(Alive(peak.activations + before + kept, peak.gradients + gradients, peak.buffers))
+    if any(postponed[s] for s in mine):
+        kept = sum(alive[s] * stages[s].kept_bytes + postponed[s] * stages[s].postponed_bytes for s in mine)
+        has_gradients = len(mine) > 1 or num_micro_batches > alive[mine[0]]
+        moments.append(Alive(kept, sum(stages[s].gradients for s in mine) if has_gradients else 0.0))
     peak = max(moments, key=sum)
     kinds = {"gradients": peak.gradients, "activations": peak.activations, "buffers": peak.buffers}
     return {

@@ -156,12 +156,10 @@ def live_when_fullest(actions: list[Action]) -> Counter[int]:
 
 
 def most_postponed(actions: list[Action]) -> Counter[int]:
-    """By stage, the number of micro-batches whose gradients of weights wait while a rank begins another backward, when
-    it has most of them.
-    """
+    """By stage, the number of micro-batches whose gradients of weights wait, when a rank has most of them."""
     waiting, most = Counter[int](), Counter[int]()
     for action in actions:
-        if action.kind in "IB" and waiting.total() > most.total():
-            most = waiting.copy()
         waiting[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+        if waiting.total() > most.total():
+            most = waiting.copy()
     return most

@@ -89,6 +89,19 @@ def test_peaks_where_gradients_add_in_place(monkeypatch, make, width, text, has_
     assert has_second or with_second > (1 + WITHIN) * there
 
 
+@pytest.mark.parametrize("options", ["mb=1", "mb=4"])
+def test_the_first_part_of_a_split_backward_frees_nothing(options):
+    """Of every micro-batch whose weights wait there are all activations, and the gradients of results besides."""
+    make = lambda: nn.Sequential(*[Block(32) for _ in range(6)])  # noqa: E731
+    text = "[0-1].*: data; [2-5].*: data@1 | 2x1x1 "
+    costs = costs_of(make, 32)
+    found = sum(predicted(costs, f"{text}{options} zero_bubble").memory[1].values())
+    there = measured(make, f"{text}{options} zero_bubble", 32, 1)
+    assert found == pytest.approx(there, rel=WITHIN)
+    whole = sum(predicted(costs, f"{text}{options} 1f1b").memory[1].values())
+    assert whole < 0.95 * there
+
+
 def test_what_has_second_gradients(monkeypatch):
     """Small weights, and weights whose gradient of each micro-batch is looked at."""
     costs = costs_of(lambda: chain(128, 3), 128)

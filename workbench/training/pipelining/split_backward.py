@@ -79,7 +79,8 @@ class WeightGradients:
         left, self._left = self._left, []
         self._running.computes_weights = True
         try:
-            for node, grads, parameters in left:
+            while left:  # from the loss on: what is done keeps nothing alive
+                node, grads, parameters = left.pop()
                 if _has_parts(node):
                     node.part = "weight"
                 found = [(GradientEdge(node, at), grad) for at, grad in enumerate(grads) if grad is not None]
