@@ -70,3 +70,30 @@ def test_rows_for_all_layers_for_vectors_and_beside_split_layers_are_as_meant(te
 
 def test_on_a_model_axis_of_one_rank_nothing_is_said():
     assert split_nothing("*: data; rnn: model | 1x2x1") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "option"),
+    [
+        ("*: data | 1x2x1 sequence", 2, "sequence"),
+        ("*: data | 1x1x1 zero=3", 1, "zero=3"),
+        ("*: data; fc2: data@1 | 2x1x1 mb=4 zero=1", 2, "zero=1"),
+        ("*: data | 1x2x1 mb=4 zero_bubble", 2, "zero_bubble"),
+    ],
+)
+def test_an_option_of_which_these_ranks_have_nothing_is_named(text: str, num_ranks: int, option: str):
+    (hint,) = find_ineffective_choices(Strategy(text).resolve(LAYERS, num_ranks))
+    assert hint.layer is None and hint.message.startswith(f"{option} ") and hint.fix == f"leave {option} out"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks"),
+    [
+        ("fc*: model; norm: data | 1x1x2 sequence zero=1", 2),
+        ("*: data | 1x2x1 zero=3", 2),
+        ("*: data; fc2: data@1 | 2x1x1 mb=4 zero_bubble", 2),
+        ("*: data; fc2: data@1 | 1x2+1x1 mb=4 zero=1", 3),
+    ],
+)
+def test_an_option_with_an_effect_on_some_ranks_is_not(text: str, num_ranks: int):
+    assert found(text, num_ranks) == {}

@@ -35,7 +35,7 @@ def find_ineffective_choices(resolved: ResolvedStrategy) -> list[IneffectiveChoi
     >>> [hint.fix for hint in find_ineffective_choices(Strategy("fc: data; norm: data@1").resolve(layers, 2))]
     ['use mb=4']
     """
-    return [*_of_the_pipeline(resolved), *_of_layers(resolved)]
+    return [*_of_options(resolved), *_of_the_pipeline(resolved), *_of_layers(resolved)]
 
 
 def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolved: ResolvedStrategy) -> list[str]:
@@ -65,6 +65,19 @@ def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolve
 
 def _has_matrix(layer: Layer) -> bool:
     return any(sum(size > 1 for size in shape) > 1 for shape in layer.shapes.values())
+
+
+def _of_options(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:
+    """Options of which these ranks and stages have nothing. An ``overlap`` without effect is a mistake."""
+    options, found = resolved.options, list[tuple[str, str, str]]()
+    widths = [resolved.stage_width(stage) for stage in range(resolved.num_stages)]
+    if options.sequence and all(model == 1 for _, model in widths):
+        found.append(("sequence", "splits no activations", "it splits them over the model axis, which is 1 long"))
+    if options.zero and all(data * model == 1 for data, model in widths):
+        found.append((f"zero={options.zero}", "shards nothing", "each weight is on one rank"))
+    if options.schedule and resolved.num_stages == 1:
+        found.append((options.schedule, "orders nothing", "with one stage, micro-batches run one after another"))
+    return [IneffectiveChoice(None, f"{option} {what}", why, f"leave {option} out") for option, what, why in found]
 
 
 def _of_the_pipeline(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:

@@ -61,7 +61,8 @@ class Constraints:
         context: as in strategies; None: 1, because slices of a sequence are worth it where samples are too few.
         offload: as in strategies ("optimizer", "activations", "optimizer+activations"), "none"; None: nothing, which is
             fastest where it fits.
-        overlap: as in strategies; None: 1, because no machine file says whether pieces gain what is predicted.
+        overlap: as in strategies; None: 1, because no machine file says whether pieces gain what is predicted. A
+            strategy of which no layer is split by rows has nothing to overlap, and 1.
         layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
         heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
     """
