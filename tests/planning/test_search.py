@@ -246,6 +246,14 @@ def test_conflicting_constraints_are_named(constraints: Constraints, words: str)
         search(decoder(), hardware(), 4, 4, constraints=constraints)
 
 
+def test_one_degree_decides_about_the_others_whose_rules_are_named_too() -> None:
+    with pytest.raises(StrategyError, match="pipeline=1 and heads=4 cannot be") as caught:
+        search(decoder(), hardware(), 3, 16, constraints=Constraints(pipeline=1, heads=4))
+    text = str(caught.value)
+    assert "model divides the heads of attention, 4" in text and "micro_batches divides batch_size=16" in text
+    assert "schedule" not in text and "zero" not in text
+
+
 def test_a_model_that_fits_nowhere_is_an_error_with_the_bytes_and_the_fixes() -> None:
     with pytest.raises(StrategyError, match=r"fits into 100 kB.*holds .*too much.*It fits with \d+ ranks") as caught:
         search(decoder(), hardware(), 4, 4, memory_bytes=1e5)

@@ -17,6 +17,7 @@ from workbench.units import format_bytes
 
 Run = Callable[..., tuple[Incumbents, bool]]
 """``search.run``: takes a problem, and whether the question is only if anything fits."""
+_DEGREES = frozenset(("pipeline", "data", "model", "heads", "micro_batches", "context"))
 _MAX_ROWS = 4
 """An error prints the rows of a strategy with at most this many rows, and the options of a longer one."""
 MAX_RANK_FACTOR = 64
@@ -48,21 +49,24 @@ def check_constraints(problem: Problem) -> None:
 def _conflict(problem: Problem, names: dict[str, object]) -> str:
     asked = " and ".join(f"{name}={value}" for name, value in names.items()) or "nothing but the sizes"
     heads, length = " and ".join(map(str, problem.heads)), problem.num_positions
-    rules = [
+    split = f"pipeline x data x model = {problem.num_ranks} ranks"
+    of_degrees = [  # one degree decides what is left for the others
         *([f"model divides the heads of attention, {heads} (heads= says otherwise)"] if heads else []),
-        f"pipeline x data x model = {problem.num_ranks} ranks",
         f"data / context x micro_batches divides batch_size={problem.batch_size}",
-        "context divides data",
-        *([f"context is at most {length}, the positions of a sequence"] if length else []),
         f"pipeline is at most {len(problem.rows)}, the layers",
-        "zero above 0 needs data or model above 1",
-        "shards divides data, is above 1 (0 for all data ranks), and needs zero above 0",
-        "sequence needs model above 1",
-        "overlap is at least 1, and above 1 needs model above 1 and no fp8",
-        "a schedule interleaved or in a V needs 2 layers on each rank of the pipeline",
     ]
-    degrees = {"pipeline"} if {"data", "model"} <= set(names) else set[str]()  # data and model determine it
-    rules = [rule for rule in rules if any(name in rule for name in {*names, *degrees})] or rules
+    of_options = {
+        "context": "context divides data"
+        + (f"; context is at most {length}, the positions of a sequence" * bool(length)),
+        "zero": "zero above 0 needs data or model above 1",
+        "shards": "shards divides data, is above 1 (0 for all data ranks), and needs zero above 0",
+        "sequence": "sequence needs model above 1",
+        "overlap": "overlap is at least 1, and above 1 needs model above 1 and no fp8",
+        "schedule": "a schedule needs pipeline above 1; "
+        "a schedule interleaved or in a V needs 2 layers on each rank of the pipeline",
+    }
+    has_degrees = not names or not _DEGREES.isdisjoint(names)
+    rules = [split, *(of_degrees if has_degrees else []), *(of_options[name] for name in of_options if name in names)]
     fix = f"Leave one of {', '.join(names)} open" if len(names) > 1 else "Change it"
     why = _indivisible(problem, names) or f"no strategy is left. Rules: {'; '.join(rules)}"
     return f"{asked} cannot be: {why}. {fix}."
