@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
 
 from workbench.core.model_costs import Extent, LayerCost
 from workbench.core.rows import Layer
@@ -12,12 +14,16 @@ from workbench.core.weight_splits import LINEAR_KINDS, TRANSPOSED_KINDS
 
 @dataclass(frozen=True, slots=True)
 class LayerExtents:
-    """Extents of a layer's input and output, and bytes of an element of each; None if unknown."""
+    """Extents of a layer's input and output, and bytes of an element of each; None if unknown.
+
+    ``source`` numbers the tensor that it takes: calls that have seen the same one have the same number.
+    """
 
     input: Extent | None = None
     output: Extent | None = None
     input_itemsize: int | None = None
     output_itemsize: int | None = None
+    source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +56,27 @@ class ObservedCalls:
         self.found: list[tuple[str, LayerExtents]] = []
         self.are_followed = False
         self._recorded: list[tuple[str, LayerExtents]] | None = None
+        self._tensors: list[ref[Any]] = []
 
     def begin(self) -> None:
         """The model is called."""
         self._recorded = None if self.found else []
+        self._tensors = []
 
     def end(self, has_returned: bool) -> None:
         """The call of the model has ended."""
         if has_returned and self._recorded is not None:
             self.found = self._recorded
-        self._recorded = None
+        self._recorded, self._tensors = None, []
 
-    def add_input(self, name: str, extent: Extent, itemsize: int) -> None:
-        """A layer is called."""
+    def add_input(self, name: str, extent: Extent, itemsize: int, tensor: Any) -> None:
+        """A layer is called with ``tensor``, which may have been the input of earlier calls."""
         if self._recorded is not None:
-            self._recorded.append((name, LayerExtents(extent, input_itemsize=itemsize)))
+            same = (number for number, reference in enumerate(self._tensors) if reference() is tensor)
+            number = next(same, len(self._tensors))
+            if number == len(self._tensors):
+                self._tensors.append(ref(tensor))
+            self._recorded.append((name, LayerExtents(extent, input_itemsize=itemsize, source=number)))
 
     def add_output(self, name: str, extent: Extent, itemsize: int) -> None:
         """The call that has begun last returns; of an input that is equal for all samples, so is the output."""

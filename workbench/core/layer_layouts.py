@@ -23,6 +23,7 @@ and of slices of the sequence the logits would have to move.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
@@ -33,6 +34,16 @@ Entry = Literal["B", "P", "samples", "sequence", "features"]
 """An entry of an activation on one axis: whole, a partial sum, or split by what a dim counts."""
 _WITHOUT_SEQUENCE = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm", "InstanceNorm", "GroupNorm", "RNN", "LSTM", "GRU")
 """Parts of names of layers that need all of the dims behind the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation on a stage: its entries on the axes."""
+
+    stage: int
+    data: Entry
+    context: Entry
+    model: Entry
 
 
 def input_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> Entry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from workbench.core.expert_group import expert_layout, layouts_of_travel, owner_
 from workbench.core.expert_inputs import ExpertInputs
 from workbench.core.layer_extents import LayerExtents, ObservedCalls
 from workbench.core.layer_layouts import (
+    Activation,
     Entry,
     boxed_output_entry,
     context_entry,
@@ -39,16 +40,6 @@ from workbench.core.weight_splits import TABLE, share_input, split_dim
 
 _UNKNOWN = Extent((1,))
 """An unknown extent: its layout is that of a matrix, and its bytes are not counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Activation:
-    """An activation on a stage: its entries on the axes."""
-
-    stage: int
-    data: Entry
-    context: Entry
-    model: Entry
 
 
 class ShardingPlan:
@@ -160,7 +151,7 @@ class ShardingPlan:
         following = self._following(choice.name, in_order_of_calls)
         model = boxed_output_entry(choice, following, num_dims, self.resolved.options.sequence)
         context = context_entry(choice, num_dims)  # the hook changes the model axis only
-        return self._layout_of(_Activation(choice.stage, "samples", context, model), choice.kind, num_dims, batch_dim)
+        return self._layout_of(Activation(choice.stage, "samples", context, model), choice.kind, num_dims, batch_dim)
 
     def batch_layouts(self) -> tuple[Layout, Layout]:
         """The layouts of a batch and of its targets: those of the first input, and of the samples of the output."""
@@ -213,8 +204,8 @@ class ShardingPlan:
     ) -> list[LayerPlan]:
         """The plans of all layers.
 
-        The model is a chain of layers: the output of each layer is the input of the next. A residual has the layout of
-        the tensor to which it is added; queries, keys and values have one input.
+        The model is a chain: the output of each layer is the input of the next, unless calls have taken one tensor. A
+        residual has the layout of the tensor to which it is added; queries, keys and values have one input.
 
         Args:
             extents: of the layers' inputs and outputs, in the order of calls; None: those of all ``calls``. Where one
@@ -246,20 +237,20 @@ class ShardingPlan:
         planned = self.layers_of()
         return plan_text(planned, self.resolved, [self.gradient_bytes(layer) for layer in planned])
 
-    def _equal(self, choice: ResolvedLayer, shape: Shape) -> _Activation:
+    def _equal(self, choice: ResolvedLayer, shape: Shape) -> Activation:
         is_sequence = shape[:1] == (1,) and context_entry(choice, len(shape)) == "sequence"
-        return _Activation(choice.stage, "B", "sequence" if is_sequence else "B", "B")
+        return Activation(choice.stage, "B", "sequence" if is_sequence else "B", "B")
 
-    def _taken(self, choice: ResolvedLayer, num_dims: int, num_samples: int) -> _Activation:
+    def _taken(self, choice: ResolvedLayer, num_dims: int, num_samples: int) -> Activation:
         if num_dims == 0:
-            return _Activation(choice.stage, "B", "B", "B")
+            return Activation(choice.stage, "B", "B", "B")
         is_last = choice is self.resolved.layers[-1]
         has_samples = is_last and num_samples > 0 and num_samples % self.resolved.stage_width(choice.stage)[0] == 0
         context = context_entry(choice, num_dims, has_samples)
         model = input_entry(choice, num_dims, self.resolved.options.sequence)
-        return _Activation(choice.stage, "samples", context, model)
+        return Activation(choice.stage, "samples", context, model)
 
-    def _layout_of(self, activation: _Activation, kind: str, num_dims: int, batch_dim: int | None) -> Layout:
+    def _layout_of(self, activation: Activation, kind: str, num_dims: int, batch_dim: int | None) -> Layout:
         """The layout of an activation as a layer of class ``kind`` takes or gives it: samples stay samples, features
         stay features.
         """
@@ -275,8 +266,10 @@ class _Chain:
         self.plan, self.micro_batch, self.itemsize = plan, micro_batch, itemsize
         self.plans: dict[int, LayerPlan] = {}
         self._latest: LayerPlan | None = None
-        self._outputs: dict[bool, _Activation] = {}  # by whether the tensor is equal for all samples, like positions
-        self._arriving: _Activation | None = None
+        self._outputs: dict[bool, Activation] = {}  # by whether the tensor is equal for all samples, like positions
+        self._arriving: Activation | None = None
+        self._inputs: dict[int, Activation | None] = {}  # by the number of the tensor
+        self._boxed_to: set[tuple[int | None, Layout]] = set()
         self._experts = ExpertInputs()
 
     def add_all(self, calls: Sequence[tuple[int, LayerExtents]]) -> None:
@@ -299,7 +292,10 @@ class _Chain:
         given = extent.output or taken
         latest = self._latest
         shares = latest is not None and share_input(latest.layer, layer)
-        if not shares:  # a table takes ids
+        number = extent.source
+        if number in self._inputs:
+            self._arriving = self._inputs[number]
+        elif not shares:  # a table takes ids
             self._arriving = self._outputs.get(taken.is_batchless) if layer.kind != TABLE else None
         takes = self._input(choice, taken)
         gives = self._result(choice, takes, given)
@@ -314,7 +310,13 @@ class _Chain:
             self._experts.pass_by(layer.kind, given, is_output=extent.output is not None)
         if is_called and not (choice.expert is not None and self._experts.is_picked):
             self._outputs[given.is_batchless] = leaves
-            if self._arriving is not None and not (shares and latest and layouts[0] == latest.input_layout):
+            is_there = (number, layouts[0]) in self._boxed_to or (
+                shares and latest and layouts[0] == latest.input_layout
+            )
+            if number is not None:
+                self._inputs[number] = self._arriving
+                self._boxed_to.add((number, layouts[0]))
+            if self._arriving is not None and not is_there:
                 arriving = self._layout(self._arriving, taken, layer.kind)
                 before = self._edge(arriving, layouts[0], self._shape(extent.input), extent.input_itemsize)
             behind = self._edge(layouts[1], layouts[2], self._shape(extent.output), extent.output_itemsize)
@@ -334,7 +336,7 @@ class _Chain:
             edges = known.boxes_input + before, known.boxes_output + behind
             self.plans[index] = replace(known, boxes_input=edges[0], boxes_output=edges[1])
 
-    def _layout(self, activation: _Activation, extent: Extent, kind: str) -> Layout:
+    def _layout(self, activation: Activation, extent: Extent, kind: str) -> Layout:
         return self.plan._layout_of(activation, kind, extent.num_dims, extent.batch_dim)
 
     def _shape(self, extent: Extent | None) -> Shape | None:
@@ -376,21 +378,21 @@ class _Chain:
         shape = (rows, whole[-1]) if rows and whole else None
         return self._edge(*layouts, shape, extent.input_itemsize)
 
-    def _input(self, choice: ResolvedLayer, taken: Extent) -> _Activation:
+    def _input(self, choice: ResolvedLayer, taken: Extent) -> Activation:
         arriving = self._arriving
         if taken.is_batchless and (arriving is None or (arriving.data, arriving.model) == ("B", "B")):
             return self.plan._equal(choice, taken.sizes)
         num_samples = 0 if taken.is_batchless else taken.whole(self.micro_batch)[taken.batch_dim or 0]
         return self.plan._taken(choice, taken.num_dims, num_samples)
 
-    def _result(self, choice: ResolvedLayer, takes: _Activation, given: Extent) -> _Activation:
+    def _result(self, choice: ResolvedLayer, takes: Activation, given: Extent) -> Activation:
         if choice.split is None:
             return takes
         data: Entry = "B" if given.is_batchless else "samples"
         entry = output_entry(choice, given.num_dims, self.plan.resolved.options.sequence)
-        return _Activation(choice.stage, data, takes.context, entry)
+        return Activation(choice.stage, data, takes.context, entry)
 
-    def _boxed(self, index: int, gives: _Activation, given: Extent) -> _Activation:
+    def _boxed(self, index: int, gives: Activation, given: Extent) -> Activation:
         choice, options = self.plan.resolved.layers[index], self.plan.resolved.options
         if not has_output_hook(choice):
             return gives

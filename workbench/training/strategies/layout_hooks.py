@@ -54,7 +54,7 @@ class PrepareInput:
     def _prepare(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or is_sparse(value):
             return value
-        layouts, choice = self._in_use.layouts, self._choice
+        layouts, choice, given = self._in_use.layouts, self._choice, value
         world = layouts.world
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
@@ -71,7 +71,7 @@ class PrepareInput:
             self._is_first_operand = False
             if choice.expert is not None and shape and shape[batch_dim or 0] != num_samples:
                 batch_dim = None  # its rows are no samples
-            layouts.plan.calls.add_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize)
+            layouts.plan.calls.add_input(choice.name, WholeExtent(shape, batch_dim), value.dtype.itemsize, given)
         return _on_device(box_implicitly(value, layout, choice.name))
 
 
@@ -137,7 +137,7 @@ class PrepareAttention(PrepareOutput):
         result, *others = output
         if isinstance(result, GlobalTensor):
             extent = WholeExtent(result._spec.shape, self._batch_dim(result._spec))
-            self._in_use.layouts.plan.calls.add_input(self.name, extent, result.dtype.itemsize)
+            self._in_use.layouts.plan.calls.add_input(self.name, extent, result.dtype.itemsize, result)
         return super().__call__(module, args, result), *others
 
 
