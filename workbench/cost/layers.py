@@ -77,7 +77,7 @@ class LayerPrice:
         products_s, products_bytes: the same of all products, with those of attention after it.
         added_in_place: number of ``weights`` to whose gradients later micro-batches may add in place.
         frozen: what the rank has of weights that are not trained.
-        postponed_bytes: of the gradients of its results, which wait for the gradients of its weights where these are
+        result_gradients: bytes of the gradients of its results, which wait for those of its weights where these are
             postponed.
         has_backward: whether backward goes through the layer: it does not before the first trained one.
     """
@@ -110,7 +110,7 @@ class LayerPrice:
     added_in_place: float = 0.0
     frozen: Weights = NO_WEIGHTS
     has_backward: bool = True
-    postponed_bytes: float = 0.0
+    result_gradients: float = 0.0
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
@@ -206,11 +206,11 @@ def layer_price(
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
         products_back, added_in_place(row, choice, setting), frozen, row.has_gradients[1],
-        _postponed_bytes(row, choice, following, setting) if weights else 0.0,
+        _result_gradients(row, choice, following, setting) if weights else 0.0,
     )  # fmt: skip
 
 
-def _postponed_bytes(
+def _result_gradients(
     row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
 ) -> float:
     """Bytes of the gradients of results: of products with its weights; of a norm, of its one result. Of a layer whose

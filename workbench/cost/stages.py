@@ -37,8 +37,8 @@ class StagePrice:
         apart: number of ``weights`` whose gradients are not summed over the data axis: experts that it splits.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per live micro-batch.
-        postponed_bytes: further activations of a micro-batch whose gradients of weights are postponed: gradients of the
-            results of layers, and what recomputed layers read for them.
+        operands_bytes, result_gradients: further activations of a micro-batch whose gradients of weights are postponed:
+            what recomputed layers read for them, and the gradients of the results of layers.
         offloaded: bytes that it holds beside the device, instead of these.
         leaving: activations beside the device, per live micro-batch.
         frozen: its weights that are not trained.
@@ -65,9 +65,15 @@ class StagePrice:
     num_buckets: tuple[int, int] = (1, 1)
     apart: float = 0.0
     offloaded: float = 0.0
-    postponed_bytes: float = 0.0
+    operands_bytes: float = 0.0
     leaving: float = 0.0
     frozen: Weights = NO_WEIGHTS
+    result_gradients: float = 0.0
+
+    @property
+    def postponed_bytes(self) -> float:
+        """Bytes that a micro-batch holds besides while the gradients of its weights wait."""
+        return self.operands_bytes + self.result_gradients
 
 
 def prices_of(
@@ -222,9 +228,10 @@ def _added_up(
         _buckets(model, updated, prices, setting),
         apart,
         offloaded,
-        again.operands_bytes + sum(prices[i].postponed_bytes for i in mine),
+        again.operands_bytes,
         leaving,
         frozen,
+        sum(prices[i].result_gradients for i in mine),
     )
 
 
