@@ -298,7 +298,7 @@ def memory_owner_without_history(tensor: TensorState) -> TensorState:
     if owner.is_leaf:
         return owner
     counter = owner.detach()  # which shares the count of writes
-    counter.__class__ = TensorState
+    counter.__class__ = owner.__class__  # a placeholder, to all that look at it
     counter._spec, counter._writes = owner._spec, owner._writes
     owner._memory_owner = counter
     return counter
