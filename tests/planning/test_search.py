@@ -260,6 +260,7 @@ def test_a_model_that_fits_nowhere_is_an_error_with_the_bytes_and_the_fixes() ->
     assert "optimizer='sgd'" in str(caught.value) or "ranks" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
     """Of a large model, not every strategy is looked at; a small one's all are, or all weights are too much."""
     large = search(decoder(), hardware(), 4, 4, objective="memory", constraints=Constraints(pipeline=1))

@@ -94,11 +94,12 @@ ENVIRONMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["ipc", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ipc", "mixed"])
 @pytest.mark.parametrize(
     ("num_ranks", "count"),
-    [(4, 25), pytest.param(4, 500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    [(4, 25), pytest.param(4, 500, marks=pytest.mark.timeout(600))],
     ids=str,
 )
 def test_casts_on_processes_of_one_gpu_or_two_hosts(num_ranks, count, transport):

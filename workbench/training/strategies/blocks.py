@@ -61,7 +61,7 @@ def _can_be_block(module: nn.Module) -> bool:
 
 def _can_be_called(module: nn.Module) -> bool:
     """Whether a module has a forward, as lists and dicts of modules have not."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # traced modules have it on themselves only
 
 
 def _has_parameters(module: nn.Module) -> bool:
