@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.browser.cells import RUNS, open_cells, show
-from tests.browser.page import LabPage, new_page
+from tests.browser.page import WIDE, LabPage, new_page
 
 pytestmark = pytest.mark.browser
 NUM_RUNS = 6
@@ -86,11 +86,12 @@ def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:
     assert set(NAMES.values()) < set(rows(page))
     select(page, "hybrid")
     assert page.locator(".wb-panel .wb-comparison .wb-ring").count() == 2
-    opened.page.mouse.move(5, 5)
+    page.set_viewport_size({**WIDE, "height": 2200})
     opened.screenshot("compare.png", comparison(page))
     opened.dark(True)
     opened.screenshot("compare-dark.png", comparison(page))
     opened.dark(False)
+    page.set_viewport_size(WIDE)
 
 
 def comparison(page: Any) -> Any:
