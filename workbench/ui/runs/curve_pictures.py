@@ -191,7 +191,7 @@ def _frame(across: panel_svg.Axis, up: panel_svg.Axis | panel_svg.LogAxis, kind:
     for limit in kind.limits:
         y = up.at(limit)
         yield panel_svg.line(_LEFT, y, _RIGHT, y, "wb-limit")
-        yield panel_svg.text(_RIGHT, y - 5, f"tolerance {kind.write(limit)}", "end error")
+        yield panel_svg.text(_LEFT + 4, y - 5, f"tolerance {kind.write(limit)}", "error")  # rounding grows to the right
     for mark in across.ticks(5):
         if mark == int(mark):
             yield panel_svg.text(across.at(mark), _BOTTOM + 16, short_number(mark), "quiet middle")
