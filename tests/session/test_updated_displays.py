@@ -173,26 +173,13 @@ def test_a_terminal_keeps_all_output(monkeypatch):
 
 
 @pytest.mark.engines
-def test_engines_update_and_clear(session):
-    shown: list[Block] = []
-    session.run_cell(
-        "from IPython.display import clear_output, display\n"
-        "h = display('0 %', display_id=True)\nh.update('50 %')\nclear_output(wait=True)\nprint('end')",
-        ranks=[0],
-        show=lambda stream, block: shown.append(block),
-    )
-    assert [block.kind for block in shown] == ["display", "update", "clear", "line"]
-    assert shown[1].content["data"]["text/plain"] == "'50 %'" and shown[2].content["wait"] is True
-
-
-@pytest.mark.engines
-def test_output_that_comes_before_anybody_listens_keeps_its_order(session, monkeypatch):
-    """A busy machine may let the sender wait between sending and listening."""
+@pytest.mark.parametrize("wait_s", [0.0, 0.5], ids=["at once", "late, as on a busy machine"])
+def test_engines_update_and_clear_in_order_whenever_the_session_listens(session, monkeypatch, wait_s):
     execute = ipp.DirectView.execute
 
     def execute_and_wait(*args: Any, **options: Any) -> Any:
         sent = execute(*args, **options)
-        time.sleep(0.5)
+        time.sleep(wait_s)
         return sent
 
     monkeypatch.setattr(ipp.DirectView, "execute", execute_and_wait)
@@ -204,3 +191,4 @@ def test_output_that_comes_before_anybody_listens_keeps_its_order(session, monke
         show=lambda stream, block: shown.append(block),
     )
     assert [block.kind for block in shown] == ["line", "display", "update", "clear", "line"]
+    assert shown[2].content["data"]["text/plain"] == "'50 %'" and shown[3].content["wait"] is True

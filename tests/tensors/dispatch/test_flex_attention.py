@@ -82,7 +82,7 @@ def on_one_device() -> Iterator[None]:
         yield
 
 
-def check(
+def assert_as_one_device(
     attend: Attend, sbp: str, tensors: list[torch.Tensor], others: list[torch.Tensor] = [],  # noqa: B006 - only read
     size: int = 2, out_sbp: str | None = None,
 ) -> None:  # fmt: skip
@@ -116,21 +116,23 @@ def check(
 )
 def test_masks_and_scores_see_logical_positions(sbp: str, mask_mod: Any, sizes: dict[str, int]) -> None:
     mask = block_mask(mask_mod, **sizes)
-    check(lambda q, k, v: flex_attention(q, k, v, score_mod=softcap, block_mask=mask), sbp, random_operands())
+    assert_as_one_device(
+        lambda q, k, v: flex_attention(q, k, v, score_mod=softcap, block_mask=mask), sbp, random_operands()
+    )
 
 
 def test_rows_are_split_where_heads_do_not_suffice() -> None:
     """Two ranks, one head of keys: each has its rows, and all keys."""
     mask, attended = block_mask(window, H=NUM_HEADS, B=NUM_SAMPLES), random_operands(key_heads=1)
     attend = functools.partial(flex_attention, block_mask=mask, enable_gqa=True)
-    check(attend, "S(2)", attended)
+    assert_as_one_device(attend, "S(2)", attended)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_heads_of_queries_go_with_their_heads_of_keys(key_heads: int) -> None:
     attend = functools.partial(flex_attention, score_mod=softcap, enable_gqa=True)
-    check(attend, "S(1)", random_operands(key_heads))
+    assert_as_one_device(attend, "S(1)", random_operands(key_heads))
 
 
 @pytest.mark.sampled(3, start=1)
@@ -138,7 +140,7 @@ def test_heads_of_queries_go_with_their_heads_of_keys(key_heads: int) -> None:
     ("sbp", "samples", "length", "size"), [("S(1)", 4, 32, 3), ("S(0)", 1, 32, 2), ("S(2)", 4, 33, 3)]
 )
 def test_slices_may_be_uneven_or_empty(sbp: str, samples: int, length: int, size: int) -> None:
-    check(
+    assert_as_one_device(
         functools.partial(flex_attention, score_mod=softcap),
         sbp,
         random_operands(samples=samples, length=length),
@@ -157,7 +159,7 @@ def test_a_tensor_that_scores_read_gets_its_gradient(sbp: str) -> None:
 
         return flex_attention(q, k, v, score_mod=relative)
 
-    check(attend, sbp, random_operands(), [bias])
+    assert_as_one_device(attend, sbp, random_operands(), [bias])
 
 
 class Attention(nn.Module):
@@ -183,7 +185,7 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def check_training(strategy: str, device: str, tolerance: float) -> None:
+def assert_trains_as_one_device(strategy: str, device: str, tolerance: float) -> None:
     torch.manual_seed(0)
     built, x = Attention().to(device), torch.randn(NUM_SAMPLES, LENGTH, NUM_HEADS * WIDTH, device=device)
     state, documents = {name: value.clone() for name, value in built.state_dict().items()}, DOCUMENTS.to(device)
@@ -206,14 +208,14 @@ def check_training(strategy: str, device: str, tolerance: float) -> None:
 @pytest.mark.sampled(3, start=1)
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data; out: data@1 | 2x1x1"])
 def test_a_model_that_packs_documents_trains_as_one_device_does(strategy: str) -> None:
-    check_training(strategy, "cpu", tolerance=1e-6)
+    assert_trains_as_one_device(strategy, "cpu", tolerance=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", ["*: data", "*: model"])
 def test_its_kernel_for_gpus_trains_as_its_operator_does(strategy: str) -> None:
-    check_training(strategy, "cuda", tolerance=1e-4)
+    assert_trains_as_one_device(strategy, "cuda", tolerance=1e-4)
 
 
 def test_a_function_that_was_compiled_before_is_split_too() -> None:
