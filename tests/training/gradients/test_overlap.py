@@ -161,6 +161,15 @@ CHANGES = [changed_in_place, changed_through_data, assigned, foreach, dropped]
 OPTIONS = ["", " | zero=1", " | zero=2", " | zero=3"]
 
 
+def assert_trains_as_one_device(body, options):
+    """``body`` gives the weights of plain torch under data parallelism with these options."""
+    model = make("mlp")
+    body(model, torch.optim.AdamW(model.parameters(), lr=0.01), batch_for("mlp"), [])
+    _, weights = train("*: data" + options, 2, body)
+    for found, truth in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(found, truth.detach(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "options"),
     [
@@ -178,11 +187,7 @@ def test_a_gradient_that_was_changed_after_backward_is_the_one_that_counts(chang
             change(model)
             optimizer.step()
 
-    model = make("mlp")
-    body(model, torch.optim.AdamW(model.parameters(), lr=0.01), batch_for("mlp"), [])
-    _, weights = train("*: data" + options, 2, body)
-    for found, truth in zip(weights, model.parameters(), strict=True):
-        torch.testing.assert_close(found, truth.detach(), rtol=1e-4, atol=1e-4)
+    assert_trains_as_one_device(body, options)
 
 
 class Branches(nn.Module):
@@ -315,11 +320,7 @@ def test_a_backward_that_raises_leaves_what_it_leaves_on_one_device(options, dro
             optimizer.step()
             optimizer.zero_grad()
 
-    model = make("mlp")
-    body(model, torch.optim.AdamW(model.parameters(), lr=0.01), batch_for("mlp"), [])
-    _, weights = train("*: data" + options, 2, body)
-    for found, truth in zip(weights, model.parameters(), strict=True):
-        torch.testing.assert_close(found, truth.detach(), rtol=1e-4, atol=1e-4)
+    assert_trains_as_one_device(body, options)
 
 
 def test_what_was_under_way_when_the_world_broke_is_forgotten():
