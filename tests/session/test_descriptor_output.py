@@ -4,7 +4,7 @@ import io
 import os
 import warnings
 
-from workbench.session.on_engine.descriptor_output import DescriptorOutput
+from workbench.session.on_engine.descriptor_output import DescriptorOutput, follow
 
 
 class Stream(io.StringIO):
@@ -21,7 +21,7 @@ class Stream(io.StringIO):
 def test_a_flush_finds_all_that_was_written(tmp_path):
     with open(tmp_path / "log", "wb") as log, open(os.devnull, "wb") as output:
         stream = Stream(log.fileno())
-        DescriptorOutput(output.fileno(), stream)
+        follow(DescriptorOutput(output.fileno(), stream))
         for number in range(500):
             os.write(output.fileno(), f"{number}\n".encode())
             stream.flush()
@@ -37,8 +37,7 @@ def test_a_fork_writes_to_the_descriptor_that_its_parent_reads():
     """Its prints vanished: the thread that sends what is in the stream is its parent's."""
     with open(os.devnull, "wb") as log, open(os.devnull, "wb") as output:
         stream = Stream(log.fileno())
-        reader = DescriptorOutput(output.fileno(), stream)
-        reader._lock.acquire()  # another thread of the parent
+        follow(reader := DescriptorOutput(output.fileno(), stream))
         with warnings.catch_warnings(action="ignore"):  # Python 3.12 warns of threads
             pid = os.fork()
         if not pid:
@@ -46,7 +45,25 @@ def test_a_fork_writes_to_the_descriptor_that_its_parent_reads():
             print("from the child", file=stream)
             print("with a flush", file=stream, flush=True)
             os._exit(0)
-        reader._lock.release()
         assert os.waitpid(pid, 0)[1] == 0
         stream.flush()
         assert stream.getvalue() == "from the child\nwith a flush\n"
+
+
+def test_what_was_written_to_the_first_is_passed_on_first():
+    """Whoever reads, and whichever stream is flushed. A thread each showed 2 of 100 pairs in the other order."""
+    passed_on = []
+
+    class Recording(Stream):
+        def write(self, text):
+            passed_on.append(text)
+            return super().write(text)
+
+    with open(os.devnull, "wb") as log, open(os.devnull, "wb") as first, open(os.devnull, "wb") as second:
+        streams = [Recording(log.fileno()), Recording(log.fileno())]
+        follow(*(DescriptorOutput(file.fileno(), stream) for file, stream in zip((first, second), streams, strict=True)))
+        for number in range(2000):
+            os.write(first.fileno(), b"out")
+            os.write(second.fileno(), b"err")
+            streams[number % 2].flush()
+    assert passed_on == ["out", "err"] * 2000

@@ -45,7 +45,8 @@ def test_a_call_that_raises_a_group_fails(session):
 def test_what_subprocesses_print_is_shown_with_their_cell(session):
     session.run("import os")
     for _ in range(10):
-        assert session.run("os.system('echo out; echo err >&2');").text.splitlines() == ["[all] out", "[all] err"]
+        shown = session.run("os.system('echo out; echo err >&2');").text
+        assert sorted(shown.splitlines()) == ["[all] err", "[all] out"]  # ipykernel sends each stream in its own time
 
 
 MODEL = """import torch
