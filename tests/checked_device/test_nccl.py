@@ -121,7 +121,7 @@ def assert_trains(name, num_ranks):
 CASES = [(name, n) for n in (2, 4, 8) for name, text in STRATEGIES.items() if isinstance(text, str) or n in text]
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_training_never_stalls_and_equals_the_host(name, num_ranks):
     assert_trains(name, num_ranks)
@@ -212,7 +212,7 @@ def test_mistakes_are_found(mistake, monkeypatch):
         assert_trains(name, num_ranks)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3", "pipeline | mb=8 1f1b"])

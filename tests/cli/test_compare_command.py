@@ -269,6 +269,7 @@ dataset = {"ids": torch.arange(60).view(12, 5) % 11, "labels": torch.arange(1, 6
 
 
 @pytest.mark.engines
+@pytest.mark.slow  # tests/session/test_own_losses.py has such a model on the engines of other tests
 def test_compare_runs_a_model_with_its_own_loss(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job_file.write_text(OWN_LOSS)
     code = main(["compare", str(job_file), "data", "pipeline", "--steps", "3", "--batch", "7"])

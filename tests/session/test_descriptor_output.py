@@ -61,7 +61,7 @@ def test_what_was_written_to_the_first_is_passed_on_first():
 
     with open(os.devnull, "wb") as log, open(os.devnull, "wb") as first, open(os.devnull, "wb") as second:
         streams = [Recording(log.fileno()), Recording(log.fileno())]
-        follow(*(DescriptorOutput(file.fileno(), stream) for file, stream in zip((first, second), streams, strict=True)))
+        follow(*map(DescriptorOutput, (first.fileno(), second.fileno()), streams))
         for number in range(2000):
             os.write(first.fileno(), b"out")
             os.write(second.fileno(), b"err")

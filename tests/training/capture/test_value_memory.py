@@ -133,7 +133,7 @@ def train(model, strategy, state, batches, options):
 
 
 @pytest.mark.filterwarnings("ignore:capture.memory_bytes")
-@pytest.mark.sampled(2, start=1)
+@pytest.mark.sampled(4, start=1)
 @pytest.mark.parametrize(("model", "strategy", "num_ranks"), CASES)
 def test_training_in_the_least_memory_has_the_same_numbers(model, strategy, num_ranks):
     given = (model, strategy, *start(model, 5))
