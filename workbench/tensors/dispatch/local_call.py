@@ -1,4 +1,4 @@
-"""Run a function on shards under declared layouts: the primitive of composites and of ``wb.local_map``."""
+"""Run a function on shards under declared layouts: the primitive of composites."""
 
 from __future__ import annotations
 
@@ -10,31 +10,46 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
+from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
+
+Out = tuple[Layout, Shape, torch.dtype]
+"""Layout, logical shape and dtype of one result."""
 
 
 def local_call(
-    function: Callable[..., torch.Tensor],
-    operands: Sequence[GlobalTensor],
-    layouts: Sequence[Layout],
-    out: tuple[Layout, Shape, torch.dtype],
+    function: Callable[..., torch.Tensor], operands: Sequence[GlobalTensor], layouts: Sequence[Layout], out: Out,
     name: str,
-) -> GlobalTensor:
-    """``function`` on the shards of ``operands`` boxed to ``layouts``; its result has the layout and shape ``out``."""
-    layout, shape, dtype = out
-    boxed = [box_implicitly(operand, target, name) for operand, target in zip(operands, layouts, strict=True)]
-    world = operands[0]._spec.world
-    spec = spec_of(world, layout, shape)
+) -> GlobalTensor:  # fmt: skip
+    """`on_shards` for one result."""
+    return on_shards(function, operands, layouts, [out], name)[0]
+
+
+def on_shards(
+    function: Callable[..., Any], operands: Sequence[GlobalTensor], layouts: Sequence[Layout], outs: Sequence[Out],
+    name: str,
+) -> list[GlobalTensor]:  # fmt: skip
+    """Run ``function`` on the shards of ``operands`` boxed to ``layouts``. It returns one tensor per entry of ``outs``;
+    the only one without a tuple.
+
+    Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank,
+    because placeholders link them so.
+    """
+    boxed = [box_implicitly(operand, layout, name) for operand, layout in zip(operands, layouts, strict=True)]
+    world = boxed[0]._spec.world
+    specs = [spec_of(world, layout, shape) for layout, shape, _ in outs]
     with local_torch():
-        if spec.is_placeholder:
-            needs_grad = torch.is_grad_enabled() and dtype.is_floating_point and any(t.requires_grad for t in boxed)
-            result = placeholder_outputs([(shape, dtype, needs_grad)], boxed, [spec], world.device)[0]
+        if specs[0].is_placeholder:
+            linked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in boxed)
+            infos: list[OutputInfo] = [
+                (shape, dtype, linked and (dtype.is_floating_point or dtype.is_complex)) for _, shape, dtype in outs
+            ]
+            results: Any = placeholder_outputs(infos, boxed, specs, world.device)
         else:
-            result = function(*boxed)
-            if type(result) is GlobalTensor:
-                result = result.view_as(result)
-    return wrap(result, spec)
+            results = function(*boxed)
+            results = [results] if isinstance(results, torch.Tensor) else results
+            results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]
+    return [wrap(result, spec) for result, spec in zip(results, specs, strict=True)]
 
 
 def sum_terms(tensor: Any, name: str = "a function that is not linear") -> GlobalTensor:

@@ -20,20 +20,12 @@ from workbench.kernels.launch import accumulator, runs_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.dispatcher import call_by_plan, decompose
-from workbench.tensors.dispatch.local_call import can_read, scale_terms, sum_terms
+from workbench.tensors.dispatch.local_call import Out, can_read, local_call, on_shards, scale_terms, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.two_stage import (
-    Out,
-    Stages,
-    first_row,
-    needs_grad,
-    on_shards,
-    splits,
-    stages_of,
-)
+from workbench.tensors.rules.reduction.two_stage import Stages, first_row, needs_grad, splits, stages_of
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 _SUM = 2
@@ -284,7 +276,7 @@ def _rows_of_likelihoods(
         return picked if w is None else picked * lookup.pick_weight(w, t)
 
     out = stages.result(False, input.dtype, "sum")
-    return on_shards(terms_of, operands, layouts, [out], "nll_loss")[0]
+    return local_call(terms_of, operands, layouts, out, "nll_loss")
 
 
 def _rows_of_split_classes(
@@ -328,16 +320,16 @@ def _rows_of_split_classes(
 
     num_numbers = 3 + 2 * (by_index and smooths)
     summed = sum_terms(
-        on_shards(
+        local_call(
             terms_of, [peak, *operands], [stages.gathered, *layouts],
-            [_stacked(stages.result(False, wide, "sum"), num_numbers)], "cross_entropy",
-        )[0], "cross_entropy",
+            _stacked(stages.result(False, wide, "sum"), num_numbers), "cross_entropy",
+        ), "cross_entropy",
     )  # fmt: skip
     asked = [target] if by_index else []
-    return on_shards(
+    return local_call(
         finish, [summed, *asked], [summed._spec.layout, *([stages.dropped] if by_index else [])],
-        [stages.result(False, dtype)], "cross_entropy",
-    )[0]  # fmt: skip
+        stages.result(False, dtype), "cross_entropy",
+    )  # fmt: skip
 
 
 def _rows_by_kernel(
@@ -363,11 +355,9 @@ def _rows_by_kernel(
         return torch.where(t == ignore_index, 0, loss).to(dtype)
 
     out = _stacked((stages.layout, stages.rows_shape, wide), 3)
-    terms = on_shards(terms_of, [input, target], [stages.layout, stages.dropped], [out], "cross_entropy")[0]
+    terms = local_call(terms_of, [input, target], [stages.layout, stages.dropped], out, "cross_entropy")
     gathered = _stacked((stages.gathered, stages.rows_shape, wide), 3)[0]
-    return on_shards(
-        finish, [terms, target], [gathered, stages.dropped], [stages.result(False, dtype)], "cross_entropy"
-    )[0]
+    return local_call(finish, [terms, target], [gathered, stages.dropped], stages.result(False, dtype), "cross_entropy")
 
 
 def _stacked(out: Out, count: int) -> Out:

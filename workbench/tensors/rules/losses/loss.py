@@ -17,10 +17,10 @@ from torch.nn import _reduction
 from workbench.core.sbp import Split, broadcast
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.dispatcher import call_by_plan
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import local_call, sum_terms
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.rules.reduction.two_stage import on_shards, splits
+from workbench.tensors.rules.reduction.two_stage import splits
 
 _ELEMENTWISE = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
@@ -145,7 +145,7 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
     def rows(x: torch.Tensor, t: torch.Tensor, sizes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return F.ctc_loss(x, t, sizes, lengths, blank, "none", zero_infinity)
 
-    each: Any = on_shards(rows, operands, layouts, [out], "ctc_loss")[0]
+    each: Any = local_call(rows, operands, layouts, out, "ctc_loss")
     if reduction == "mean":  # torch first divides by the number of labels of each sequence
         return (each / operands[3].clamp_min(1).to(each.dtype)).mean()
     return each if reduction == "none" else each.sum()

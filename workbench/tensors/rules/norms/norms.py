@@ -17,11 +17,11 @@ from workbench.core.layout import Layout
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.tensors.conversion import from_local
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import local_call, sum_terms
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.norms.batch_norm import fit_channels, global_input, move_running
-from workbench.tensors.rules.reduction.two_stage import on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.two_stage import splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
 
@@ -70,7 +70,7 @@ def _apply(
             result = result + term_added
         return result.to(dtype)
 
-    return on_shards(local, [x, *small, *weights], [layout, *layouts], [(layout, x._spec.shape, dtype)], name)[0]
+    return local_call(local, [x, *small, *weights], [layout, *layouts], (layout, x._spec.shape, dtype), name)
 
 
 def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
@@ -201,7 +201,7 @@ def _normalize_channels(
         return (result if len(aligned) == has_weight else result + aligned[-1]).to(dtype)
 
     layouts = [layout, _aligned(layout, x, mean), _aligned(layout, x, variance), *[per_channel] * len(weights)]
-    return on_shards(local, [x, mean, variance, *weights], layouts, [(layout, x._spec.shape, dtype)], name)[0]
+    return local_call(local, [x, mean, variance, *weights], layouts, (layout, x._spec.shape, dtype), name)
 
 
 @rule("_weight_norm")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from workbench.core.sbp import Split
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import on_shards, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import filled_shards
-from workbench.tensors.rules.reduction.two_stage import gathered_rows, on_shards, shard_sizes, splits, stages_of
+from workbench.tensors.rules.reduction.two_stage import gathered_rows, shard_sizes, splits, stages_of
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
 Scan = Callable[..., torch.Tensor]

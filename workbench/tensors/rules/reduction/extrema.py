@@ -11,7 +11,7 @@ import torch
 from workbench.core.boxing import plan_boxing
 from workbench.kernels.launch import identity_element
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import local_call, on_shards, sum_terms
 from workbench.tensors.dispatch.planning import itemsize_of
 from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
@@ -21,7 +21,6 @@ from workbench.tensors.rules.reduction.two_stage import (
     first_row,
     gathered_rows,
     needs_grad,
-    on_shards,
     shard_sizes,
     splits,
     stages_of,
@@ -207,7 +206,7 @@ def _flat_argmax(x: GlobalTensor, keepdim: bool, largest: bool) -> GlobalTensor:
     number: Any = x.to(torch.uint8) if x.dtype == torch.bool else x
     with torch.no_grad():
         pair = gathered_rows(number, stages, first, [number.dtype, torch.int64], "argmax")
-        return on_shards(second, pair, [stages.gathered] * 2, [stages.result(keepdim, torch.int64)], "argmax")[0]
+        return local_call(second, pair, [stages.gathered] * 2, stages.result(keepdim, torch.int64), "argmax")
 
 
 @composite("topk")

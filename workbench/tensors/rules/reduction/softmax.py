@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import local_call, sum_terms
 from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.two_stage import dropped, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.two_stage import dropped, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 
@@ -51,10 +51,10 @@ def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = 
         x = sum_terms(x.to(torch.get_default_dtype()))
     stages, dtype = stages_of(x, dims), x.dtype
     peak, total = shifted_sum_of_exp(x, dims)
-    result = on_shards(
+    result = local_call(
         lambda m, s: (s.log() + finite(m)).to(dtype), [peak, total], [stages.gathered] * 2,
-        [stages.result(True, dtype)], "logsumexp",
-    )[0]  # fmt: skip
+        stages.result(True, dtype), "logsumexp",
+    )  # fmt: skip
     return result if keepdim else dropped(result, stages)
 
 
@@ -86,9 +86,9 @@ def _softmax(
         return (t - s.log() if logarithm else t / s).to(out_dtype)
 
     own, shape = stages.layout, x._spec.shape
-    weights = on_shards(shifted, [x, peak], [own, stages.gathered], [(own, shape, wide)], "softmax")[0]
+    weights = local_call(shifted, [x, peak], [own, stages.gathered], (own, shape, wide), "softmax")
     total = sum_terms(terms(add_up, [weights], [own], stages, True, wide, "softmax"), "softmax")
-    return on_shards(finish, [weights, total], [own, stages.gathered], [(own, shape, out_dtype)], "softmax")[0]
+    return local_call(finish, [weights, total], [own, stages.gathered], (own, shape, out_dtype), "softmax")
 
 
 composite("softmax")(partial(_softmax, False))

@@ -18,11 +18,8 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors.boxing.box import Box, box_implicitly
-from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
+from workbench.tensors.dispatch.local_call import Out, local_call, on_shards
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-
-Out = tuple[Layout, Shape, torch.dtype]
-"""Layout, logical shape and dtype of one result."""
 
 
 @dataclass(frozen=True)
@@ -100,35 +97,6 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
         return any(tensor.requires_grad for tensor in tensors)
 
 
-def on_shards(
-    function: Callable[..., Any], operands: Sequence[GlobalTensor], layouts: Sequence[Layout], outs: Sequence[Out],
-    name: str,
-) -> list[GlobalTensor]:  # fmt: skip
-    """Run ``function`` on the shards of ``operands`` boxed to ``layouts``. It returns one tensor per entry of ``outs``;
-    the only one without a tuple.
-
-    Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank,
-    because placeholders link them so.
-    """
-    boxed = [box_implicitly(operand, layout, name) for operand, layout in zip(operands, layouts, strict=True)]
-    world = boxed[0]._spec.world
-    specs = [spec_of(world, layout, shape) for layout, shape, _ in outs]
-    with local_torch():
-        if specs[0].is_placeholder:
-            linked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in boxed)
-            infos: list[OutputInfo] = [(shape, dtype, linked and _is_differentiable(dtype)) for _, shape, dtype in outs]
-            results: Any = placeholder_outputs(infos, boxed, specs, world.device)
-        else:
-            results = function(*boxed)
-            results = [results] if isinstance(results, torch.Tensor) else results
-            results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]
-    return [wrap(result, spec) for result, spec in zip(results, specs, strict=True)]
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def gathered_rows(
     tensor: GlobalTensor, stages: Stages, first: Callable[..., Any], dtypes: Sequence[torch.dtype], name: str
 ) -> list[GlobalTensor]:
@@ -155,14 +123,14 @@ def two_stages(
     rows = gathered_rows(tensor, stages, first, dtypes[:1], name)
     out = stages.result(keepdim, dtypes[1])
     shape = spec_of(tensor._spec.world, out[0], out[1]).local_shape
-    return on_shards(lambda x: second(x).reshape(shape), rows, [stages.gathered], [out], name)[0]
+    return local_call(lambda x: second(x).reshape(shape), rows, [stages.gathered], out, name)
 
 
 def dropped(kept: GlobalTensor, stages: Stages) -> GlobalTensor:
     """A result without its reduced dims, which have size one."""
     out = stages.result(False, kept.dtype)
     shape = spec_of(kept._spec.world, out[0], out[1]).local_shape
-    return on_shards(lambda x: x.reshape(shape), [kept], [stages.gathered], [out], "squeeze")[0]
+    return local_call(lambda x: x.reshape(shape), [kept], [stages.gathered], out, "squeeze")
 
 
 def terms(
@@ -178,7 +146,7 @@ def terms(
     """The result of ``function`` on each shard (dims kept), as one term of the reduction."""
     out = stages.result(keepdim, dtype, reduction)
     shape = spec_of(operands[0]._spec.world, out[0], out[1]).local_shape
-    return on_shards(lambda *shards: function(*shards).reshape(shape), operands, layouts, [out], name)[0]
+    return local_call(lambda *shards: function(*shards).reshape(shape), operands, layouts, out, name)
 
 
 class _BoxWithKnownSum(Box):

@@ -15,11 +15,11 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.core.sbp import Split
-from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.local_call import on_shards, sum_terms
 from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.rules.reduction.two_stage import Stages, dropped, on_shards, shard_sizes, splits, stages_of
+from workbench.tensors.rules.reduction.two_stage import Stages, dropped, shard_sizes, splits, stages_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
