@@ -5,6 +5,8 @@ Jupyter's libraries take two seconds to load, so they are loaded when a notebook
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,22 @@ def printed(notebook: Any) -> str:
     """What all cells have printed, in one text."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
     return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+def joined(paths: Sequence[Path], shorter: Sequence[tuple[str, str]]) -> Any:
+    """One notebook of the code of all of them, that starts its engines once; patterns say what is replaced in it."""
+    import nbformat
+
+    cells = [cell for path in paths for cell in read(path).cells if cell.cell_type == "code"]
+    starts = ("%load_ext", "%workbench start")
+    setup = [next(cell for cell in cells if cell.source.startswith(start)) for start in starts]
+    rest = [cell for cell in cells if not cell.source.startswith((*starts, "%workbench stop"))]
+    notebook = nbformat.v4.new_notebook(metadata=read(paths[0]).metadata)
+    sources = [cell.source for cell in [*setup, *rest]]
+    for pattern, replacement in shorter:
+        sources = [re.sub(pattern, replacement, source) for source in sources]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in [*sources, "%workbench stop"]]
+    return notebook
 
 
 def stored_size(notebook: Any) -> int:
