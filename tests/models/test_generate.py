@@ -104,7 +104,9 @@ def test_greedy_and_sampled_words_are_those_of_one_device(name, strategy):
 
 
 # Each mode once here; all of every model below.
-@pytest.mark.parametrize(("name", "strategy", "start"), [("gpt2", "*: data", 0), ("t5", "*: model", 1)])
+@pytest.mark.parametrize(
+    ("name", "strategy", "start"), [("gpt2", "*: data", 0), pytest.param("t5", "*: model", 1, marks=pytest.mark.slow)]
+)
 def test_every_mode_gives_the_words_of_one_device(name, strategy, start):
     assert_words_are_those_of_one_device(name, strategy, STRATEGIES[strategy], list(MODES.values())[start::2])
 

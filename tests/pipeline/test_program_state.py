@@ -242,7 +242,7 @@ def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_devi
     assert replayed == [kind in (ReadingNotes, Replaced)] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [

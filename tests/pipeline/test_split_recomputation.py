@@ -230,10 +230,6 @@ def test_offloaded_inputs_of_blocks_come_back_as_they_were_boxed(kind, options, 
     assert_trains_like_one_device(Setup(kind, num_steps=1), "data", f"{options} offload=activations", 2)
 
 
-DEEP = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
-"""Two blocks on eight stages."""
-
-
 @pytest.mark.parametrize(
     "schedule", ["zero_bubble", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "gpipe"))]
 )
@@ -245,10 +241,11 @@ def test_a_block_over_several_stages_runs_again_where_each_has_a_rank(schedule):
 def test_a_block_over_several_stages_does_not_run_again_where_ranks_have_several(schedule):
     """Its stages would wait for each other for ever."""
     models = [Setup("gpt2").model() for _ in range(4)]
+    rows_of_eight_stages = strategy_text("gpt2", "data", "8x1x1").partition(" | ")[0]
 
     def program(rank):
         with pytest.raises(StrategyError, match=r"recompute runs transformer\.h\.0 again, which lies on stages 0 to 3"):
-            wb.parallelize(models[rank], f"{DEEP} | 4x1x1 mb=7 {schedule} recompute")
+            wb.parallelize(models[rank], f"{rows_of_eight_stages} | 4x1x1 mb=7 {schedule} recompute")
 
     run_ranks(program, 4)
 

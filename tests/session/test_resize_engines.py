@@ -78,6 +78,7 @@ def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd
     assert repr(own_session) == "<Session: 2 engines on cpu>" and own_session.run("1").values == [1, 1]
 
 
+@pytest.mark.slow  # test_lost_engines has a death, and the test above a smaller session
 def test_dead_engines_are_given_back_without_new_ones(own_session, tmp_path):
     """What lay there alone comes from the checkpoint."""
     own_session.resize(3)

@@ -18,6 +18,7 @@ def measured():
 
 
 @pytest.mark.procs
+@pytest.mark.slow  # as what measures steps, in test_parts
 def test_every_candidate_is_timed_and_the_ratio_judged(monkeypatch):
     environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
     (name, rows), _ = run_processes(measured, 2, environment=environment)

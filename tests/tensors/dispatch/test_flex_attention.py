@@ -107,7 +107,7 @@ def assert_as_one_device(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(4, start=2)
+@pytest.mark.sampled(8, start=2)
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "S(2)", "B"])
 @pytest.mark.parametrize(
     ("mask_mod", "sizes"),
