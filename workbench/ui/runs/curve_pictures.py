@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -21,7 +20,7 @@ from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
 from workbench.ui.number_text import short_difference, short_number, three_digits
 from workbench.ui.pictures import panel_svg
-from workbench.ui.runs.table_rows import Row
+from workbench.ui.runs.table_rows import Row, one_device_of
 from workbench.ui.short_names import short_names
 from workbench.units import counted
 
@@ -95,7 +94,7 @@ def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord
     """
     shown = [(row, run) for row in rows for run in members.get(row.key, ())]
     tolerances = tuple(sorted({run.verdict.tolerance for _, run in shown if run.equal is not None}))
-    apart = partial(_differences, {run.settings.get("seed"): run for row, run in shown if row.is_truth})
+    apart = partial(_differences, [run for row, run in shown if row.is_truth])
     kinds = (
         _Kind("Loss by step", "1 device behind the others", "loss", _losses, _axis, short_number, "{:.6g}".format),
         _Kind(_APART, "of the loss", "", apart, _log_axis, short_difference, short_difference, tolerances),
@@ -110,9 +109,9 @@ def _losses(run: RunRecord) -> Points:
     return decimate(steps[is_finite], values[is_finite], _MOST_POINTS)
 
 
-def _differences(truths: Mapping[Any, RunRecord], run: RunRecord) -> Points:
-    """Differences of the loss to one device of the same seed, where they have a logarithm."""
-    truth = truths.get(run.settings.get("seed"), next(iter(truths.values()), None))
+def _differences(truths: Sequence[RunRecord], run: RunRecord) -> Points:
+    """Differences of the loss to the one device that trained the same, where they have a logarithm."""
+    truth = one_device_of(run, truths)
     there = truth.losses[run.first_step :] if truth is not None else ()
     apart = np.array([difference(loss, other) for loss, other in zip(run.losses, there, strict=False)], dtype=float)
     is_drawable = (apart > 0) & np.isfinite(apart)

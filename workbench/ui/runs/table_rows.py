@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from workbench.core.metrics import RunRecord
@@ -103,6 +103,22 @@ def with_own_keys(runs: Iterable[RunRecord], taken: Iterable[str] = ()) -> list[
     return found
 
 
+def task_of(run: RunRecord) -> tuple[Hashable, ...]:
+    """What a run trains, but for the seed: model, number of parameters, optimizer and batch size."""
+    names = ("model", "num_parameters", "optimizer")
+    return *(run.settings.get(name) for name in names), run.batch_size
+
+
+def one_device_of(run: RunRecord, truths: Iterable[RunRecord]) -> RunRecord | None:
+    """The first of some one-device runs that trained what a run trains, with all its seeds; None without one."""
+    seeds = _seeds(run)
+    return next((truth for truth in truths if task_of(truth) == task_of(run) and seeds <= _seeds(truth)), None)
+
+
+def _seeds(run: RunRecord) -> set[Hashable]:
+    return set(run.settings.get("seeds") or [run.settings.get("seed")])
+
+
 def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) -> list[int]:
     """Indices of the points that no other one beats in both less memory and more throughput, by memory.
 
@@ -126,8 +142,8 @@ def run_rows(
     """One row per run, in the order of the runs.
 
     Args:
-        baseline: key of the run that speed-ups are over; by default the one on one device, of the run's seed if there
-            are several. Without one, a run's own ``speedup`` stays.
+        baseline: key of the run that speed-ups are over; by default the one on one device that trained the same, see
+            ``one_device_of``. Without one, a run's own ``speedup`` stays.
         names: names by key that the user has given.
         truth: key of the run on one device, which is compared with nothing; or several keys.
     """
@@ -138,8 +154,7 @@ def run_rows(
     one_device = [run for run in runs if key_of(run) in truths and run.samples_per_s]
     rows = []
     for run in runs:
-        alike = (truth for truth in one_device if truth.settings.get("seed") == run.settings.get("seed"))
-        over = base or next(alike, next(iter(one_device), None))
+        over = base or one_device_of(run, one_device)
         key, values = key_of(run), _values(run, over)
         rows.append(
             Row(

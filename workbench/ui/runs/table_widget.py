@@ -28,6 +28,7 @@ from workbench.ui.runs.table_rows import (
     rows_csv,
     run_rows,
     sorted_rows,
+    task_of,
     with_own_keys,
 )
 
@@ -71,7 +72,7 @@ class RunTable:
     ) -> None:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
-        self._truths: dict[Any, RunRecord] = {}  # by seed
+        self._truths: dict[Any, RunRecord] = {}  # by task and seed
         self._groups: dict[str, list[RunRecord]] = {}  # by the key of a row, its runs; those on one device last
         self._every: list[RunRecord] = []  # the records of the rows
         self.sort, self.ascending = "samples_per_s", False
@@ -140,8 +141,8 @@ class RunTable:
     def add(
         self, runs: Iterable[RunRecord], truths: Sequence[RunRecord] = (), selected: RunRecord | None = None
     ) -> None:
-        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each seed. Records that
-        the table has are left out. ``selected`` is one of the runs, whose last row is marked.
+        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each model and seed.
+        Records that the table has are left out. ``selected`` is one of the runs, whose last row is marked.
         """
         for run in runs:
             known = {key_of(part) for part in self.runs}
@@ -151,7 +152,7 @@ class RunTable:
             parts = with_own_keys(parts, known)
             self.runs += parts
             self._whole |= {key_of(part): run for part in parts}
-        self._truths |= {truth.settings.get("seed"): truth for truth in truths}
+        self._truths |= {(*task_of(truth), truth.settings.get("seed")): truth for truth in truths}
         if selected is not None:
             self.selected = self._key_of_whole(selected) or ""
         self.refresh()
