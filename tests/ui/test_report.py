@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import TOLERANCES, Verdict
 from workbench.session.comparison.compare import CompareResult
-from workbench.ui.runs.report import report_html, verdict, write_report
+from workbench.session.comparison.subject import Subject
+from workbench.ui.runs.report import report_html, runs_report_html, verdict, write_report
 from workbench.ui.short_names import short_names
 
 
@@ -71,12 +74,62 @@ def test_runs_of_several_seeds_are_a_row_and_lines_of_one_colour(runs: list[RunR
 
 
 def test_summary_names_what_was_run(result: Comparison):
-    result.settings = {"model": "make_mlp", "num_parameters": 116_618, "optimizer": "SGD(lr=0.1)"}
+    machine = {"machine": "Some CPU, 4 cores", "workbench": "0.2.0", "torch": "2.13.0", "python": "3.12.1"}
+    result.settings = {"model": "make_mlp", "num_parameters": 116_618, "optimizer": "SGD(lr=0.1)", **machine}
     html = report_html(result, title="Digits & more")
     assert "make_mlp, 117 k parameters" in html and "SGD(lr=0.1)" in html
     assert "Digits &amp; more" in html
-    assert "3 strategies, 3 steps each, batch 100" in html
-    assert "cores" in html and "torch" in html
+    assert "3 strategies, 3 steps each, batch 100, from the same weights in the same data order" in html
+    assert "Some CPU, 4 cores" in html and "workbench 0.2.0, torch 2.13.0, Python 3.12.1" in html
+
+
+def facts(html: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html))
+
+
+def test_the_summary_of_runs_that_differ_says_what_each_has(runs: list[RunRecord]):
+    small = {"model": "mlp", "num_parameters": 1000, "optimizer": "SGD()", "seed": 0, "machine": "A", "torch": "2.12.0"}
+    large = {
+        "model": "cnn",
+        "num_parameters": 5000,
+        "optimizer": "Adam()",
+        "seed": 1,
+        "machine": "B",
+        "torch": "2.13.0",
+    }
+    first = replace(runs[0], settings=small)
+    second = replace(runs[1], settings=large, losses=(1.0,) * 10, batch_size=64, num_ranks=4)
+    found = facts(runs_report_html([replace(runs[2], settings=small), first, second]))
+    assert found["Model"] == "mlp, 1.00 k parameters; cnn, 5.00 k parameters"
+    assert found["What"] == "3 strategies, 3 to 10 steps each, batch 64 to 100"
+    assert (found["Optimizer"], found["Machine"]) == ("SGD(); Adam()", "A; B")
+    assert (found["Versions"], found["Seeds"], found["Ranks"]) == ("torch 2.12.0; torch 2.13.0", "0, 1", "2, 4")
+    assert "steps" not in facts(runs_report_html([runs[2]]))["What"], "it never began"
+    assert not {"Machine", "Versions"} & set(facts(runs_report_html(runs))), "not those of this process"
+
+
+def test_strategies_of_the_same_seeds_have_the_same_weights(runs: list[RunRecord]):
+    every = [
+        replace(run, name=f"{run.name}, seed {n}" if n else run.name, settings={"seed": n})
+        for run in runs[:2]
+        for n in (0, 1)
+    ]
+    found = facts(runs_report_html(every))
+    assert found["What"] == "2 strategies, 3 steps each, batch 100, from the same weights in the same data order"
+    assert found["Seeds"] == "0, 1; numbers are means \u00b1 standard deviations"
+    assert facts(runs_report_html(every[1:]))["What"] == "2 strategies, 3 steps each, batch 100"
+
+
+def make_tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_tied_weights_count_once():
+    samples = torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    subject = Subject.of(make_tied, samples, nn.functional.cross_entropy, batch_size=2, steps=1)
+    assert subject.settings()["num_parameters"] == 800
 
 
 def test_long_names_are_short_beside_plots_and_stay_apart(result: Comparison):

@@ -12,7 +12,7 @@ from math import prod
 from operator import attrgetter
 
 from workbench.core.float8_layers import KINDS, fits_float8
-from workbench.core.rows import Layer
+from workbench.core.rows import Layer, count_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class ModelCosts:
     @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones count once."""
-        return sum(row.layer.num_parameters for row in self.rows if row.layer.tied_to is None)
+        return count_parameters(self.layers)
 
 
 def find_blocks(rows: Sequence[LayerCost]) -> tuple[tuple[int, int, int], ...]:

@@ -58,6 +58,11 @@ class Layer:
         return sum(prod(self.shapes[name]) for name in self.frozen)
 
 
+def count_parameters(layers: Iterable[Layer]) -> int:
+    """Number of parameters of a model's layers; tied ones count once."""
+    return sum(layer.num_parameters for layer in layers if layer.tied_to is None)
+
+
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
     """Layers as a forward calls them; as the model lists them, where no forward was seen.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.rows import count_parameters
 from workbench.ui.runs.trainer import Trainer
 from workbench.units import format_count
 
@@ -31,6 +32,5 @@ def model_first(model_fn: Callable[..., Any]) -> str:
 
 def title(model_fn: Callable[[], nn.Module], trainer: Trainer, batch_size: int) -> str:
     """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
-    num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
     name = getattr(model_fn, "__name__", type(model_fn).__name__)
-    return f"{name}, {format_count(num_parameters)} parameters, batch {batch_size}"
+    return f"{name}, {format_count(count_parameters(trainer.layers))} parameters, batch {batch_size}"

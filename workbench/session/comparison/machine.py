@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +23,10 @@ def versions() -> dict[str, str]:
     return {"workbench": ours, "torch": str(torch.__version__), "Python": platform.python_version()}
 
 
-def versions_text() -> str:
-    """The versions in one line: ``workbench 0.2.0, torch 2.13.0, Python 3.12.1``."""
-    return ", ".join(f"{name} {number}" for name, number in versions().items())
+def versions_text(settings: Mapping[str, Any]) -> str:
+    """The versions that a run's settings have, in one line: ``workbench 0.2.0, torch 2.13.0, Python 3.12.1``."""
+    known = ((name, settings.get(name.lower())) for name in versions())
+    return ", ".join(f"{name} {number}" for name, number in known if number)
 
 
 def _processor() -> str:

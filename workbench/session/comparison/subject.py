@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.core.presets import StrategyLike, strategy_of
-from workbench.core.rows import Layer
+from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
@@ -56,7 +56,7 @@ class Subject:
         job = self.job
         return {
             "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
-            "num_parameters": sum(layer.num_parameters for layer in self.layers),
+            "num_parameters": count_parameters(self.layers),
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "optimizer": _optimizer_text(job.optimizer_fn),

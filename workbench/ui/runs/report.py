@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from workbench.core.metrics import RunRecord
 from workbench.core.seeds import groups, over_seeds
 from workbench.core.segments import by_strategy
 from workbench.session.comparison.compare import CompareResult
-from workbench.session.comparison.machine import machine_text, versions_text
+from workbench.session.comparison.machine import versions_text
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import NOT_CHECKED, short_difference
 from workbench.ui.runs.render_table import runs_html
+from workbench.ui.runs.table_rows import task_of
 from workbench.units import format_count
 
 
@@ -91,30 +92,52 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 
 def _facts(result: CompareResult) -> str:
-    first = next(iter((*result.runs, *result.baselines)), None)
-    num_ranks = sorted({run.num_ranks for run in result.runs})
-    seeds = sorted({run.settings["seed"] for run in result.runs if "seed" in run.settings})
-    settings = result.settings
+    """What the runs have in common, and where they differ, what each has. It is read from their records."""
+    runs = result.runs or result.baselines
+    every = [run.settings for run in runs if run.settings] or [result.settings]
+    tables = over_seeds(runs)
+    seeds = sorted({seed for each in every if (seed := each.get("seed")) is not None})
+    means = "; numbers are means \u00b1 standard deviations" if len(tables) < len(runs) else ""
     facts = {
-        "Model": _model_text(settings),
-        "What": f"{len(over_seeds(result.runs))} strategies, {len(first.losses)} steps each, batch {first.batch_size}, "
-        "from the same weights in the same data order"
-        if first is not None
-        else "no runs",
-        "Optimizer": settings.get("optimizer", ""),
-        "Seeds": f"{', '.join(map(str, seeds))}; numbers are means \u00b1 standard deviations"
-        if len(seeds) > 1
-        else "",
-        "Ranks": ", ".join(map(str, num_ranks)) or "none",
-        "Machine": machine_text(),
-        "Versions": versions_text(),
+        "Model": _listed(map(_model_text, every)),
+        "What": _what(runs, tables) if runs else "no runs",
+        "Optimizer": _listed(each.get("optimizer", "") for each in every),
+        "Seeds": f"{', '.join(map(str, seeds))}{means}" if len(seeds) > 1 else "",
+        "Ranks": ", ".join(map(str, sorted({run.num_ranks for run in result.runs}))) or "none",
+        "Machine": _listed(each.get("machine", "") for each in every),
+        "Versions": _listed(map(versions_text, every)),
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     }
     known = {name: value for name, value in facts.items() if value}
     return element("dl", *(element("dt", text=name) + element("dd", text=value) for name, value in known.items()))
 
 
-def _model_text(settings: dict[str, Any]) -> str:
+def _what(runs: Sequence[RunRecord], tables: Sequence[RunRecord]) -> str:
+    """How many strategies, steps and samples, and whether all began alike; ``tables`` has one record per strategy."""
+    begun = [run for run in tables if run.losses]
+    seeds = {tuple(sorted(run.settings.get("seeds") or [run.settings.get("seed")])) for run in begun}
+    steps = _range(len(run.losses) for run in begun)
+    parts = [
+        f"{len(tables)} {'strategy' if len(tables) == 1 else 'strategies'}",
+        f"{steps} {'step' if steps == '1' else 'steps'} each" if begun else "",
+        f"batch {_range(run.batch_size for run in runs)}",
+        "from the same weights in the same data order" if len(seeds) == len(set(map(task_of, begun))) == 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """``"3"`` where all are the same, or ``"3 to 10"``; empty without any."""
+    known = sorted(set(numbers))
+    return " to ".join(map(str, dict.fromkeys([*known[:1], *known[-1:]])))
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """The different texts, in their order."""
+    return "; ".join(filter(None, dict.fromkeys(texts)))
+
+
+def _model_text(settings: Mapping[str, Any]) -> str:
     if "model" not in settings:
         return ""
     return f"{settings['model']}, {format_count(settings.get('num_parameters', 0))} parameters"
