@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
@@ -49,6 +50,15 @@ def words(html: str) -> str:
 def ask(part: StrategyEditor) -> None:
     part.controls.planned.click()
     wait_until(lambda: not part.planner.is_searching and part.planner.box.value != "")
+
+
+def test_what_was_counted_says_whether_a_loss_of_one_s_own_is_a_cross_entropy():
+    loss = lambda scores, classes: nn.functional.cross_entropy(scores, classes)  # noqa: E731
+    predictor, batch = Predictor(MACHINE, 4), (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+    predictor.costs = costs = layer_costs(lambda: nn.Linear(8, 6), batch[0], loss_fn=loss, targets=batch[1])
+    facts = facts_of(costs.layers, 4, (8,), loss)
+    part = StrategyEditor(costs.layers, 2, "model:column", facts, predictor, title="", on_run=lambda: None)
+    assert part.grid.view["end"]["boxings"]["boxing"]["change"] == "S(1) \u2192 S(0)"
 
 
 def test_a_run_that_compiles_its_step_is_predicted_and_planned_so():

@@ -113,7 +113,10 @@ def test_text_that_does_not_parse_changes_nothing_but_the_draft():
     before = state.strategy
     state.set_text("fc1: dta")
     assert state.strategy is before and state.text == "fc1: dta"
-    assert "'fc1: dta'" in state.text_problem and not state.can_run
+    assert "'fc1: dta'" in state.text_problem and not state.can_run and state.can_undo
+    state.undo()
+    assert state.strategy is before and state.text == str(before) and state.can_run and not state.can_undo
+    state.set_text("fc1: dta")
     state.set_parallel(["fc1"], "model")
     assert not state.text_problem and state.can_run
 
@@ -292,7 +295,7 @@ def test_folding_is_remembered_when_the_run_is_cut_otherwise():
 
 def test_finding_is_by_part_of_a_name_or_by_glob():
     state = deep("data")
-    state.look_for("QKV".lower())
+    state.look_for("QKV")
     assert len(patterns(state)) == 8
     state.look_for("*_emb")
     assert patterns(state) == ["tok_emb", "pos_emb"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from workbench.units import format_bytes
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
-    return Facts(batch_size, of_linear_layers(MLP, sample_shape), "cross_entropy")
+    return Facts(batch_size, of_linear_layers(MLP, sample_shape), "cross_entropy", is_cross_entropy=True)
 
 
 def view_of(strategy: str, num_ranks: int = 2, sample_shape: tuple[int, ...] = (64,)) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def view_of(strategy: str, num_ranks: int = 2, sample_shape: tuple[int, ...] = (
 
 def gpt_state(strategy: str = GPT_HYBRID, num_ranks: int = 4, num_blocks: int = 8) -> tuple[PanelState, Facts]:
     costs = gpt(num_blocks)
-    facts = Facts(32, traced(costs.layers, costs.rows, (64,)), "cross_entropy")
+    facts = Facts(32, traced(costs.layers, costs.rows, (64,)), "cross_entropy", is_cross_entropy=True)
     return PanelState(costs.layers, num_ranks, strategy), facts
 
 
@@ -181,6 +182,27 @@ def test_the_loss_is_the_last_row():
     assert (end["label"], end["text"]) == ("cross_entropy", "follows head")
     assert end["boxings"]["boxing"]["kind"] == "reduce-scatter", "the head gives a sum"
     assert view_of("data")["end"]["boxings"]["boxing"] is None
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, torch.nn.CrossEntropyLoss(), partial(cross_entropy, ignore_index=0)])
+def test_a_cross_entropy_over_split_classes_has_its_exchange(loss: Any):
+    state = PanelState(MLP, 2, "*: data; fc3: model:row; head: model:column")
+    end = grid_view(state, facts_of(MLP, 128, (64,), loss))["end"]["boxings"]
+    assert end["layout"] == "S(0)" and end["boxing"]["change"] == "S(1) \u2192 S(0)"
+
+
+def test_slices_have_the_bytes_of_their_own_dtype():
+    layers = [replace(layer, itemsize=2, itemsizes={"bias": 4}) for layer in MLP]
+    fc1 = row(grid_view(PanelState(layers, 2, "data"), mlp_facts()), "fc1")
+    assert {held["text"] for held in slices(fc1)} == {"all of 256 \u00d7 64, 32.8 kB"}
+
+
+def test_a_search_that_finds_nothing_has_no_rows():
+    state, facts = gpt_state()
+    state.look_for("no such layer")
+    view = grid_view(state, facts)
+    assert view["rows"] == [] and view["end"] is None and view["find"]["found"] == 0
+    assert "boxed per step" in static_grid_html(view)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_columns"), [(1, 1), (2, 2), (8, 8), (9, 1), (64, 1)])

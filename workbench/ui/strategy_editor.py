@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -267,7 +268,7 @@ class StrategyEditor:
 
     def _selected_layer(self) -> str:
         """The pattern of the selected row; empty for a block of different layers, and if no row is selected."""
-        row = next((row for row in self.state.rows if row.node.pattern == self._selected), None)
+        row = next((row for row in self.state.rows if row.node.identity == self._selected), None)
         return "" if row is None or row.node.children else row.node.pattern
 
     def _show_measure(self) -> None:
@@ -288,7 +289,10 @@ class StrategyEditor:
         facts = replace(self._facts, sent=sent, is_counted=found is not None)
         if costs is None:
             return replace(facts, problem=self._predictor.problem.removeprefix("no prediction: "))
-        return replace(facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
+        behind = [work.name for row in costs.rows[-1:] for work in row.after]
+        is_known = facts.is_cross_entropy or "cross_entropy" in behind
+        extents = traced(self.state.layers, costs.rows, costs.sample_shape)
+        return replace(facts, extents=extents, is_cross_entropy=is_known)
 
     def _counted_bytes(self) -> SentBytes | None:
         """The bytes that the shown strategy sends; None if they have not been counted."""
@@ -315,7 +319,7 @@ class StrategyEditor:
 
     def _tensor_html(self) -> str:
         rows = self.state.rows
-        row = next((row for row in rows if row.node.pattern == self._selected), rows[0] if rows else None)
+        row = next((row for row in rows if row.node.identity == self._selected), rows[0] if rows else None)
         if row is None:
             return ""
         if row.node.children:
@@ -329,8 +333,11 @@ def facts_of(
     layers: list[Layer], batch_size: int, sample_shape: tuple[int, ...], loss_fn: Callable[..., Any] | None
 ) -> Facts:
     """Facts about a model before its costs are known: shapes behind linear layers on flat samples."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
     loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
-    return Facts(batch_size, of_linear_layers(layers, sample_shape), loss)
+    is_known = loss in ("cross_entropy", "CrossEntropyLoss")
+    return Facts(batch_size, of_linear_layers(layers, sample_shape), loss, is_known)
 
 
 _MAX_PARAMETERS = 2

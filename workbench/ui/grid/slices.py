@@ -16,14 +16,15 @@ _FLATTER = 0.62  # rows are 32 pixels high, columns up to 83 wide
 
 
 @lru_cache(maxsize=8192)
-def held(shape: Shape, layout: Layout, ranks: tuple[int, ...], shade: int, itemsize: int = 4) -> dict[str, Any] | None:
+def held(shape: Shape, layout: Layout, ranks: tuple[int, ...], shade: int, itemsize: int) -> dict[str, Any] | None:
     """The parts of a weight on some ranks, as fractions of its width and height; None if they hold nothing.
 
-    Several ranks in one column make one picture with all their slices. ``note`` is the number of copies.
+    Several ranks in one column make one picture with all their slices. ``note`` is the number of copies, ``itemsize``
+    bytes of an element.
 
     >>> from workbench.core.placement import Placement
     >>> layout = Layout.of(Placement.of("cpu", [0, 1]), "S(0)")
-    >>> held((8, 4), layout, (1,), 1)["text"]
+    >>> held((8, 4), layout, (1,), 1, itemsize=4)["text"]
     'rows 4-7 of 8, 64 B'
     """
     present = [rank for rank in ranks if rank in layout.placement]

@@ -38,6 +38,7 @@ class Facts:
         batch_size: samples of a step, all ranks together.
         extents: sizes of the inputs and outputs of all layers.
         loss: name of the loss function, shown as the last row.
+        is_cross_entropy: whether it is known to be a cross-entropy.
         sent: bytes of a step, skip connections and functions between layers included; None if unknown.
         is_counted: whether ``sent`` was counted in a dry run, and not estimated.
         problem: why the layers' shapes are not known yet, or cannot be; empty if they are.
@@ -46,6 +47,7 @@ class Facts:
     batch_size: int
     extents: Sequence[LayerExtents]
     loss: str = ""
+    is_cross_entropy: bool = False
     sent: SentBytes | None = None
     is_counted: bool = False
     problem: str = ""
@@ -97,11 +99,7 @@ def _num_stages(state: PanelState) -> int:
 
 
 def _end(state: PanelState, facts: Facts, way: StepBoxings) -> End | None:
-    return (
-        boxing_column.end_of(way, state.resolved, facts.loss == "cross_entropy")
-        if facts.loss and state.layers
-        else None
-    )
+    return boxing_column.end_of(way, state.resolved, facts.is_cross_entropy) if facts.loss and state.layers else None
 
 
 def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any] | None:
@@ -163,7 +161,7 @@ class _Drawing:
         split = _common(c.split for c in choices)
         return {
             "id": f"wb-row-{index}",
-            "pattern": node.pattern,
+            "pattern": node.identity,
             "label": node.label,
             "depth": row.depth,
             "open": row.unfolded,
@@ -229,7 +227,8 @@ class _Drawing:
     def _picture(self, index: int, small: bool) -> dict[str, Any]:
         layer, shape = self.state.layers[index], main_weight(self.state.layers[index])
         layout = self._main_layout(index)
-        slices = [held(shape, layout, column.ranks, column.shade) for column in self.columns]
+        itemsize = layer.itemsize_of(main_parameter(layer))
+        slices = [held(shape, layout, column.ranks, column.shade, itemsize) for column in self.columns]
         return {"size": picture_size(shape, small), "slices": slices, "label": layer.name.rpartition(".")[2]}
 
     def _mistakes(self, row: Row) -> list[tuple[Mistake, int]]:
@@ -255,9 +254,14 @@ class _Drawing:
                 found[index]["boxings"]["note"] = text or found[index]["boxings"]["note"]
 
 
+def main_parameter(layer: Layer) -> str:
+    """Name of the parameter with the most elements, for a row's picture. Empty for a layer without parameters."""
+    return max(layer.shapes, key=lambda name: prod(layer.shapes[name]), default="")
+
+
 def main_weight(layer: Layer) -> tuple[int, ...]:
-    """Shape of the parameter with the most elements, for a row's picture. Empty for a layer without parameters."""
-    return max(layer.shapes.values(), key=prod, default=())
+    """Shape of ``main_parameter``."""
+    return layer.shapes.get(main_parameter(layer), ())
 
 
 def _common(values: Any) -> Any:
@@ -284,6 +288,8 @@ def _height(row: Row) -> int:
 
 def _make_room(rows: list[dict[str, Any]], end: dict[str, Any] | None) -> None:
     """Make rows taller that have badges on both edges, or one badge and a note."""
+    if not rows:
+        return
     for row, following in zip(rows, [*rows[1:], end], strict=True):
         edges = bool(row["boxings"]["boxing"]) + bool(following and following["boxings"]["boxing"])
         if edges + bool(row["boxings"]["note"]) > 1 and edges:

@@ -17,6 +17,7 @@ from workbench.ui.number_text import TIMES
 
 _SINGLES_WORTH_FOLDING = 4
 _SEGMENTS_WORTH_A_HEAD = 3
+_OWN = "(own)"
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class Node:
     """One row: a layer, or ``copies`` equal blocks with the layers of one block below it.
 
     Attributes:
-        pattern: covers exactly ``layers``, unless a layer has layers below it; also the row's identity.
+        pattern: covers exactly ``layers``, unless a layer has layers below it.
         label: the row's name under its head.
         layers: indices of all layers that the row stands for.
         copies: the number of equal blocks.
         blocks: their paths. Unfolded rows are remembered by paths, which stay the same in another cut into rows.
+        is_own: whether it is a module's own parameters, without those of the layers below it.
     """
 
     pattern: str
@@ -37,6 +39,12 @@ class Node:
     copies: int = 1
     blocks: tuple[str, ...] = ()
     children: tuple[Node, ...] = ()
+    is_own: bool = False
+
+    @property
+    def identity(self) -> str:
+        """The pattern; another name where that of the module above its layers is the same."""
+        return f"{self.pattern} {_OWN}" if self.is_own else self.pattern
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -134,9 +142,9 @@ def _segment(blocks: Sequence[_Block], layers: Sequence[Layer]) -> Node | None:
     children: list[Node] = []
     if len(first.layers) > 1:
         for place, index in enumerate(first.layers):
-            name = layers[index].name.removeprefix(f"{first.path}.")
+            name = layers[index].name.removeprefix(first.path)
             below = tuple(block.layers[place] for block in blocks)
-            children.append(Node(f"{pattern}.{quoted(name)}", name, below, len(blocks)))
+            children.append(Node(pattern + quoted(name), name[1:] or _OWN, below, len(blocks), is_own=not name))
     indices = tuple(i for block in blocks for i in block.layers)
     return Node(pattern, label, indices, len(blocks), tuple(block.path for block in blocks), tuple(children))
 
@@ -154,8 +162,9 @@ def _range(blocks: Sequence[_Block], layers: Sequence[Layer]) -> tuple[str, str]
     return quoted(prefix) + found, f"{prefix}{first.number}-{last.number} {TIMES}{len(blocks)}"
 
 
-def _leaf(layers: Sequence[Layer], index: int) -> Node:
-    return Node(quoted(layers[index].name), layers[index].name, (index,))
+def _leaf(layers: Sequence[Layer], index: int, is_own: bool = False) -> Node:
+    name = layers[index].name
+    return Node(quoted(name), f"{name} {_OWN}" if is_own else name, (index,), is_own=is_own)
 
 
 def visible(nodes: Sequence[Node], unfolded: Collection[str], depth: int = 0) -> list[Row]:
@@ -192,14 +201,17 @@ def _is_head(node: Node) -> bool:
 
 def find(layers: Sequence[Layer], text: str) -> list[Row]:
     """Single layers whose names contain ``text`` or match it as a glob, so that one of many equal blocks can be set.
+    Capitals do not matter.
 
     >>> [row.node.label for row in find([Layer("blocks.3.fc", "Linear"), Layer("head", "Linear")], "blocks.*")]
     ['blocks.3.fc']
     """
     wanted = text.strip()
     has_wildcards = any(letter in wanted for letter in "*?[")
-    pattern = wanted if has_wildcards else f"*{wanted}*"
-    return [Row(_leaf(layers, index)) for index, layer in enumerate(layers) if fnmatch.fnmatchcase(layer.name, pattern)]
+    pattern = (wanted if has_wildcards else f"*{wanted}*").lower()
+    blocks = {block_of(layer.name) for layer in layers if block_of(layer.name) != layer.name}
+    found = [index for index, layer in enumerate(layers) if fnmatch.fnmatchcase(layer.name.lower(), pattern)]
+    return [Row(_leaf(layers, index, is_own=layers[index].name in blocks)) for index in found]
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:

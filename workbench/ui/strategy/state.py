@@ -41,7 +41,7 @@ class _UndoEntry:
 class PanelState:
     """A strategy for ``layers`` on ``num_ranks`` ranks while it is being edited.
 
-    Edits name rows: layers, or the patterns of rows that stand for several (``nodes``).
+    Edits name rows: by their identity (``nodes``), by the name of a layer, or by a pattern.
 
     Args:
         strategy: any value that `strategy_of` takes, or None for the preset ``data``.
@@ -152,8 +152,8 @@ class PanelState:
 
     @property
     def can_undo(self) -> bool:
-        """Whether there is an edit to undo."""
-        return bool(self._before)
+        """Whether there is an edit to undo, or text that does not parse."""
+        return bool(self._before or self.text_problem)
 
     @property
     def can_redo(self) -> bool:
@@ -250,7 +250,7 @@ class PanelState:
 
     def fold(self, pattern: str) -> None:
         """Show the rows below a row, or hide them."""
-        node = next((node for node in walk(self.nodes) if node.pattern == pattern), None)
+        node = self._node(pattern)
         if node is not None and node.children:
             self.unfolded = fold(node, self.unfolded)
 
@@ -259,7 +259,10 @@ class PanelState:
         self.wanted_name = name.strip()
 
     def undo(self) -> None:
-        """Take back the last edit."""
+        """Take back the last edit; text that does not parse first."""
+        if self.text_problem:
+            self.text_problem = self.draft = ""
+            return
         self._move_through_history(self._before, self._after)
 
     def redo(self) -> None:
@@ -303,9 +306,10 @@ class PanelState:
         return Choice(layer.parallel, None if layer.split == "expert" else layer.split, layer.stage)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row], experts_only: bool = False) -> None:
-        found = {name: self._layers_of(name) for name in names}
-        known = {layer.name for layer in self.layers}
-        targets = {quoted(name) if name in known else name: indices for name, indices in found.items()}
+        targets: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            pattern, indices = self._row_named(name)
+            targets[pattern] = tuple(dict.fromkeys((*targets.get(pattern, ()), *indices)))
         if experts_only:
             having = {name: [i for i in indices if self.layers[i].experts] for name, indices in targets.items()}
             targets = {name: tuple(having[name]) or indices for name, indices in targets.items()}
@@ -313,15 +317,19 @@ class PanelState:
         options = self.options if self._now.own_degrees else replace(self.options, degrees=None)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, options)))
 
-    def _layers_of(self, name: str) -> tuple[int, ...]:
-        """Indices of the layers that a row of the grid stands for; its pattern names it."""
+    def _row_named(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Pattern and layers of a row of the grid, by its identity; else of a layer, or of a pattern."""
+        if (node := self._node(name)) is not None:
+            return node.pattern, node.layers
         exact = tuple(index for index, layer in enumerate(self.layers) if name in (layer.name, quoted(layer.name)))
         if exact:
-            return exact
-        node = next((node for node in walk(self.nodes) if node.pattern == name), None)
-        if node is not None:
-            return node.layers
-        return tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
+            return quoted(self.layers[exact[0]].name), exact
+        return name, tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
+
+    def _node(self, identity: str) -> Node | None:
+        """The row with this identity, visible or not; None if there is none."""
+        nodes = (*(row.node for row in self.rows), *walk(self.nodes))
+        return next((node for node in nodes if node.identity == identity), None)
 
     def _write(self, row: Row) -> None:
         """Put a row in the place of the first that matches no layer, or at the end, without rows that it hides."""
