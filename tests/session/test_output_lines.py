@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,23 @@ def test_progress_bar_keeps_one_line_in_memory():
         splitter.feed(f"\r{percent} of 10000")
     assert len(splitter._partial) < 100
     assert splitter.rest() == ["9999 of 10000"]
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\nand then"])
+@pytest.mark.parametrize("update", ["\rstep loss 0.1234", "\nouter\rinner\x1b[A", "\rstep\n"])
+def test_time_grows_with_the_text(update, end):
+    """200 updates in one piece took 3 s, and 1000 took minutes, in which no interrupt helped."""
+
+    def time_s(num_updates):
+        text, times = update * num_updates + end, []
+        for _ in range(5):
+            start = time.thread_time()
+            LineSplitter().feed(text)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    for few in (20, 1000):
+        assert time_s(10 * few) < 40 * time_s(few) + 0.001
 
 
 def test_the_end_of_a_bar_counts_when_something_follows():

@@ -10,7 +10,6 @@ UNFINISHED_S = 0.3
 #: The shortest time between two updates of the unfinished text.
 PERIOD_S = 0.2
 _INNER_BAR = re.compile(r"\n(\r[^\n]*)\x1b\[A")
-_FINISHED_BAR = re.compile(r"[^\n]*\r[^\n]*\n(\r[^\n]*)?\Z")
 
 
 class LineSplitter:
@@ -26,8 +25,10 @@ class LineSplitter:
     def feed(self, text: str) -> list[str]:
         """The lines that are finished now."""
         text = _INNER_BAR.sub(r"\1", (self._partial + text).replace("\r\n", "\n"))
-        held = _FINISHED_BAR.search(text) if "\r" in text else None
-        start = held.start() if held is not None else text.rfind("\n") + 1
+        start = text.rfind("\n") + 1
+        if text[start : start + 1] in ("", "\r"):
+            bar = text.rfind("\n", 0, start - 1) + 1
+            start = bar if "\r" in text[bar:start] else start
         *lines, nothing = text[:start].split("\n")
         assert not nothing
         self._partial = "\n".join(map(_forget_overwritten, text[start:].split("\n")))
