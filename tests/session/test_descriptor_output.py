@@ -33,6 +33,27 @@ def test_a_flush_finds_all_that_was_written(tmp_path):
     assert (tmp_path / "log").read_text() == stream.getvalue()
 
 
+def test_a_full_disk_ends_the_log_and_not_the_output():
+    """The thread that reads ended, so children that wrote more than a pipe holds waited for ever."""
+    with open("/dev/full", "wb") as log, open(os.devnull, "wb") as output:
+        stream = Stream(log.fileno())
+        follow(DescriptorOutput(output.fileno(), stream))
+        for _ in range(4):
+            os.write(output.fileno(), b"x" * 2**16)
+            stream.flush()
+        assert stream.getvalue() == "x" * 2**18
+
+
+def test_the_log_has_what_a_short_write_did_not_take(tmp_path, monkeypatch):
+    plain_write = os.write
+    with open(tmp_path / "log", "wb") as log, open(os.devnull, "wb") as output:
+        stream = Stream(log.fileno())
+        reader = DescriptorOutput(output.fileno(), stream)
+        monkeypatch.setattr(os, "write", lambda number, text: plain_write(number, text[:3]))
+        reader.pass_on(b"0123456789")
+    assert (tmp_path / "log").read_text() == stream.getvalue() == "0123456789"
+
+
 def test_a_fork_writes_to_the_descriptor_that_its_parent_reads():
     """Its prints vanished: the thread that sends what is in the stream is its parent's."""
     with open(os.devnull, "wb") as log, open(os.devnull, "wb") as output:

@@ -8,6 +8,7 @@ nowhere.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import os
 import select
@@ -81,8 +82,14 @@ class DescriptorOutput:
         """To the stream and the log what `read` has found; whether somebody may still write to the pipe."""
         if found:
             self._stream.write(self._decoder.decode(found))
-            os.write(self._log, found)
+            self._write_log(found)
         return found != b""
+
+    def _write_log(self, rest: bytes) -> None:
+        """On a full disk the log ends, and the cell goes on."""
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._log, rest) :]
 
     def read_before_flush(self, read_all: Callable[[], object]) -> None:
         """Let each flush of the stream call ``read_all`` first."""
