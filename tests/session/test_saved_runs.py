@@ -206,10 +206,17 @@ def test_a_first_line_that_cannot_be_written_leaves_no_file(saved, monkeypatch):
     assert file.run_id == "" and saved.ids() == []
 
 
-def test_a_broken_file_hides_no_other_run(saved):
+@pytest.mark.parametrize(
+    "text", ["", '{"run": "data", "step": 1, "loss": 2.0}', "[1, 2]", "3", '{"line": ["run"]}', '{"line": "run"}',
+             '{"line": "run", "record": {"title": "mine"}}', '{"line": "run", "record": [1]}', "\xff\n"],
+)  # fmt: skip
+def test_a_broken_or_foreign_file_hides_no_other_run(saved, text):
     finished = saved.begin(planned()).finish(make_record("data"))
-    (saved.folder / "20200101-000000-broken.jsonl").write_text("")
+    (saved.folder / "20200101-000000-foreign.jsonl").write_text(text + "\n")
     assert list(saved) == [finished] and len(saved) == 2
+    assert saved.messages("20200101-000000-foreign") == []
+    with pytest.raises(SessionError, match=r"holds no run of the workbench.*[Rr]emove the file"):
+        saved["20200101-000000-foreign"]
 
 
 def test_a_name_that_cannot_be_stored_is_in_the_table(saved, monkeypatch):

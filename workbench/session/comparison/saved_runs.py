@@ -13,7 +13,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -81,20 +81,13 @@ class SavedRuns:
     def __getitem__(self, run_id: str) -> RunRecord:
         """The record of a run. An unfinished run says so in ``error``, and has the steps until then."""
         lines = list(self._lines(run_id))
-        head = next((line["record"] for line in lines if line["line"] == "run"), None)
-        if head is None:
+        try:
+            return replace(_record_of(lines), run_id=run_id)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SessionError(
-                f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run: its first line is broken. Remove the file."
-            )
-        last = next((line["record"] for line in reversed(lines) if line["line"] == "record"), None)
-        record: RunRecord = RunRecord.from_dict(last or head)
-        if last is None:
-            blocks = [StepBlock.from_dict(line) for line in lines if line["line"] == "steps"]
-            times = tuple(time for block in blocks for time in block.step_times_s)
-            losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
-            record = replace(record, losses=losses, step_times_s=times, error=_PENDING)
-        name = next((line["name"] for line in reversed(lines) if line["line"] == "name"), record.name)
-        return replace(record, name=name, run_id=run_id)
+                f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run of the workbench: its first line is broken, "
+                "or another program wrote it. Move or remove the file."
+            ) from error
 
     def ids(self) -> list[str]:
         """The runs' ids, oldest first; they begin with date and time. None if the folder cannot be read."""
@@ -173,11 +166,15 @@ class SavedRuns:
         return path
 
     def _lines(self, run_id: str) -> Iterator[dict[str, Any]]:
-        """The whole lines. A writer may have died, or found a full disk, while it wrote one of the others."""
+        """The whole lines. A writer may have died, or found a full disk, while it wrote one of the others. Lines that
+        another program wrote are left out.
+        """
         with self._checked(run_id).open("rb") as file:
-            for line in file:
+            for text in file:
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    line = json.loads(text)
+                    if isinstance(line, dict) and isinstance(line.get("line"), str):
+                        yield line
 
 
 class RunFile:
@@ -233,6 +230,22 @@ class RunFile:
         with suppress(OSError):
             self.close()
         self._fail(error)
+
+
+def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
+    """The record of a run, from the lines of its file.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: they are not those of a run.
+    """
+    last: dict[str, dict[str, Any]] = {line["line"]: line for line in lines}
+    record: RunRecord = RunRecord.from_dict((last.get("record") or last["run"])["record"])
+    if "record" not in last:
+        blocks = [StepBlock.from_dict(line) for line in lines if line["line"] == "steps"]
+        times = tuple(time for block in blocks for time in block.step_times_s)
+        losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
+        record = replace(record, losses=losses, step_times_s=times, error=_PENDING)
+    return replace(record, name=last["name"]["name"]) if "name" in last else record
 
 
 def _raise(error: OSError) -> None:
