@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workbench.cli import main
-from workbench.cli.plan import parse_constraint
+from workbench.cli.plan import _model, parse_constraint
 from workbench.core.strategy import Strategy
 from workbench.errors import CommandError
 
@@ -66,6 +66,15 @@ def test_the_loss_is_part_of_the_model(file: Path, capsys: pytest.CaptureFixture
     )
     assert main(["plan", str(file), "--ranks", "2", "--batch", "8"]) == 2
     assert "TypeError in the loss on this batch" in capsys.readouterr().err
+
+
+def test_a_transformer_is_meant_where_a_file_or_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    Path("gpt3-6.7b").write_text("no Python")
+    assert [_model(name) for name in ("gpt2", "gpt3-6.7b")] == ["gpt2", "gpt3-6.7b"]
 
 
 def test_mistakes_are_told(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

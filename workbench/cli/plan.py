@@ -133,9 +133,11 @@ def parse_constraint(text: str) -> tuple[str, Any]:
 
 
 def _model(name: str) -> Any:
-    """Costs of a file's model, or the name of a transformer."""
+    """Costs of a file's model, or the name of a transformer, even where a file or folder is called so."""
+    from workbench.planning.published_models import TRANSFORMERS
+
     path = Path(name)
-    if path.suffix != ".py" and not path.exists():
+    if name in TRANSFORMERS or (path.suffix != ".py" and not path.exists()):
         return name
     from workbench.cli.compare import dataset_of, run_file, telling_mistakes_of
     from workbench.session.planning import layer_costs
