@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
+
+_MAX_LINES = 4
+"""Of a function whose source describes the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,17 @@ class Subject:
 
 
 def _optimizer_text(optimizer_fn: Any) -> str:
-    """The optimizer's source line, or its name if it has none."""
+    """The optimizer's source, if it is a function of a few lines; else its name."""
     if optimizer_fn is None:
         return "SGD(lr=0.1, momentum=0.9)"
-    try:
-        return inspect.getsource(optimizer_fn).strip()
-    except (OSError, TypeError):
-        return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
+    if not hasattr(optimizer_fn, "__qualname__"):
+        return repr(optimizer_fn)
+    if inspect.isfunction(optimizer_fn):
+        with suppress(OSError):
+            source = inspect.getsource(optimizer_fn).strip()
+            if source.count("\n") < _MAX_LINES:
+                return source
+    return f"{optimizer_fn.__module__}.{optimizer_fn.__qualname__}"
 
 
 __all__ = ["StrategyLike", "Subject"]

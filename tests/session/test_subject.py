@@ -1,0 +1,46 @@
+"""The description of a job, for tables and files."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from workbench.session.comparison.subject import Subject
+
+
+def quick(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def of_two_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Weights decay, biases do not."""
+    parameters = list(parameters)
+    weights = [each for each in parameters if each.dim() > 1]
+    others = [each for each in parameters if each.dim() <= 1]
+    return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": others}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_fn", "text"),
+    [
+        (None, "SGD(lr=0.1, momentum=0.9)"),
+        (torch.optim.Adam, "torch.optim.adam.Adam"),
+        (partial(torch.optim.SGD, lr=0.5), "functools.partial(<class 'torch.optim.sgd.SGD'>, lr=0.5)"),
+        (
+            quick,
+            "def quick(parameters: Any) -> torch.optim.Optimizer:\n    return torch.optim.SGD(parameters, lr=0.5)",
+        ),
+        (of_two_groups, "tests.session.test_subject.of_two_groups"),
+    ],
+)
+def test_the_optimizer_is_described_in_a_few_lines(optimizer_fn: Any, text: str) -> None:
+    """Adam's was its whole source, in every table, file and log."""
+    data = torch.zeros(4, 3), torch.zeros(4, 2)
+    subject = Subject.of(
+        lambda: nn.Linear(3, 2), data, nn.functional.mse_loss, optimizer_fn=optimizer_fn, batch_size=2, steps=1
+    )
+    assert subject.settings()["optimizer"] == text
