@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from tests.timeouts import wait_until
 from workbench.core.metrics import Segment
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TensorChange
 from workbench.session.comparison.checker import Checker, RunObserver
 from workbench.session.comparison.training_on_engine import OneDevice
+from workbench.session.remote_call import RemoteCall
 from workbench.training.runs.job import RankResult
 
 
@@ -33,6 +39,12 @@ class EndlessCall:
 
     def cancel(self) -> None:
         self.commands.append("cancel")
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.commands.append("end")
 
 
 class FakeSession:
@@ -69,6 +81,40 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005, math.nan)], 2, observer)
     assert verdict.equal is None and "stopped" in verdict.text and verdict.note == "then nan"
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]
+
+
+def interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("observer", [None, RunObserver(lambda block: None, interrupt)])
+@pytest.mark.parametrize("evidence", ["one device", "float64"])
+def test_an_interrupt_ends_the_run_that_a_check_waits_for(evidence: str, observer: RunObserver | None):
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    wait: Callable[[], object] = partial(checker.one_device, OneDevice(), 2, observer)
+    if evidence == "float64":
+        checker._reports = {OneDevice(variant=name): report(2.0, 1.0) for name in ("plain", "perturbed", "float64")}  # type: ignore[arg-type]
+        wait = partial(checker.verdict, Strategy("*: data"), [report(2.0, 1.1)], 2, observer)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert [call.commands for call in session.calls] == [["end"]]
+
+
+def test_the_end_of_a_call_lasts_through_further_interrupts():
+    run, is_stopped, stops = Mock(), threading.Event(), list[int]()
+
+    def stop() -> None:
+        stops.append(len(stops))
+        if len(stops) < 3:
+            raise KeyboardInterrupt
+        is_stopped.set()
+
+    run.stop.side_effect, run.wait.side_effect = stop, is_stopped.wait
+    call = RemoteCall("train", Mock(), lambda call: call.follow(run), Mock())
+    wait_until(lambda: run.wait.called)
+    call.end()
+    assert call.done() and len(stops) == 3
 
 
 FAR = TensorChange("w", 0.5, 1.0, 1.0, 0.0)

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import threading
 import time
 
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.timeouts import WAIT_TIMEOUT_S, wait_until
+from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S, wait_until
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
@@ -71,6 +73,33 @@ def test_an_interrupt_is_one_line(shared_session, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match=r"compare was interrupted.*keep=True") as raised:
         wb.compare(make_model, data(), F.cross_entropy, "data", batch_size=16, session=shared_session, keep=False)
     assert len(raised.value._render_traceback_()) == 1
+
+
+def slow_loss(output, target):
+    time.sleep(0.1)
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("during", ["training run", "train_one_device"])
+def test_an_interrupt_ends_the_training(session, during):
+    """It went on to its last step, and the interrupted call waited for that."""
+    interrupted_s = []
+
+    def interrupt():
+        wait_until(lambda: any(during in run.label for run in list(session._pool.active)))
+        time.sleep(0.5)
+        interrupted_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    job = make_model, data(), slow_loss, ["data"]
+    check_steps = 1000 if during == "train_one_device" else 1
+    with pytest.raises(KeyboardInterrupt, match=r"compare was interrupted"):
+        wb.compare(*job, batch_size=16, steps=1000, check_steps=check_steps, session=session, keep=False)
+    assert time.monotonic() < interrupted_s[0] + PROMPT_S and not session.is_busy
+    thread.join()
+    assert session.run("1 + 1").values == [2, 2]
 
 
 def test_every_strategy_gives_the_numbers_of_one_device(result):
@@ -290,10 +319,6 @@ def test_pause_change_the_strategy_resume_and_stop(session):
 
 
 def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
-    def slow_loss(output, target):
-        time.sleep(0.1)
-        return F.cross_entropy(output, target)
-
     steps: list[int] = []
     with Comparison(session, subject(100, slow_loss)) as comparison:
         observer = RunObserver(lambda block: steps.append(block.stop_step), lambda: bool(steps))

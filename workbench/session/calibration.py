@@ -14,6 +14,7 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
+from workbench.session.remote_call import finished
 from workbench.tensors.boxing import calibration
 from workbench.training.costs.machine_times import default_spans, measure
 from workbench.training.costs.times import ExchangeTime, FunctionTime, RankTimes
@@ -47,7 +48,7 @@ def calibrate(
     """
     if session is None:
         return calibration.calibrate()
-    times: list[RankTimes] = session.submit(measure, default_spans(session.num_engines)).result()
+    times: list[RankTimes] = finished(session.submit(measure, default_spans(session.num_engines)))
     hardware = hardware_from(times, name)
     if path is not None:
         save_hardware(hardware, Path(path))

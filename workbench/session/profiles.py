@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from workbench.core.profile import Profile, RankPart
 from workbench.session.cluster import Session
 from workbench.session.on_engine.profiles import begin_profile, take_profile
+from workbench.session.remote_call import finished
 from workbench.units import counted
 from workbench.writers.profile_files import fill
 
@@ -33,7 +34,7 @@ _last: WeakKeyDictionary[Session, Profile] = WeakKeyDictionary()
 def begin(session: Session, steps: int, warmup: int, any_size: bool, path: str | None) -> str:
     """Profile the next steps of the engines; returns what to tell the user."""
     file = Path(path) if path else _new_file()
-    session.submit(begin_profile, steps, warmup, any_size, label="profile").result()
+    finished(session.submit(begin_profile, steps, warmup, any_size, label="profile"))
     _asked[session] = _Asked(steps, warmup, file)
     before = f" after {counted(warmup, 'other')}" if warmup else ""
     what = f"the next {counted(steps, 'step')}{before}"
@@ -47,7 +48,7 @@ def finish(session: Session) -> Profile | str | None:
     asked = _asked.get(session)
     if asked is None:
         return None
-    taken = session.submit(take_profile, label="profile").result()
+    taken = finished(session.submit(take_profile, label="profile"))
     parts = [part for _, part in taken if part is not None]
     if len(parts) < session.num_engines:
         steps = max(count for count, _ in taken)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from workbench.session import protocol
@@ -102,6 +103,15 @@ class RemoteCall:
             if self._run is not None:
                 self._run.stop()
 
+    def end(self) -> None:
+        """`cancel`, and wait until every rank has ended. A further interrupt of the caller hurries it."""
+        while not self.done():
+            try:
+                self.cancel()
+                self._finished.wait()
+            except KeyboardInterrupt:  # the next cancel hurries
+                continue
+
     def follow(self, run: Run) -> Outcome:
         """Follow the sent request to its end. The session calls this."""
         with self._lock:
@@ -118,3 +128,19 @@ class RemoteCall:
         finally:
             self._listener.finish()
             self._finished.set()
+
+
+@contextmanager
+def ended_on_interrupt(call: RemoteCall) -> Iterator[None]:
+    """A context that waits for a call: an interrupt of the notebook ends the call before it passes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        call.end()
+        raise
+
+
+def finished(call: RemoteCall) -> list[Any]:
+    """The results of a call that nothing but the caller waits for: an interrupt of the caller ends it."""
+    with ended_on_interrupt(call):
+        return call.result()

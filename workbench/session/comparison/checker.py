@@ -15,7 +15,7 @@ from workbench.errors import SessionError
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.training_on_engine import OneDevice
-from workbench.session.remote_call import RemoteCall
+from workbench.session.remote_call import RemoteCall, ended_on_interrupt
 from workbench.training.runs.job import RankResult
 from workbench.units import counted
 
@@ -61,9 +61,7 @@ class Checker:
         if known is not None and len(known.losses) >= num_steps:
             return known
         call = self._session.submit(training_on_engine.train_one_device, self._key, which, num_steps, ranks=[0])
-        if observer is not None:
-            _observe(call, observer)
-        report: RankResult = call.result()[0]
+        report: RankResult = _finished(call, observer)[0]
         if len(report.losses) < num_steps:
             raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
         self._reports[which] = report
@@ -221,10 +219,7 @@ class Checker:
         try:
             reference = self.one_device(which, num_steps, observer)
             train, given = training_on_engine.train_strategy, (self._key, str(wide), which, num_steps, compiles)
-            call = self._session.submit(train, *given)
-            if observer is not None:
-                _observe(call, observer)
-            found = call.result()
+            found = _finished(self._session.submit(train, *given), observer)
         except RunStopped:
             raise
         except SessionError as error:
@@ -244,6 +239,14 @@ def _distance(reports: Sequence[RankResult], reference: RankResult, num_steps: i
     pairs = list(zip(reports[0].losses, reference.losses, strict=False))[:num_steps]
     tensors = next((report.tensors for report in reports if report.tensors), ())
     return Distance(tuple(difference(own, other) for own, other in pairs), tensors)
+
+
+def _finished(call: RemoteCall, observer: RunObserver | None) -> list[RankResult]:
+    """The ranks' reports, with the observer's look at the steps meanwhile. An interrupt of the caller ends the run."""
+    with ended_on_interrupt(call):
+        if observer is not None:
+            _observe(call, observer)
+        return call.result()
 
 
 def _observe(call: RemoteCall, observer: RunObserver) -> None:

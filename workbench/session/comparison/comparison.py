@@ -29,6 +29,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.comparison.training_run import TrainingRun
+from workbench.session.remote_call import finished
 from workbench.training.runs.job import RankResult
 from workbench.writers.protocol import Writer
 from workbench.writers.run_log import RunLog
@@ -119,7 +120,7 @@ class Comparison:
 
     def _on_engines(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         try:
-            return self.session.submit(function, *args, ranks=ranks).result()
+            return finished(self.session.submit(function, *args, ranks=ranks))
         except NotStartedError as error:
             raise NotStartedError(
                 "These runs are of a session that is closed: its engines have ended. Start engines again (%workbench "
@@ -136,7 +137,7 @@ class Comparison:
 
     def close(self) -> None:
         """Free the engines' copies of the job."""
-        self.session.submit(training_on_engine.forget_job, self.key).result()
+        finished(self.session.submit(training_on_engine.forget_job, self.key))
 
     def strategy(self, wanted: StrategyLike) -> Strategy:
         """A strategy checked against the model, the number of engines and the loss.

@@ -20,7 +20,7 @@ from workbench.session.comparison.checker import RunObserver
 from workbench.session.comparison.run_records import AnnouncedStrategy
 from workbench.session.comparison.saved_runs import RunFile
 from workbench.session.comparison.subject import StrategyLike
-from workbench.session.remote_call import RemoteCall
+from workbench.session.remote_call import RemoteCall, ended_on_interrupt
 from workbench.training.runs.job import RankResult
 from workbench.writers.run_log import RunLog
 
@@ -142,10 +142,12 @@ class TrainingRun:
 
         Raises:
             CellError: a rank failed.
+            KeyboardInterrupt: the caller was interrupted; the run has ended.
         """
         if self._record is None:
             try:
-                reports = self._followed(timeout)
+                with ended_on_interrupt(self.call):
+                    reports = self._followed(timeout)
             except TimeoutError:
                 raise
             except BaseException as error:
