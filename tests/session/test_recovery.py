@@ -303,14 +303,6 @@ def test_what_new_ranks_have_trained_is_kept(tmp_path, strategy):
     run_ranks(program, 2)
 
 
-def test_ranks_are_lost_while_another_one_may_hold_more():
-    """Once all were replaced, each has what was made since. The last time, the session grows."""
-    losses = Losses()
-    for rank, lost in [(0, {0}), (1, {0, 1}), (1, {1}), (0, {0, 1}), (2, {2})]:
-        losses.add([rank], 2)
-        assert losses.ranks == lost
-
-
 def test_what_only_one_rank_has_made_since_all_were_replaced_reaches_the_other():
     """Rank 1 was lost once more. Also names of modules, which a cell has imported."""
 

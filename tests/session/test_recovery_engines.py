@@ -78,6 +78,23 @@ def test_losses_are_those_of_a_run_that_lost_no_rank(own_session, capfd):
     assert own_session.run("train(3)").values == [expected, expected]
 
 
+def test_what_was_trained_again_by_hand_comes_back_after_the_next_loss(own_session):
+    """No `recover` between the two: rank 1 counted as new for ever, so both ranks kept what they had."""
+    setup = SETUP.format(strategy="*: data")
+    own_session.run(setup, setup=True)
+    kill(own_session, 1)
+    own_session.run(setup, setup=True)
+    own_session.run(FUNCTIONS)
+    own_session.run("train(5)")
+    kill(own_session, 0)
+    with pytest.raises(CellError, match=r"rank 0 has no variable step"):
+        own_session.run("step")
+    rows = dict(own_session.recover().rows)
+    assert rows["step = 5"] == rows["model"] == rows["optimizer"] == "rank 1"
+    weights = own_session.run("step, model[0].weight.to_local().detach().clone()").values
+    assert weights[0][0] == weights[1][0] == 5 and (weights[0][1] == weights[1][1]).all()
+
+
 @pytest.mark.slow  # test_resize_engines reads such a checkpoint, test_recovery has the cell that fails
 def test_split_parameters_come_back_from_the_newest_checkpoint(own_session, tmp_path):
     """Rank 1 is lost, and with it half of each parameter. The first time a set-up cell fails."""

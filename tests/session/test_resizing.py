@@ -14,7 +14,7 @@ from workbench.errors import CollectiveAborted, PlacementError, SessionError
 from workbench.session.engine_pool import EnginePool
 from workbench.session.on_engine.recovery import Recovery, _random_states
 from workbench.session.on_engine.resizing import withdraw_from
-from workbench.session.recovery import Recovered, Resized
+from workbench.session.recovery import Losses, Recovered, Resized
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
 from workbench.testing import run_ranks
@@ -189,6 +189,41 @@ def test_the_loss_of_the_last_rank_with_variables_is_said(names, said, lost, cap
     pool.losses.ranks = set(lost)
     pool._describe_loss([1])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "names", "new", "then"),
+    [
+        ([], [None, None], [1], [1]),  # the first loss: nobody is asked
+        ([0], [[], None], [1], [0, 1]),
+        ([0], [["step"], None], [1], [1]),  # the user has run the cells again by hand
+        ([0], [["library"], ["step"], ["step"]], [2], [0, 2]),
+        ([0], [["step", "x"], ["step", "y"], []], [2], [0, 2]),
+        ([0], [["step", "x"], ["step"], []], [2], [2]),
+        ([0], [["step"], None, []], [2], [0, 2]),  # rank 1 has not answered
+        ([0, 1], [["step"], ["step"]], [1], [1]),
+        ([0, 1], [["step"], ["step"]], [2], [2]),  # the session grows
+        ([0, 1], [[], []], [2], [0, 1, 2]),
+        ([0, 1], [["step", "x"], ["step"], []], [2], [2]),
+        ([0, 1], [["step"], [], []], [2], [1, 2]),
+    ],
+)
+def test_ranks_are_lost_while_another_one_may_hold_more(before, names, new, then):
+    """Those where cells have run since hold as much as the others."""
+    losses = Losses(set(before))
+    losses.add(new, len(names), names.__getitem__)
+    assert sorted(losses.ranks) == then
+
+
+def test_what_was_made_again_by_hand_comes_to_the_next_rank_that_is_lost():
+    """Else no rank lacked anything, and rank 0 kept the first weights of its set-up cells beside trained ones."""
+    pool = played_pool([["step"], []])
+    pool.losses.add([1], 2)
+    pool.ask = lambda rank, operation: [["step"], ["step"]][rank]
+    pool._engines.wait_until_gone, pool._engines.client, pool._engines.assign = list, None, zip
+    pool._processes.start_engines, pool._join_or_find_lost = lambda *_: [0], lambda _: set()
+    pool.replace([0])
+    assert pool.losses.ranks == {0} and pool.losses.lacking(2) == (0,)
 
 
 def test_the_report_of_a_resize_says_what_to_do():

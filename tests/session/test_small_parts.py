@@ -220,7 +220,7 @@ def test_engines_that_end_while_others_start_are_started_too():
         num_ranks=2, kill=list, start_engines=lambda _client, ranks, _listener: started.append(ranks) or ranks
     )
     pool = EnginePool(processes, "cpu", folder=None)
-    pool._engines = SimpleNamespace(client=None, wait_until_gone=list, assign=zip)
+    pool._engines = SimpleNamespace(client=None, wait_until_gone=list, assign=zip, control=lambda *_: {})
     pool._join_or_find_lost, pool._describe_loss = lambda _: next(ended), told.append
     pool.replace([1])
     assert started == [[1], [0]] and told == [[0]] and pool.losses.ranks == {0, 1}

@@ -220,7 +220,7 @@ class EnginePool:
         replaced = set(lost)
         self._world_is_stale = True  # also if an interrupt comes before the new engines join
         while lost:
-            self.losses.add(lost, self.num_engines)
+            self.losses.add(lost, self.num_engines, partial(self.ask, operation="names"))
             self._processes.kill(sorted(lost))
             self.live.wait_until_gone(sorted(lost))
             ids = self._processes.start_engines(self.live.client, sorted(lost), progress.engines_up)
@@ -306,7 +306,7 @@ class EnginePool:
             self._processes.forget(ranks)
             raise
         self.live.assign(ranks, ids)
-        self.losses.add(ranks, self.num_engines)
+        self.losses.add(ranks, self.num_engines, partial(self.ask, operation="names"))
         self.num_engines = ranks.stop
         self._world_is_stale = True
         progress.joining()

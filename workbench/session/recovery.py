@@ -39,8 +39,8 @@ class Losses:
     """What a session's engines have lost.
 
     Attributes:
-        ranks: those whose engines are new, and whose variables are not recovered yet. If these are all, no rank lacks
-            what another one has; only a checkpoint may have more.
+        ranks: those whose engines are new, and whose variables are neither recovered nor made again by cells. If these
+            are all, no rank lacks what another one has; only a checkpoint may have more.
         has_parts: whether parts of variables are lost, with engines that had died and were given back.
         number: how often something was lost.
     """
@@ -52,12 +52,22 @@ class Losses:
     def __bool__(self) -> bool:
         return bool(self.ranks) or self.has_parts
 
-    def add(self, ranks: Collection[int], num_ranks: int) -> None:
-        """Engines of these ranks are replaced or added, where the session has had ``num_ranks``. If all were new, the
-        others have what cells have made since.
+    def add(
+        self, ranks: Collection[int], num_ranks: int, names: Callable[[int], Collection[str] | None] = lambda _: None
+    ) -> None:
+        """Engines of these ranks are replaced or added, where the session has had ``num_ranks``.
+
+        Ranks that were replaced before are whole again if cells have made there since what all whole ranks hold; or,
+        where no whole rank is left, what all that hold something hold.
+
+        Args:
+            names: the variables of a rank now; None if it does not answer. It is called only after an earlier loss.
         """
-        if len(self.ranks) == num_ranks:
-            self.ranks.clear()
+        there = sorted(set(range(num_ranks)) - set(ranks)) if self.ranks else []
+        held = {rank: set(names(rank) or ()) for rank in there}
+        whole = [rank for rank in there if rank not in self.ranks] or there
+        if answers := [held[rank] for rank in whole if held[rank]]:
+            self.ranks -= {rank for rank in there if held[rank] >= set.intersection(*answers)}
         self.ranks |= set(ranks)
         self.number += 1
 
