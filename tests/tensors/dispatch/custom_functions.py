@@ -219,3 +219,52 @@ class WithModule(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None, None, None
+
+
+class Masked(Function):
+    """Returns and keeps a mask, which has no gradient; ``keeps`` says where."""
+
+    @staticmethod
+    def forward(ctx, x, keeps="saved"):
+        mask = x > 0
+        if keeps == "saved":
+            ctx.save_for_backward(mask)
+        elif keeps == "attribute":
+            ctx.mask = mask
+        else:
+            keeps.append(mask)
+            ctx.mask = mask
+        return x * mask, mask
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad * (ctx.saved_tensors[0] if ctx.saved_tensors else ctx.mask), None
+
+
+class Largest(Function):
+    """Returns and saves indices, which have no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        values, indices = x.topk(2, -1)
+        ctx.save_for_backward(indices)
+        ctx.shape = x.shape
+        return values, indices
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad.new_zeros(ctx.shape).scatter(-1, ctx.saved_tensors[0], grad)
+
+
+class Constant(Function):
+    """Returns a tensor of its class beside its result."""
+
+    table = torch.ones(3)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, Constant.table
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad * 2

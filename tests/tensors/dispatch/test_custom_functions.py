@@ -285,3 +285,27 @@ def test_training_equals_one_device(strategy, num_ranks):
     one = nn.Sequential(Block(), Block()).double()
     inputs, targets = torch.randn(6, 8, dtype=torch.float64), torch.arange(6)
     assert_steps_equal_one_device(one, inputs, targets, strategy, num_ranks, num_steps=3)
+
+
+KEEPING = {
+    "saved": fns.Masked.apply,
+    "an attribute": lambda x: fns.Masked.apply(x, "attribute"),
+    "indices": fns.Largest.apply,
+    "a constant": fns.Constant.apply,
+}
+
+
+@GATHERS
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_function_may_keep_a_result_that_has_no_gradient(name, sbp):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    expected = torch.autograd.grad(KEEPING[name](x)[0].sum(), x)[0]
+
+    def program():
+        a = wb.to_global(x.detach(), placement=wb.placement.all(), sbp="B").to_global(sbp=sbp).requires_grad_()
+        result, _ = KEEPING[name](a)
+        return torch.autograd.grad(result.sum(), a)[0].full_tensor(), type(fns.Constant.table)
+
+    for found, kind in run_ranks(program, 2):
+        assert torch.equal(found, expected) and kind is torch.Tensor

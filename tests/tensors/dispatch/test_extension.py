@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 import workbench as wb
+from tests.tensors.dispatch.custom_functions import Masked
 from workbench.errors import LayoutError, SbpError
 from workbench.testing import assert_equal_to_one_device, run_ranks
 
@@ -304,3 +305,26 @@ def test_shards_that_are_not_what_was_declared():
             wb.local_map(lambda x: x, ["B"], "S(0)", out_shape=(5, 4))(x)
 
     run_ranks(program, 2)
+
+
+def test_what_a_function_keeps_of_its_results_stays_plain():
+    def program():
+        x = wb.tensor(X, placement=wb.placement.all(), sbp="S(0)").requires_grad_()
+        table, kept = torch.ones(3), []
+
+        def keeping(a):
+            kept.append(a * 2)
+            return kept[-1]
+
+        assert wb.register_rule(lambda a: table, "b d -> D")(X) is table  # of plain tensors the result is the same
+        results = [
+            wb.local_map(lambda a: table, "S(0)", "B")(x),
+            wb.local_map(keeping, "S(0)", "S(0)")(x),
+            wb.register_rule(keeping, "b d -> b d")(x),
+            wb.local_map(Masked.apply, "S(0)", ["S(0)", "S(0)"])(x)[0],
+        ]
+        gradient = torch.autograd.grad(results[-1].sum(), x)[0]
+        return {type(tensor) for tensor in (table, *kept)}, gradient.full_tensor()
+
+    for kinds, gradient in run_ranks(program, 2):
+        assert kinds == {torch.Tensor} and torch.equal(gradient, (X > 0).to(X.dtype))

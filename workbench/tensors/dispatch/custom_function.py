@@ -35,6 +35,7 @@ from workbench.tensors.dispatch.function_trials import (
     writes_of,
 )
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
+from workbench.tensors.dispatch.local_map import aliases
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.planning import key_of
 from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, Call, Resolution
@@ -80,7 +81,7 @@ class PlainApply:
                 "On operands that are gathered, the write must be known before, and the function raises on random "
                 "operands that would tell. Return a new tensor instead, or use wb.local_map."
             )
-        return result
+        return aliases(result)
 
     def try_out(self, *args: Any) -> Any:
         """The results of a call that leaves nothing behind, for their shapes."""

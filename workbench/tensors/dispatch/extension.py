@@ -16,7 +16,7 @@ from workbench.core.rules import Equation, Term
 from workbench.errors import LayoutError
 from workbench.tensors.dispatch.custom_function import name_of
 from workbench.tensors.dispatch.dispatcher import forget_function
-from workbench.tensors.dispatch.local_map import plain_alias
+from workbench.tensors.dispatch.local_map import aliases, plain_alias
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import (
     RULES,
@@ -156,11 +156,12 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if torch._C._is_torch_function_mode_enabled():
             return torch.overrides.handle_torch_function(dispatching, tensors, *args, **kwargs)
-        if torch._C._is_torch_function_enabled() and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
+        is_users_call = torch._C._is_torch_function_enabled()
+        if is_users_call and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
             return later.dispatch(dispatching, args, kwargs)
         if meta is not None and not all(map(has_data, tensors)):
             return meta(*args, **kwargs)
-        return _on_plain(function, args, kwargs)
+        return function(*args, **kwargs) if is_users_call else _on_plain(function, args, kwargs)
 
     for known in (function, dispatching):
         USER_FUNCTION_NAMES[known] = name
@@ -170,7 +171,7 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
 def _on_plain(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call with shards as plain tensors, so that a custom ``autograd.Function`` inside sees nothing else."""
     args, kwargs = tree_map(plain_alias, (args, kwargs))
-    return function(*args, **kwargs)
+    return aliases(function(*args, **kwargs))
 
 
 def _resolve(name: str, equation: str, parsed: Equation, call: Call) -> Resolution:

@@ -263,7 +263,7 @@ class _Mapping:
             infos = [(spec.shape, dtype, links) for spec, dtype, links in results]
             locals_ = placeholder_outputs(infos, operands, specs, world.device)
         else:
-            locals_ = tree_leaves(self.function(*tree_map(plain_alias, args), **kwargs))
+            locals_ = tree_leaves(aliases(self.function(*tree_map(plain_alias, args), **kwargs)))
             self._check_shards(locals_, specs)
         return tree_unflatten([wrap(t, spec) for t, spec in zip(locals_, specs, strict=True)], structure)
 
@@ -285,6 +285,18 @@ def plain_alias(leaf: Any) -> Any:
         return leaf
     with local_torch():
         return leaf.as_subclass(torch.Tensor)
+
+
+def aliases(results: Any) -> Any:
+    """What a user's function returns, as tensors that it does not hold: those that it keeps, as for its backward, must
+    not become global.
+    """
+
+    def alias(leaf: Any) -> Any:
+        return leaf[...] if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided else leaf
+
+    with local_torch():
+        return tree_map(alias, results)
 
 
 def _layout(placement: Placement, entry: Any, shape: Shape, where: str) -> Layout:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
+from workbench.tensors.dispatch.local_map import aliases
 from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, fold_name, handler
 from workbench.tensors.global_tensor import GlobalTensor
 
@@ -53,7 +54,7 @@ class _OnPlainTensors:
         given = [tree_map(_plain_copy if i in self.written else _plain, arg) for i, arg in enumerate(args)]
         by_name = dict(zip(self.names[self.num_positional :], given[self.num_positional :], strict=True))
         result = self.operator(*given[: self.num_positional], **by_name)
-        return result, [given[i] for i in self.written]
+        return aliases(result), [given[i] for i in self.written]
 
 
 _on_plain_tensors = lru_cache(maxsize=None)(_OnPlainTensors)
