@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -216,3 +217,22 @@ def test_a_recurrent_layer_that_changes_its_precision_while_some_rank_has_no_row
         return [layer.to(dtype)(x.to(dtype))[0].full_tensor().dtype for dtype in DTYPES]
 
     assert on_two_ranks(program)[1] == DTYPES
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0]])
+@pytest.mark.parametrize("pair", [(2, np.float64(2.0)), (1, 1 + 0j), (np.int64(2), np.float32(2.0)), (1, np.bool_(True))])
+def test_numbers_of_other_kinds_are_no_equal_numbers(pair, ranks):
+    terms = torch.tensor([200, 100], dtype=torch.uint8)
+    expected = [torch.tensor([300 % 256], dtype=torch.uint8) * number for number in pair]
+
+    def program():
+        placement = wb.placement(ranks=ranks)
+        if len(ranks) == 1:
+            x = wb.tensor(terms[:1] + terms[1:], placement=placement, sbp="B")
+        else:
+            x = wb.to_global(terms[wb.rank()].view(1), placement=placement, sbp="P")
+        return [(x * number).full_tensor() for number in pair]
+
+    for found in run_ranks(program, 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)

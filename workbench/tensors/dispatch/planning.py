@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Number
 from types import EllipsisType, FunctionType, NoneType
 from typing import Any
 
@@ -142,8 +143,10 @@ def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
 _inferred: dict[Any, Any] = {}
 """What torch's functions return for shapes and dtypes, which every layout and every world may ask again."""
 _MAX_INFERRED = 50_000
-_PLAIN_VALUES = frozenset({bool, int, float, complex, str, NoneType, EllipsisType,
-                           torch.dtype, torch.device, torch.memory_format, torch.layout})  # fmt: skip
+_OWN_KEYS = frozenset({int, str, NoneType, EllipsisType,
+                       torch.dtype, torch.device, torch.memory_format, torch.layout})  # fmt: skip
+"""Kinds of values that stand in a key as they are."""
+_PLAIN_VALUES = _OWN_KEYS | {bool, float, complex}
 
 
 def check_as_torch(func: Any, *args: Any, **kwargs: Any) -> None:
@@ -323,7 +326,7 @@ def key_of(value: Any) -> Any:
     if kind is GlobalTensor:
         spec = value._spec
         return (spec, value._is_param, dtype_of(value)) if spec.has_partial else (spec, value._is_param)
-    if kind is int or kind is str:
+    if kind in _OWN_KEYS:
         return value
     if kind is bool or kind is float:
         return (repr(value),)  # to a dictionary True, 1 and 1.0 are one key, and nan equals nothing
@@ -335,4 +338,4 @@ def key_of(value: Any) -> Any:
         return tuple((name, key_of(item)) for name, item in value.items())
     if isinstance(value, torch.Tensor):
         return PLAIN
-    return value
+    return kind, repr(value) if isinstance(value, Number) else value  # np.float64(2.0) and 2 + 0j equal 2, too
