@@ -342,3 +342,18 @@ def test_an_unnamed_operand_on_another_placement_is_told_by_its_argument():
             (x + 0) * y
 
     run_ranks(program, 2)
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+@pytest.mark.parametrize("is_true", [True, False])
+def test_a_mask_without_dims_is_written_on_some_of_the_ranks(is_true, sbp):
+    def program():
+        last = wb.placement(ranks=[1])
+        loss = wb.to_global(torch.tensor(float("nan") if is_true else 2.0), last, "B")
+        loss[torch.isnan(loss)] = 0.0
+        x = wb.ones(3, 2, placement=wb.placement(ranks=[1, 2]), sbp=sbp)
+        x[torch.tensor(is_true)] = 3.0
+        return loss.item(), x.full_tensor().tolist()
+
+    assert run_ranks(program, 3) == [(0.0 if is_true else 2.0, [[3.0 if is_true else 1.0] * 2] * 3)] * 3

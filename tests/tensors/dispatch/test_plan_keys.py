@@ -220,7 +220,9 @@ def test_a_recurrent_layer_that_changes_its_precision_while_some_rank_has_no_row
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0]])
-@pytest.mark.parametrize("pair", [(2, np.float64(2.0)), (1, 1 + 0j), (np.int64(2), np.float32(2.0)), (1, np.bool_(True))])
+@pytest.mark.parametrize(
+    "pair", [(2, np.float64(2.0)), (1, 1 + 0j), (np.int64(2), np.float32(2.0)), (1, np.bool_(True))]
+)
 def test_numbers_of_other_kinds_are_no_equal_numbers(pair, ranks):
     terms = torch.tensor([200, 100], dtype=torch.uint8)
     expected = [torch.tensor([300 % 256], dtype=torch.uint8) * number for number in pair]

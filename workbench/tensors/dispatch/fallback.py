@@ -63,7 +63,8 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     infos = None
     if plan.name.in_place and whole[0]._spec.is_placeholder:
         return write_placeholder(whole[0], whole, func, args, kwargs)
-    if layout.placement.num_ranks < plan.world.world_size:  # ranks outside need the shapes of the results
+    if layout.placement.num_ranks < plan.world.world_size and not plan.name.in_place:
+        # Ranks outside need the shapes of the results.
         infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
     versions = _versions(whole) if isinstance(func, torch.jit.ScriptFunction) else []  # no schema says what it writes
     if whole[0]._spec.is_placeholder:
