@@ -15,6 +15,7 @@ from workbench.errors import StrategyError
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Constraints
 from workbench.planning.search import search
+from workbench.planning.strategy_comparison import compare_with_best
 
 NO_STAGES = Constraints(pipeline=1)
 """A search that takes less time."""
@@ -139,6 +140,25 @@ def test_why_not_says_where_it_is_slower() -> None:
     assert sum(verdict.difference.seconds.values()) == pytest.approx(more)
     assert max(verdict.difference.seconds, key=verdict.difference.seconds.__getitem__) == "boxing_s"
     assert "boxing +" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "changes", "words"),
+    [
+        ({}, {"precision": "bf16"}, "the search did not look at precision bf16"),
+        ({"schedule": "gpipe", "micro_batches": 2}, {}, "did not look at num micro batches 8, schedule zero_bubble"),
+        ({"pipeline": 1}, {}, "the search did not look at degrees 4x1x1"),
+        ({"layers": "words: data@0; b.0: data@0"}, {}, "the search did not look at its choices of pinned layers"),
+        ({}, {}, "the search missed it"),
+    ],
+)
+def test_a_better_strategy_is_one_that_the_search_missed_only_if_it_looked_at_it(
+    constraints: dict[str, object], changes: dict[str, object], words: str
+) -> None:
+    problem = replace(plan().problem, constraints=Constraints(**constraints))  # type: ignore[arg-type]
+    best = replace(plan().found, value=(1.0, 1.0))
+    verdict = compare_with_best(problem, best, plan().strategy.with_options(**changes))
+    assert verdict.reason == "better" and f"{words}: " in verdict.text
 
 
 def test_diff_names_options_layers_and_parts() -> None:

@@ -80,7 +80,7 @@ def test_a_run_that_compiles_its_step_is_predicted_and_planned_so():
 # ---- searching ------------------------------------------------------------------------------------------------------
 
 
-def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
+def test_the_planner_s_choice_is_searched_for_beside_the_notebook():
     asked, go = [], threading.Event()
 
     def search(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
@@ -88,17 +88,40 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
         assert go.wait(WAIT_TIMEOUT_S)
         return plan
 
-    part = make_part(strategy="*: data | bf16", search=search)
+    part = make_part(strategy="*: data | fp16", search=search)
+    plan = search_for(part._predictor, 4, "fp16")
     part.controls.planned.click()
     assert part.controls.planned.disabled
     assert part.controls.planned.description == "planning\u2026"
     go.set()
     wait_until(lambda: part.controls.planned.description == "planner's choice")
-    assert asked == [(4, "bf16")]
+    assert asked == [(4, "fp16")]
     assert part.state.text == str(plan.strategy)
     assert not part.controls.planned.disabled
     part.controls.undo.click()
-    assert part.state.text == "*: data | bf16"
+    assert part.state.text == "*: data | fp16"
+
+
+@pytest.mark.parametrize("what", ["ranks", "precision"])
+def test_a_plan_for_other_ranks_or_another_precision_than_are_shown_by_then_is_not_loaded(plan: Plan, what: str):
+    go = threading.Event()
+
+    def search(*_asked: object) -> Plan:
+        assert go.wait(WAIT_TIMEOUT_S)
+        return plan
+
+    part = make_part(search=search)
+    part.controls.planned.click()
+    if what == "ranks":
+        part.machine.ranks.value = 8
+    else:
+        part.edit(lambda state: state.set_options(precision="fp16"))
+    chosen = part.state.text
+    go.set()
+    expected = "for 4 ranks" if what == "ranks" else "Planned for fp32"
+    wait_until(lambda: expected in words(part.planner.box.value))
+    assert part.state.text == chosen and not part.state.mistakes
+    assert part.controls.planned.description == "planner's choice"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +229,13 @@ def test_the_answer_is_priced_for_the_machine_as_it_is_now(plan: Plan):
     assert priced.chosen.estimate.step_s < plan.found.estimate.step_s
     assert priced.chosen.strategy == plan.found.strategy
     assert "search again" in words(priced_plan_html(priced, plan.strategy))
+
+
+def test_a_plan_of_another_precision_says_so(plan: Plan):
+    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy.with_options(precision="fp16")))
+    assert "Planned for fp32, and the rows are in fp16. Press planner's choice to search again." in text
+    assert "missed" not in text
+    assert "Planned for" not in words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy))
 
 
 def test_the_answer_follows_rows_selection_and_ranks(plan: Plan):

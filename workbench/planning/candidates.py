@@ -11,6 +11,7 @@ from itertools import product
 from workbench.core.offload_kinds import offload_kind
 from workbench.core.options import V_SCHEDULES, Options
 from workbench.core.recompute_kinds import recompute_kind
+from workbench.core.strategy import ResolvedStrategy
 from workbench.planning.problem import Problem
 
 MAX_VIRTUAL_STAGES = 8
@@ -80,13 +81,11 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     constraints, (pipeline, data, model) = problem.constraints, group.degrees
     zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if constraints.allows("zero", zero)]
     sharded = [(zero, shards) for zero in zeros for shards in _shards(problem, zero, data, model)]
-    wanted = [recompute_kind(value) for value in constraints.values("recompute")]
-    recomputes = wanted or ["", "full"]  # finer_recompute looks at the others
-    offloads = [offload_kind(value) for value in constraints.values("offload")] or [""]
+    recomputes = _recomputes(problem) or ["", "full"]  # finer_recompute looks at the others
+    offloads = _offloads(problem)
     sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
-    asked = constraints.values("overlap") or (1,)
     can_overlap = model > 1 and problem.precision != "fp8"
-    overlaps = [value for value in asked if isinstance(value, int) and (value == 1 or (value > 1 and can_overlap))]
+    overlaps = [value for value in _overlaps(problem) if value == 1 or (value > 1 and can_overlap)]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
         if schedule is not None and not constraints.allows("schedule", schedule):
             continue
@@ -108,6 +107,47 @@ def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
                 overlap,
             )
             yield Candidate(options, num_stages)
+
+
+def _recomputes(problem: Problem) -> list[str]:
+    """The kinds that a constraint names; none: all of them."""
+    return [recompute_kind(value) for value in problem.constraints.values("recompute")]
+
+
+def _offloads(problem: Problem) -> list[str]:
+    return [offload_kind(value) for value in problem.constraints.values("offload")] or [""]
+
+
+def _overlaps(problem: Problem) -> list[int]:
+    return [value for value in problem.constraints.values("overlap") if isinstance(value, int)] or [1]
+
+
+def not_searched(problem: Problem, strategy: ResolvedStrategy) -> list[str]:
+    """What the search of a problem does not look at in a strategy: ``["precision bf16", "context 2"]``."""
+    constraints, options, degrees = problem.constraints, strategy.options, strategy.degrees
+    is_searched = {
+        "precision": options.precision == problem.precision,
+        "widths": options.widths is None,
+        "num_micro_batches": constraints.allows("micro_batches", options.num_micro_batches),
+        "schedule": options.schedule is None or constraints.allows("schedule", options.schedule),
+        "zero": constraints.allows("zero", options.zero),
+        "sequence": constraints.allows("sequence", options.sequence),
+        "recompute": options.recompute in (_recomputes(problem) or [options.recompute]),
+        "offload": options.offload in _offloads(problem),
+        "overlap": options.overlap in _overlaps(problem),
+        "context": options.context in problem.contexts,
+        "shards": options.shards in _shards(problem, options.zero, *degrees[1:]),
+    }
+    names = ("pipeline", "data", "model")
+    fits = all(constraints.allows(name, degree) for name, degree in zip(names, degrees, strict=True))
+    found = [] if fits else [f"degrees {'x'.join(map(str, degrees))}"]
+    found += [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, known in is_searched.items() if not known]
+    pins = zip(problem.pins, strategy.layers, strict=True)
+    is_pinned = all(
+        pin is None or (pin.parallel == layer.parallel and pin.split in (None, layer.split)) for pin, layer in pins
+    )
+    stages = [layer.stage for layer in strategy.layers]
+    return found if is_pinned and problem.fits_stages(stages) else [*found, "its choices of pinned layers"]
 
 
 def _shards(problem: Problem, zero: int, data: int, model: int) -> list[int]:

@@ -11,6 +11,7 @@ from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
+from workbench.planning.candidates import not_searched
 from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import Problem
 from workbench.planning.write_strategy import row_of
@@ -109,7 +110,9 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
         )
         return WhyNot("parts of heads", text, price, difference)
     if ratio < 0:
-        return WhyNot("better", f"It is better by {-ratio:.1%}; the search missed it: {figures}", price, difference)
+        outside = not_searched(problem, resolved)
+        why = f"the search did not look at {', '.join(outside)}" if outside else "the search missed it"
+        return WhyNot("better", f"It is better by {-ratio:.1%}; {why}: {figures}", price, difference)
     return WhyNot(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
 
 

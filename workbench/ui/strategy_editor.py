@@ -20,6 +20,7 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
+from workbench.planning.plan import Plan
 from workbench.session.on_engine.tensor_html import tensor_html
 from workbench.theme import Palette, palette
 from workbench.ui.assets import element
@@ -143,8 +144,14 @@ class StrategyEditor:
         """Load the planner's choice. A thread searches for it, which takes seconds for many ranks."""
         self.planner.ask(self.state.num_ranks, self.state.options.precision)
 
-    def _take_plan(self, strategy: Strategy) -> None:
-        self.edit(lambda state: state.set_planned(strategy))
+    def _take_plan(self, plan: Plan) -> None:
+        """Load a plan, unless the ranks or the precision are others by now."""
+        with self._lock:
+            now = self.state.num_ranks, self.state.options.precision
+            if (plan.problem.num_ranks, plan.problem.precision) == now:
+                self.edit(lambda state: state.set_planned(plan.strategy))
+            else:
+                self.refresh()
 
     def _set_num_ranks(self, num_ranks: int) -> None:
         self.edit(lambda state: state.set_num_ranks(num_ranks))

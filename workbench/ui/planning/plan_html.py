@@ -98,7 +98,7 @@ def priced_plan_html(priced: PricedPlan, strategy: Strategy, layer: str = "") ->
         strategy: the strategy of the panel's rows, valid or not.
         layer: name or pattern of the selected layer; empty where a block or nothing is selected.
     """
-    sections = (_why(priced), _why_not(priced, strategy), _layer(priced, layer))
+    sections = (_why(priced, strategy.options.precision), _why_not(priced, strategy), _layer(priced, layer))
     return element("div", *sections, css="wb-plan")
 
 
@@ -129,7 +129,7 @@ def _number(text: str, css: str = "") -> str:
 # ---- why this one ----------------------------------------------------------------------------------------------------
 
 
-def _why(priced: PricedPlan) -> str:
+def _why(priced: PricedPlan, precision: str) -> str:
     chosen = priced.chosen
     shown = list(priced.ranked)
     if priced.plan.resolved.degrees != DEGREES:
@@ -142,7 +142,8 @@ def _why(priced: PricedPlan) -> str:
     note = f"The best of every split of the ranks. {how[0].upper()}{how[1:]} in {format_seconds(priced.plan.search_s)}."
     description = _alone_text(priced)
     alone = element("p", element("b", text=description), css="verdict") if description else ""
-    stale = element("p", text=_stale_text(priced), css="stale") if priced.is_stale else ""
+    why_stale = _stale_text(priced, precision)
+    stale = element("p", text=f"{why_stale} Press planner's choice to search again.", css="stale") if why_stale else ""
     return section(
         "Planner's choice", rate, _table(titles, rows), alone, element("p", text=note, css="wb-quiet"), stale
     )
@@ -162,10 +163,19 @@ def _alone_text(priced: PricedPlan) -> str:
     return f"One device is predicted to be as fast: nothing on {num_ranks} ranks beats it."
 
 
-def _stale_text(priced: PricedPlan) -> str:
-    best = priced.ranked[0]
-    first = "It is still the best of these." if best is priced.chosen else "Another one of these is better now."
-    return f"Planned before the machine was changed. {first} Press planner's choice to search again."
+def _stale_text(priced: PricedPlan, precision: str) -> str:
+    """What is other than in the search; empty if nothing is."""
+    texts = []
+    if priced.is_stale:
+        first = (
+            "It is still the best of these."
+            if priced.ranked[0] is priced.chosen
+            else "Another one of these is better now."
+        )
+        texts.append(f"Planned before the machine was changed. {first}")
+    if precision != priced.problem.precision:
+        texts.append(f"Planned for {priced.problem.precision}, and the rows are in {precision}.")
+    return " ".join(texts)
 
 
 def _other(priced: PricedPlan, found: PricedStrategy, chosen: PricedStrategy, slowest: float) -> str:

@@ -43,7 +43,7 @@ class PlannerSection:
 
     Args:
         predictor: the model's costs and the machine.
-        on_found: called with the found strategy.
+        on_found: called with a plan that was found.
         on_change: called when a search has begun or failed.
         search: the function that searches.
     """
@@ -51,7 +51,7 @@ class PlannerSection:
     def __init__(
         self,
         predictor: Predictor,
-        on_found: Callable[[Strategy], None],
+        on_found: Callable[[Plan], None],
         on_change: Callable[[], None],
         search: Search = search_for,
     ) -> None:
@@ -86,7 +86,7 @@ class PlannerSection:
         if self.problem or self.plan is None:
             self._on_change()
         else:
-            self._on_found(self.plan.strategy)
+            self._on_found(self.plan)
 
     def show(self, strategy: Strategy, num_ranks: int, layer: str = "") -> None:
         """Explain the plan beside a strategy and for a layer."""
