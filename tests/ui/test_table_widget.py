@@ -23,7 +23,6 @@ from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
 from workbench.ui.runs.table_rows import (
-    filter_rows,
     key_of,
     pareto_front,
     prediction_errors,
@@ -77,28 +76,6 @@ def test_sorting_puts_the_better_end_first_and_unknown_last(runs: list[RunRecord
     assert names(sorted_rows(rows, "name", ascending=False)) == ["pipeline", "model", "data"]
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("", ["data", "model", "pipeline"]),
-        ("memory < 5", ["model"]),
-        ("samples >= 5000", ["data"]),
-        ("memory < 9, samples > 4000", ["data"]),
-        ("pipe", ["pipeline"]),
-        ("bubble < 3", []),
-    ],
-)
-def test_filters(runs: list[RunRecord], text: str, left: list[str]):
-    assert names(filter_rows(run_rows(runs), text)) == left
-
-
-def test_a_filter_on_something_else_says_what_there_is(runs: list[RunRecord]):
-    with pytest.raises(ValueError, match=r"no column 'colour'. Columns are memory"):
-        filter_rows(run_rows(runs), "colour < 3")
-    with pytest.raises(ValueError, match=r"compare one of"):
-        filter_rows(run_rows(runs), "memory < much")
-
-
 def test_csv_has_numbers_in_si_units(runs: list[RunRecord]):
     (first, *_) = csv.DictReader(io.StringIO(rows_csv(run_rows(runs))))
     assert first["name"] == "data" and float(first["peak_bytes"]) == 8e6 and first["equal"] == "True"
@@ -107,6 +84,7 @@ def test_csv_has_numbers_in_si_units(runs: list[RunRecord]):
 def test_how_good_predictions_were(runs: list[RunRecord]):
     predicted = [replace(runs[0], predicted={"step_s": 0.02 * factor}) for factor in (1.01, 0.9, 1.03)]
     assert prediction_errors(run_rows(predicted)) == pytest.approx((0.03, 0.1))
+    assert prediction_errors(run_rows(predicted[:2])) == pytest.approx((0.055, 0.1))
     assert prediction_errors(run_rows(runs)) is None
 
 

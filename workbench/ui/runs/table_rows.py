@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from workbench.core.metrics import RunRecord
 from workbench.ui.number_text import (
@@ -302,30 +303,40 @@ _WORDS = {
     "cost": ("rank_seconds", 1.0),
     "loss": ("final_loss", 1.0),
 }
-_CONDITION = re.compile(r"^\s*([a-z/-]+)\s*(<=|>=|<|>|=)\s*(-?[\d.]+)\s*$")
+_CONDITION = re.compile(r"(.*?)\s*(<=|>=|<|>|=)\s*(.*)")
 
 
 def filter_rows(rows: Sequence[Row], text: str) -> list[Row]:
     """Rows that meet all conditions of ``text``, separated by commas: ``"memory < 300"`` (MB), ``"speedup > 1.5"``,
-    ``"bubble < 20"`` (percent); any other word must be part of name or strategy.
+    ``"bubble < 20"`` (percent), ``"loss < 1e-3"``; anything else must be part of name or strategy: ``"zero=2"``.
 
     Raises:
-        ValueError: a comparison with a name that is no column.
+        ValueError: a comparison with a name that is no column, or with what is no number.
     """
     kept = list(rows)
-    for part in filter(str.strip, text.lower().split(",")):
-        condition = _CONDITION.match(part)
-        if condition is None:
-            if re.search(r"[<>=]", part):
-                raise ValueError(f"filter {part.strip()!r}: compare one of {', '.join(_WORDS)} with a number.")
-            kept = [row for row in kept if part.strip() in f"{row.name} {row.detail}".lower()]
+    for part in filter(None, map(str.strip, text.lower().split(","))):
+        condition = _CONDITION.fullmatch(part)
+        if condition is None or (condition[2] == "=" and condition[1] not in _WORDS):
+            wanted = part if condition is None else f"{condition[1]}={condition[3]}"
+            kept = [row for row in kept if _has(f"{row.name} {row.detail}".lower(), wanted)]
             continue
         word, sign, number = condition.groups()
         if word not in _WORDS:
-            raise ValueError(f"filter {part.strip()!r}: no column {word!r}. Columns are {', '.join(_WORDS)}.")
+            raise ValueError(f"filter {part!r}: no column {word!r}. Columns are {', '.join(_WORDS)}.")
+        try:
+            limit = float(number)
+        except ValueError:
+            raise ValueError(f"filter {part!r}: compare one of {', '.join(_WORDS)} with a number.") from None
         key, unit = _WORDS[word]
-        kept = [row for row in kept if _satisfies(row.values.get(key), sign, float(number) * unit)]
+        kept = [row for row in kept if _satisfies(row.values.get(key), sign, limit * unit)]
     return kept
+
+
+def _has(text: str, wanted: str) -> bool:
+    """Whether a text has ``wanted``; the number of an option is a whole one: ``mb=16`` does not have ``mb=1``."""
+    return (
+        re.search(re.escape(wanted) + (r"(?!\d)" if "=" in wanted and wanted[-1].isdigit() else ""), text) is not None
+    )
 
 
 def _satisfies(value: float | None, sign: str, limit: float) -> bool:
@@ -354,8 +365,8 @@ def rows_csv(rows: Sequence[Row]) -> str:
 
 def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:
     """Median and largest error of the predicted step times, as shares; None without predictions."""
-    errors = sorted(abs(error) for row in rows if (error := row.values.get("error")) is not None)
-    return (errors[len(errors) // 2], errors[-1]) if errors else None
+    errors = [abs(error) for row in rows if (error := row.values.get("error")) is not None]
+    return (median(errors), max(errors)) if errors else None
 
 
 def one_line(text: str, width: int = 110) -> str:
