@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import workbench as wb
 import workbench.flow.typing as tp
 from workbench import flow
 from workbench.testing import run_ranks
@@ -64,6 +65,32 @@ def test_other_paddings_and_formats() -> None:
         flow.nn.conv2d(IMAGES, FILTERS, data_format="CHWN")
 
 
+@pytest.mark.parametrize("data_format", ["NCHW", "NHWC"])
+def test_pads_of_all_dims_are_in_the_order_of_the_data_format(data_format: str) -> None:
+    image, order = {"NCHW": (IMAGES, (0, 1, 2, 3)), "NHWC": (IMAGES.permute(0, 2, 3, 1), (0, 2, 3, 1))}[data_format]
+    pads = [[(0, 0), (0, 0), (1, 2), (3, 0)][dim] for dim in order]
+    padded = F.pad(IMAGES, (3, 0, 1, 2))
+    inside = F.pad(torch.ones_like(IMAGES), (3, 0, 1, 2))
+    means = F.avg_pool2d(padded, 4, 1) / F.avg_pool2d(inside, 4, 1)
+    largest = F.max_pool2d(F.pad(IMAGES, (3, 0, 1, 2), value=float("-inf")), 4, 1)
+    for padding in (pads, [(1, 2), (3, 0)]):
+        for ours, expected in [
+            (flow.nn.conv2d(image, FILTERS, 1, padding, data_format), F.conv2d(padded, FILTERS)),
+            (flow.nn.max_pool2d(image, 4, 1, padding, data_format), largest),
+            (flow.nn.avg_pool2d(image, 4, 1, padding, data_format), means),
+        ]:
+            torch.testing.assert_close(ours, expected.permute(order))
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [[(1, 1), (0, 0), (0, 0), (0, 0)], [(0, 0), (0, 0), (0, 0), (2, 2)], [(0, 0), (1, 1), (1, 1)], 1, [1, 1], [(1,)]],
+)
+def test_pads_of_other_dims_than_height_and_width_are_refused(padding: Any) -> None:
+    with pytest.raises(ValueError, match=r"in the order NHWC.*write \[\(0, 0\), \(1, 1\), \(1, 1\), \(0, 0\)\]"):
+        flow.nn.max_pool2d(IMAGES.permute(0, 2, 3, 1), 2, 1, padding, "NHWC")
+
+
 def test_functions_on_plain_tensors() -> None:
     for ours, expected in [
         (flow.matmul(ROWS, ROWS, transpose_b=True), ROWS @ ROWS.T),
@@ -82,6 +109,8 @@ def test_functions_on_plain_tensors() -> None:
         (flow.expand_dims(ROWS, axis=1), ROWS[:, None]),
         (flow.slice(ROWS, [1, None], [-1, None]), ROWS[1:]),
         (flow.slice(ROWS, [None, 1], [None, 2]), ROWS[:, 1:3]),
+        (flow.slice(ROWS, [-2, -3], [-1, None]), ROWS[-2:, -3:]),
+        (flow.slice(ROWS, [-2, None], [1, 3]), ROWS[-2:-1, :3]),
         (flow.gather(ROWS, torch.tensor([2, 0])), ROWS[[2, 0]]),
         (flow.gather(ROWS, torch.tensor([2, 0]), axis=1), ROWS[:, [2, 0]]),
         (flow.gather(ROWS, 1, torch.tensor([[2], [0], [1]])), ROWS.gather(1, torch.tensor([[2], [0], [1]]))),
@@ -107,6 +136,39 @@ def test_functions_on_plain_tensors() -> None:
         torch.testing.assert_close(ours, expected)
     with pytest.raises(AttributeError, match="has no attribute 'add_up'"):
         _ = flow.math.add_up
+
+
+def test_slices_of_split_tensors_move_only_what_they_cut() -> None:
+    def program() -> Any:
+        x = flow.arange(24, placement=flow.placement("cpu", ranks=[0, 1]), sbp=flow.sbp.broadcast).reshape(4, 6)
+        rows = x.to_global(sbp=flow.sbp.split(0))
+        with wb.debug.explicit_boxing():
+            columns = flow.slice(rows, [None, -2], [-1, -1])
+        with pytest.raises((IndexError, RuntimeError)):
+            flow.slice(rows, [-5, None], [-1, None])
+        return str(columns.sbp), columns.full_tensor(), flow.slice(rows, [-3, 0], [-1, 2]).full_tensor()
+
+    whole = torch.arange(24).reshape(4, 6)
+    for sbp, columns, corner in run_ranks(program, 2):
+        assert sbp == "(S(0),)" and torch.equal(columns, whole[:, -2:]) and torch.equal(corner, whole[-3:, :2])
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 4), (5, 4, 3)])
+def test_gather_takes_tables_and_indices_of_any_number_of_dims(sizes: tuple[int, ...]) -> None:
+    table = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    for axis in range(-1, len(sizes)):
+        for ids in (torch.tensor(1), torch.tensor([2, 0, 1]), torch.tensor([[2, 0, 1], [1, 1, 0]])):
+            expected = torch.tensor(np.take(table.numpy(), ids.numpy(), axis))
+            torch.testing.assert_close(flow.gather(table, ids, axis), expected)
+
+            def gathered(table: torch.Tensor = table, ids: torch.Tensor = ids, axis: int = axis) -> torch.Tensor:
+                p = flow.placement("cpu", ranks=[0, 1])
+                x = flow.to_global(table, p, flow.sbp.broadcast).to_global(p, flow.sbp.split(axis))
+                return flow.gather(x, ids, axis).full_tensor()
+
+            torch.testing.assert_close(run_ranks(gathered)[0], expected)
+        with pytest.raises((IndexError, RuntimeError), match="out of (range|DATA bounds)"):
+            flow.gather(table, torch.tensor([-1]), axis)
 
 
 def test_layers_and_casts_in_jobs_do_not_depend_on_the_layout() -> None:

@@ -89,19 +89,28 @@ def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
 def slice(  # noqa: A001 - as programs write it
     x: Any, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
 ) -> Any:
-    """``size[d]`` elements from ``begin[d]`` on, for each dim. None means all of a dim, -1 the rest of it."""
+    """``size[d]`` elements from ``begin[d]`` on, for each dim.
+
+    A beginning of None is 0, and a negative one counts from the end. A size of None or -1 is the rest of the dim.
+    """
     for dim, (start, count) in enumerate(zip(begin, size, strict=True)):
-        if start is not None:
-            x = torch.narrow(x, dim, start, x.shape[dim] - start if count in (None, -1) else int(count or 0))
+        first = start or 0
+        rest = x.shape[dim] * (first >= 0) - first
+        x = torch.narrow(x, dim, first, rest if count is None or count == -1 else count)
     return x
 
 
 @_accepts_torch_arguments(torch.gather)
 def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) -> Any:
-    """Slices of ``params`` along ``axis`` by their indices: rows of a table, for example."""
-    if axis == 0:
-        return torch.nn.functional.embedding(indices.long(), params)
-    return torch.index_select(params, axis, indices.long())
+    """Slices of ``params`` along ``axis`` by their indices: rows of a table, for example.
+
+    The dims of ``indices`` take the place of ``axis``.
+    """
+    axis, indices = axis + params.dim() * (axis < 0), indices.long()
+    if axis == 0 and params.dim() == 2:
+        return torch.nn.functional.embedding(indices, params)
+    found = torch.index_select(params, axis, indices.reshape(-1))
+    return found.reshape(params.shape[:axis] + indices.shape + params.shape[axis + 1 :])
 
 
 @in_scope

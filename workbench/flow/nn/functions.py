@@ -66,7 +66,7 @@ def conv2d(
     """
     x = to_channels_first(input, data_format)
     strides, dilations = pair(strides), pair(dilations)
-    pads = edges(padding, x.shape[2:], filters.shape[2:], strides, dilations)
+    pads = edges(padding, x.shape[2:], filters.shape[2:], strides, dilations, data_format)
     if pads.is_even:
         y = F.conv2d(x, filters, None, strides, pads.before, dilations, groups)
     else:
@@ -86,7 +86,7 @@ def max_pool2d(
     """Maximum over windows. Padding does not count."""
     x = to_channels_first(input, data_format)
     ksize, strides = pair(ksize), pair(strides)
-    pads = edges(padding, x.shape[2:], ksize, strides, (1, 1))
+    pads = edges(padding, x.shape[2:], ksize, strides, (1, 1), data_format)
     padded = x if pads.is_zero else pad_window(x, pads, float("-inf"))
     return to_channels_last(F.max_pool2d(padded, ksize, strides), data_format)
 
@@ -103,7 +103,7 @@ def avg_pool2d(
     """Mean over windows, of the elements inside the image."""
     x = to_channels_first(input, data_format)
     ksize, strides = pair(ksize), pair(strides)
-    pads = edges(padding, x.shape[2:], ksize, strides, (1, 1))
+    pads = edges(padding, x.shape[2:], ksize, strides, (1, 1), data_format)
     if pads.is_zero:
         return to_channels_last(F.avg_pool2d(x, ksize, strides), data_format)
     inside = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 
 Pads = Sequence[Sequence[int]]
-"""(before, after) for each dim."""
+"""(before, after) for height and width, or for each of the four dims in the order of the data format."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ def edges(
     window: Sequence[int],
     strides: Sequence[int],
     dilations: Sequence[int],
+    data_format: str,
 ) -> WindowPadding:
     """The rows and columns that ``padding`` adds to an image.
 
-    >>> edges("SAME", (28, 28), (5, 5), (1, 1), (1, 1))
+    >>> edges("SAME", (28, 28), (5, 5), (1, 1), (1, 1), "NCHW")
     WindowPadding(before=(2, 2), after=(2, 2))
 
     Raises:
-        ValueError: a padding of another name.
+        ValueError: a padding of another name; pads of another number of dims, or of dims other than height and width.
     """
     if not isinstance(padding, str):
-        before, after = zip(*list(padding)[-2:], strict=True)
-        return WindowPadding(pair(before), pair(after))
+        return _of_image(padding, data_format)
     if padding.upper() == "VALID":
         return WindowPadding((0, 0), (0, 0))
     if padding.upper() not in ("SAME", "SAME_UPPER", "SAME_LOWER"):
@@ -63,6 +63,23 @@ def edges(
     ]
     smaller, larger = pair([total // 2 for total in totals]), pair([total - total // 2 for total in totals])
     return WindowPadding(larger, smaller) if padding.upper() == "SAME_LOWER" else WindowPadding(smaller, larger)
+
+
+def _of_image(pads: Pads, data_format: str) -> WindowPadding:
+    """The pads of height and width among those of all dims."""
+    try:
+        pairs = [(int(before), int(after)) for before, after in pads]
+    except (TypeError, ValueError):
+        pairs = []
+    named = dict(zip("HW" if len(pairs) == 2 else data_format, pairs, strict=False))
+    if len(pairs) not in (2, 4) or named.get("N", (0, 0)) != (0, 0) or named.get("C", (0, 0)) != (0, 0):
+        raise ValueError(
+            f"padding={pads!r} with data_format={data_format!r}: a padding in numbers is 4 pairs (before, after) in the "
+            f"order {data_format}, with (0, 0) for N and C, or 2 pairs for height and width. For one row and column all "
+            f"around write {[(int(dim in 'HW'),) * 2 for dim in data_format]}."
+        )
+    (top, bottom), (left, right) = named["H"], named["W"]
+    return WindowPadding((top, left), (bottom, right))
 
 
 def pad_window(x: Any, around: WindowPadding, value: float) -> Any:
