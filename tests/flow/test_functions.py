@@ -167,7 +167,7 @@ def test_gather_takes_tables_and_indices_of_any_number_of_dims(sizes: tuple[int,
                 return flow.gather(x, ids, axis).full_tensor()
 
             torch.testing.assert_close(run_ranks(gathered)[0], expected)
-        with pytest.raises((IndexError, RuntimeError), match="out of (range|DATA bounds)"):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|DATA bounds)"):
             flow.gather(table, torch.tensor([-1]), axis)
 
 

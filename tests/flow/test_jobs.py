@@ -13,6 +13,7 @@ import torch
 import workbench.flow.typing as tp
 from tests.flow.small_job import COLUMNS, NORMAL, ROWS, Images, Labels, X, Y, torch_losses, train_with
 from workbench import flow
+from workbench.errors import JobError
 from workbench.flow import hosts
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -208,6 +209,33 @@ def test_micro_batches() -> None:
         for (loss, total), theirs in zip(results, expected, strict=True):
             np.testing.assert_allclose(loss, theirs, rtol=1e-5, atol=1e-6)
             assert total == pytest.approx(X.sum(), rel=1e-4)
+
+
+def test_functions_take_and_return_micro_batches_in_containers() -> None:
+    @flow.global_function()
+    def job(x: Images, labels: Labels) -> tuple[tp.Numpy, ...]:
+        parts, ids = flow.unpack(x, 3), flow.unpack(labels, 3)
+        assert isinstance(parts.shape, torch.Size)
+        with pytest.raises(JobError, match="2 and 3 micro-batches"):
+            torch.stack([parts, flow.unpack(x, 2)])
+        left, right = torch.split(parts, [2, COLUMNS - 2], dim=1)
+        best = torch.max(parts, 1)
+        return (
+            flow.pack(flow.concat([parts, right, left], axis=1), 3),
+            flow.pack(torch.cat((parts, x[:2])), 3),
+            flow.pack(torch.stack([parts, -parts], dim=1), 3),
+            flow.pack(best.values + ids, 3),
+            flow.pack(parts[:, 1:] > parts[:, :1], 3),
+        )
+
+    def expected() -> list[Any]:
+        joined = np.concatenate([X, X[:, 2:], X[:, :2]], 1)
+        with_first = np.concatenate([np.concatenate([X[i : i + 2], X[:2]]) for i in (0, 2, 4)])
+        return [joined, with_first, np.stack([X, -X], 1), X.max(1) + np.float32(Y), X[:, 1:] > X[:, :1]]
+
+    for results in run_ranks(lambda rank: job(X, Y), 2):
+        for result, theirs in zip(results, expected(), strict=True):
+            np.testing.assert_array_equal(result, theirs)
 
 
 def test_a_loss_may_lie_on_one_device() -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split
 from workbench.errors import JobError, PlacementError
-from workbench.flow.jobs.micro_batches import MicroBatches, map_micro_batches
+from workbench.flow.jobs.micro_batches import counts_of_micro_batches, map_micro_batches
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
 
@@ -145,18 +146,12 @@ def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, MicroBatches) for value in (*args, *kwargs.values())):
+        if counts_of_micro_batches((args, kwargs)):
             return map_micro_batches(run, args, kwargs)
         job = _running.get()
         if job is None or job.is_mirrored:
             return function(*args, **kwargs)
-        moved = [_move(job, value) for value in args]
-        return function(*moved, **{name: _move(job, value) for name, value in kwargs.items()})
+        moved, named = tree_map(job.to_scope, (args, kwargs))
+        return function(*moved, **named)
 
     return run
-
-
-def _move(job: RunningJob, value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(job.to_scope(item) for item in value)
-    return job.to_scope(value)

@@ -14,6 +14,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.errors import JobError
 
@@ -60,25 +61,32 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(MicroBatches, f"__{_name}__", _operator(_name))
     setattr(MicroBatches, f"__r{_name}__", _operator(_name, is_reflected=True))
-setattr(MicroBatches, "__neg__", _operator("neg"))  # noqa: B010 - the type checker knows no operators made in a loop
+for _name in ("neg", "getitem", "lt", "le", "gt", "ge"):
+    setattr(MicroBatches, f"__{_name}__", _operator(_name))
 
 
-def map_micro_batches(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> MicroBatches:
-    """Call ``function`` once for each micro-batch. Other arguments are the same in every call."""
-    counts = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, MicroBatches)}
+def counts_of_micro_batches(data: Any) -> set[int]:
+    """The numbers of micro-batches of the tensors in parts that ``data`` holds, also in containers."""
+    return {len(leaf) for leaf in tree_leaves(data) if isinstance(leaf, MicroBatches)}
+
+
+def map_micro_batches(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` once for each micro-batch. Other arguments are the same in every call.
+
+    Arguments may be containers of micro-batches. Containers that the function returns hold micro-batches.
+    """
+    counts = counts_of_micro_batches((args, kwargs))
     if len(counts) > 1:
         raise JobError(
             f"{getattr(function, '__name__', function)}: its operands have {' and '.join(map(str, sorted(counts)))} "
             "micro-batches. Operands that meet have as many: unpack them by the same number."
         )
 
-    def part(value: Any, index: int) -> Any:
-        return value.parts[index] if isinstance(value, MicroBatches) else value
+    def call(index: int) -> Any:
+        those, named = tree_map(lambda v: v.parts[index] if isinstance(v, MicroBatches) else v, (tuple(args), kwargs))
+        return function(*those, **named)
 
-    return MicroBatches(
-        function(*(part(v, index) for v in args), **{name: part(v, index) for name, v in kwargs.items()})
-        for index in range(counts.pop())
-    )
+    return tree_map(lambda *parts: MicroBatches(parts), *map(call, range(counts.pop())))
 
 
 def unpack(x: Any, unpack_num: int) -> MicroBatches:

@@ -74,9 +74,9 @@ def _of_image(pads: Pads, data_format: str) -> WindowPadding:
     named = dict(zip("HW" if len(pairs) == 2 else data_format, pairs, strict=False))
     if len(pairs) not in (2, 4) or named.get("N", (0, 0)) != (0, 0) or named.get("C", (0, 0)) != (0, 0):
         raise ValueError(
-            f"padding={pads!r} with data_format={data_format!r}: a padding in numbers is 4 pairs (before, after) in the "
-            f"order {data_format}, with (0, 0) for N and C, or 2 pairs for height and width. For one row and column all "
-            f"around write {[(int(dim in 'HW'),) * 2 for dim in data_format]}."
+            f"padding={pads!r} with data_format={data_format!r}: a padding in numbers is 4 pairs (before, after) in "
+            f"the order {data_format}, with (0, 0) for N and C, or 2 pairs for height and width. For one row or column "
+            f"all around write {[(int(dim in 'HW'),) * 2 for dim in data_format]}."
         )
     (top, bottom), (left, right) = named["H"], named["W"]
     return WindowPadding((top, left), (bottom, right))
