@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,5 +83,13 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     write_text("--out", args.out, text)
-    print(f"script written to {args.out}: torchrun --nproc-per-node {args.ranks} {args.out}")
+    print(f"script written to {args.out}: {_command(args.ranks, args.out, path)}")
     return 0
+
+
+def _command(num_ranks: int, script: Path, imported: Path) -> str:
+    """What starts a script in a shell, in this folder. Python finds what it imports beside it, or on PYTHONPATH."""
+    command = f"torchrun --nproc-per-node {num_ranks} {shlex.quote(str(script))}"
+    if script.resolve().parent == imported.resolve().parent:
+        return command
+    return f"PYTHONPATH={shlex.quote(str(imported.parent))}:$PYTHONPATH {command}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.session.scripts.jobs import (
 )
 from workbench.cli import main
 from workbench.errors import RunError, StrategyError
+from workbench.testing import run_ranks
 from workbench.training.runs.job import Job
 from workbench.training.strategies.paired_splits import takes_columns
 
@@ -70,7 +72,7 @@ def test_each_row_and_option_has_a_comment() -> None:
 def test_the_strategy_in_the_script_is_the_one_given() -> None:
     rows = "*: data; blocks: model; head: model:column"
     strategy = f"{rows} | 1x2x2 mb=2 zero=1 recompute=cheap offload=optimizer sequence bf16"
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__file__": "script.py"}
     text = wb.planner.script(strategy, 4, **words_of(transformer))
     exec(text.partition("def main")[0].replace("import workbench as wb", ""), names)
     assert names["STRATEGY"] == strategy
@@ -255,6 +257,50 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["script", job, "model", "--batch", str(BATCH_SIZE)]) == 0
     assert "wb.parallelize" in capsys.readouterr().out
     assert main(["script", str(tmp_path / "none.py"), "data"]) == 2
+
+
+def test_a_script_has_its_own_checkpoints_and_says_where_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The second script of a folder took the first one's last step, and trained nothing without a word."""
+    monkeypatch.setattr(wb, "init", lambda: None)
+    text = wb.planner.script("*: data", 2, **words_of(mlp))
+
+    def printed(name: str, text: str) -> list[str]:
+        names: dict[str, Any] = {"__name__": "script", "__file__": str(tmp_path / name)}
+        exec(text, names)
+        run_ranks(names["main"], 2)
+        return capsys.readouterr().out.splitlines()
+
+    assert len(printed("a.py", text)) == len(printed("b.py", text)) == NUM_STEPS
+    head, rest = printed("b.py", text)
+    assert head == f"continues at step {NUM_STEPS} of {NUM_STEPS} from {tmp_path / 'b.checkpoints'}"
+    assert rest.startswith("nothing left to do: ")
+    longer = text.replace(f"STEPS = {NUM_STEPS}", f"STEPS = {NUM_STEPS + 1}")
+    assert [line.split()[:4] for line in printed("b.py", longer)] == [
+        ["continues", "at", "step", str(NUM_STEPS)],
+        ["step", str(NUM_STEPS + 1), "loss", ANY],
+    ]
+
+
+def test_the_printed_command_starts_the_script_from_any_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    job, words = Path("my jobs/exported_elsewhere.py"), "torchrun --nproc-per-node 2"
+    job.parent.mkdir()
+    job.write_text(
+        "from tests.session.scripts.jobs import mlp as model_fn, vectors as dataset, mean_over_words as loss_fn\n"
+    )
+    for out, command in {
+        "new/train.py": f"PYTHONPATH='my jobs':$PYTHONPATH {words} new/train.py",
+        "my jobs/train.py": f"{words} 'my jobs/train.py'",
+    }.items():
+        assert main(["script", str(job), "*: data", "--batch", str(BATCH_SIZE), "--out", out]) == 0
+        assert capsys.readouterr().out == f"script written to {out}: {command}\n"
+        found = "It imports exported_elsewhere, found in the script's folder or on PYTHONPATH."
+        assert found in Path(out).read_text()
 
 
 def test_no_weights_are_made_where_no_layer_is_split() -> None:

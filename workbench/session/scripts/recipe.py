@@ -100,9 +100,10 @@ class Recipe:
         command = f"torchrun --standalone --nproc-per-node {self.num_ranks} script.py"
         given = [source for source in self.sources.values() if source.module is not None]
         own = sorted({f"{source.module}" for source in given if not source.is_of_library})
-        found = f"\n\nIt imports {', '.join(own)}: start it where Python finds that." if own else ""
-        strategy = "\n".join(wrap(f"Its strategy: {self.strategy}", WIDTH))
-        return f'"""{title}\n\n    {command}\n\n{strategy}{found}{more}\n"""'
+        found = f"It imports {', '.join(own)}, found in the script's folder or on PYTHONPATH."
+        notes = [f"Its strategy: {self.strategy}", *([found] if own else [])]
+        text = "\n\n".join("\n".join(wrap(note, WIDTH)) for note in notes)
+        return f'"""{title}\n\n    {command}\n\n{text}{more}\n"""'
 
     @property
     def places(self) -> list[str]:

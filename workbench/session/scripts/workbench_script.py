@@ -7,7 +7,7 @@ from workbench.session.scripts.sources import imports_of
 from workbench.session.scripts.words import list_of, options_with_words, rows_with_words
 
 _CHECKPOINTS = """
-CHECKPOINTS = "checkpoints"  # on a file system that all ranks share
+CHECKPOINTS = Path(__file__).with_suffix(".checkpoints")  # all ranks share it
 SAVE_EVERY = 50  # steps; a script that starts again goes on from the newest"""
 _MAIN = """\
 def main() -> None:
@@ -29,6 +29,10 @@ def main() -> None:
     checkpoints = wb.checkpoint.Checkpoints(CHECKPOINTS, keep=2)
     found = checkpoints.load(model=model, optimizer=optimizer, loader=loader)
     step = found["step"] if found else 0
+    if found and wb.rank() == 0:
+        print(f"continues at step {step} of {STEPS} from {CHECKPOINTS}", flush=True)
+        if step >= STEPS:
+            print("nothing left to do: raise STEPS, or remove the folder to begin anew")
     while step < STEPS:
         for {batch} in loader:
             optimizer.zero_grad()
@@ -55,7 +59,7 @@ def workbench_script(recipe: Recipe) -> str:
     options = options_with_words(recipe.strategy)
     blocks = [
         recipe.head("Trains with the workbench: each layer lies on the ranks as the strategy says."),
-        "import random",
+        "import random\nfrom pathlib import Path",
         imports_of(recipe.sources.values(), ["import numpy as np", "import torch", "import workbench as wb"], {}),
         recipe.numbers + _CHECKPOINTS,
         "# The last row that matches a layer decides it.\n"
