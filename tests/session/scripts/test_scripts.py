@@ -245,6 +245,19 @@ def test_mistakes_in_the_arguments() -> None:
         wb.planner.script("*: data | 3x1x1", 2, **words_of(mlp))
 
 
+def test_an_error_in_an_imported_file_is_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    """An AttributeError was taken for a missing name, and an import of it for a missing file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "exported_mistake.py").write_text("import torch\ntorch.no_such_name\ndef model_fn(): ...\n")
+    (tmp_path / "exported_import.py").write_text("import no_such_library\ndef model_fn(): ...\n")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        wb.planner.script("*: data", 2, "exported_mistake:model_fn")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        wb.planner.script("*: data", 2, "exported_import:model_fn")
+    with pytest.raises(RunError, match="no module 'exported_mistakes' here"):
+        wb.planner.script("*: data", 2, "exported_mistakes.part:model_fn")
+
+
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "exported_job.py").write_text(

@@ -122,12 +122,16 @@ def _load(role: str, given: str, module: str, name: str) -> Any:
                 f"Call it something else, e.g. {role}='mine:{role}'."
             )
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # an import in the file
+            raise
         raise RunError(
             f"{role}={given!r}: no module {error.name!r} here. Start Python in the folder of {module}.py, or leave "
             f"{role} out: the script then has a place for it."
         ) from error
+    try:
+        return getattr(found, name)
     except AttributeError as error:
         raise RunError(f"{role}={given!r}: {module} has no {name!r}. Name a function that it defines.") from error
 
