@@ -40,20 +40,31 @@ def is_global(value: object) -> bool:
     return module is not None and isinstance(value, module.GlobalTensor)
 
 
-def portable(value: Any, collective: bool) -> Any:
+def portable(value: Any, collective: bool, made: dict[int, Any] | None = None) -> Any:
     """A value in the form that the notebook gets: global tensors as logical ones, on the CPU, without gradients.
 
-    ``collective``: all ranks run this. Otherwise a global tensor becomes its description, and no data moves.
+    Args:
+        collective: all ranks run this. Otherwise a global tensor becomes its description, and no data moves.
+        made: by id, the lists and dicts that exist in this form, or begin to: they may contain themselves.
     """
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
     torch = sys.modules.get("torch")
     if is_global(value):
         return _logical(value) if collective else protocol.OmittedValue(repr(value))
     if torch is not None and isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if type(value) in (list, tuple):
-        return type(value)(portable(item, collective) for item in value)
+    if type(value) is tuple:
+        return tuple(portable(item, collective, made) for item in value)
+    if type(value) is list:
+        items = made[id(value)] = list[Any]()
+        items.extend(portable(item, collective, made) for item in value)
+        return items
     if type(value) is dict:
-        return {key: portable(item, collective) for key, item in value.items()}
+        entries = made[id(value)] = dict[Any, Any]()
+        entries.update((key, portable(item, collective, made)) for key, item in value.items())
+        return entries
     return value
 
 
