@@ -148,11 +148,19 @@ def base_folder() -> Path:
     may read it.
 
     Raises:
-        SessionError: the folder exists, and another user owns it or may read it.
+        SessionError: the folder cannot be made; or another user owns it or may read it, or it is no folder.
     """
     chosen = os.environ.get(BASE_VARIABLE)
     path = Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=bool(chosen))
+    except FileExistsError:
+        pass  # what it is decides
+    except OSError as error:
+        raise SessionError(
+            f"Session: the folder {path} cannot be made: {error.strerror}. Sessions keep their keys there. "
+            f"Set {BASE_VARIABLE} to a folder of your own of mode 0700, or to a path where you may make one."
+        ) from error
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         is_own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()

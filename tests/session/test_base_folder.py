@@ -1,0 +1,36 @@
+"""The folder of all sessions, where it cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workbench.errors import SessionError
+from workbench.session.processes import folder
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("open", r"mode 0700.*0755.*Run `chmod 700 \S+`, or set WORKBENCH_SESSIONS to a folder of your own"),
+        ("file", r"must be a folder of user.*Remove it, or set WORKBENCH_SESSIONS"),
+        ("link", r"must be a folder of user.*Remove it, or set WORKBENCH_SESSIONS"),
+        ("file/in it", r"file/in it cannot be made: Not a directory.*Set WORKBENCH_SESSIONS to a folder of your own"),
+        ("x" * 300, r"cannot be made: File name too long.*Set WORKBENCH_SESSIONS to a folder of your own"),
+    ],
+)
+def test_it_is_refused_with_a_fix(place: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    monkeypatch.setenv(folder.BASE_VARIABLE, str(tmp_path / place))
+    with pytest.raises(SessionError, match=words):
+        folder.base_folder()
+
+
+def test_without_a_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(folder.BASE_VARIABLE, raising=False)
+    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    with pytest.raises(SessionError, match=r"cannot be made: No such file.*Set WORKBENCH_SESSIONS"):
+        folder.base_folder()
