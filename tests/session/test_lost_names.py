@@ -41,6 +41,9 @@ from workbench.session.protocol import Failure
         ("get_ipython().user_ns['n'] = y\nn", ["y", "get_ipython"]),
         ("get_ipython().push({'n': y})\nn", ["get_ipython"]),
         ("files = !ls\nn", ["get_ipython", "n"]),
+        ("for x in xs:\n    if x: break\nelse:\n    y = z\nprint(x, y)", ["xs", "print"]),
+        ("assert ok, message(n := 3)\nn, k", ["ok", "k"]),
+        ("low < x < (top := high)\ntop", ["low", "x"]),
     ],
 )
 def test_names_that_a_cell_is_sure_to_read(code, names):

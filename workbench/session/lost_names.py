@@ -62,7 +62,7 @@ def explain_lost_names(
 
 def first_reads(code: str) -> list[str]:
     """Names that the cell is sure to read before it sets them, in their order. What may not run does not count: bodies
-    of functions, branches, elements of comprehensions, and all behind code that may set any name: ``import *``,
+    of functions, branches, messages of ``assert``, elements of comprehensions, and all behind code that may set any name: ``import *``,
     ``exec``, ``globals()``, ``get_ipython().push``, and magics.
 
     >>> first_reads("loss = model(x)\\nif big: y = z\\nprint(loss, y)")
@@ -88,8 +88,12 @@ def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
             _read_all([node.value, node.target], found, made)
         case ast.For() | ast.AsyncFor():
             _read_all([node.iter, node.target, *node.body], found, made)
-        case ast.If() | ast.While() | ast.IfExp():
+            made |= _names_made(node)
+        case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             _read(node.test, found, made)
+            made |= _names_made(node)
+        case ast.Compare():
+            _read_all([node.left, node.comparators[0]], found, made)
             made |= _names_made(node)
         case ast.BoolOp():
             _read(node.values[0], found, made)
