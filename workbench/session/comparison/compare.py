@@ -248,6 +248,12 @@ def compare(
 def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> dict[str, StrategyLike]:
     if isinstance(strategies, Mapping):
         named = dict(strategies)
+        for name, strategy in named.items():
+            if not isinstance(name, str):
+                raise StrategyError(
+                    f"compare(strategies={{{name!r}: {strategy!r}}}): the name {name!r} is of type {type(name).__name__}. "
+                    f"Names stand in tables and files: give a text, such as {str(name)!r}."
+                )
     else:
         listed = [strategies] if isinstance(strategies, (str, Strategy, os.PathLike)) else list(strategies)
         named = {str(Strategy(one) if isinstance(one, Mapping) else one): one for one in listed}
