@@ -16,7 +16,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
-from workbench.errors import SessionError
 from workbench.session import cluster, engine_pool, magic_commands, protocol
 from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool

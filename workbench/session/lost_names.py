@@ -62,8 +62,8 @@ def explain_lost_names(
 
 def first_reads(code: str) -> list[str]:
     """Names that the cell is sure to read before it sets them, in their order. What may not run does not count: bodies
-    of functions, branches, messages of ``assert``, elements of comprehensions, and all behind code that may set any name: ``import *``,
-    ``exec``, ``globals()``, ``get_ipython().push``, and magics.
+    of functions, branches, messages of ``assert``, elements of comprehensions, and all behind code that may set any
+    name: ``import *``, ``exec``, ``globals()``, ``get_ipython().push``, and magics.
 
     >>> first_reads("loss = model(x)\\nif big: y = z\\nprint(loss, y)")
     ['model', 'x', 'big', 'print']
@@ -89,14 +89,17 @@ def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
         case ast.For() | ast.AsyncFor():
             _read_all([node.iter, node.target, *node.body], found, made)
             made |= _names_made(node)
-        case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
-            _read(node.test, found, made)
+        case (
+            ast.If(test=first)
+            | ast.While(test=first)
+            | ast.IfExp(test=first)
+            | ast.Assert(test=first)
+            | ast.BoolOp(values=[first, *_])
+        ):
+            _read(first, found, made)
             made |= _names_made(node)
         case ast.Compare():
             _read_all([node.left, node.comparators[0]], found, made)
-            made |= _names_made(node)
-        case ast.BoolOp():
-            _read(node.values[0], found, made)
             made |= _names_made(node)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             _read(node.generators[0].iter, found, made)

@@ -251,8 +251,8 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
         for name, strategy in named.items():
             if not isinstance(name, str):
                 raise StrategyError(
-                    f"compare(strategies={{{name!r}: {strategy!r}}}): the name {name!r} is of type {type(name).__name__}. "
-                    f"Names stand in tables and files: give a text, such as {str(name)!r}."
+                    f"compare(strategies={{{name!r}: {strategy!r}}}): the name {name!r} is of type "
+                    f"{type(name).__name__}. Names stand in tables and files: give a text, such as {str(name)!r}."
                 )
     else:
         listed = [strategies] if isinstance(strategies, (str, Strategy, os.PathLike)) else list(strategies)
