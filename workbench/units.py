@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _COUNT_UNITS = ("", "k", "M", "B", "T")
 
@@ -63,7 +65,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as ranges: ``format_ranks([0, 1, 2, 5])`` -> ``'0-2, 5'``."""
     parts: list[str] = []
     last = None

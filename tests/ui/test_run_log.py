@@ -26,7 +26,7 @@ def test_a_change_says_what_moved(log: RunLog):
     log.add_event(RunEvent("strategy", 400, "*: model", 0.3, 2_000_000), "hybrid", "data")
     assert "step 300 \u00b7 strategy data \u2192 hybrid" in texts(log)[0] and "every slice was local" in texts(log)[0]
     assert "2.00 MB moved, 300 ms" in texts(log)[1]
-    assert log.lines[0].time == "14:02:41" and log.lines[0].ranks == "all"
+    assert log.lines[0].time == "14:02:41" and log.lines[0].who == "all"
 
 
 def test_pauses_and_refusals_are_logged(log: RunLog):
@@ -66,7 +66,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(log: RunLog):
     log.add_block(block(0, (1.0,) * 10, time_s=(0.1,) * 4, boxing_s=(0.01,) * 4), 0.0)
     log.add_block(block(10, (1.0,), time_s=(1.2,) * 4, boxing_s=(0.01, 0.01, 1.1, 1.1)), 0.5)
     slow = log.lines[-1]
-    assert slow.warns and slow.ranks == "2-3" and "step 11 \u00b7 waited 1.09 s for rank 0" in slow.text
+    assert slow.warns and slow.who == "2-3" and "step 11 \u00b7 waited 1.09 s for rank 0" in slow.text
 
 
 def test_a_step_that_is_slow_for_all_is_nobodys_fault(log: RunLog):
@@ -85,13 +85,13 @@ def test_only_the_last_lines_are_kept_and_all_are_counted(log: RunLog):
 
 
 def test_ranks_can_be_chosen_in_the_log():
-    view = RunView(2)
+    view = RunView(4)
     view.begin("data", "*: data", 10)
-    view.log.say("only me", "1", warns=True)
-    view.log_section.ranks.value = "0"
-    assert "only me" not in view.log_section.lines.value
-    view.log_section.ranks.value = "1"
-    assert "only me" in view.log_section.lines.value
+    view.log.say("only us", [1, 2, 3], warns=True)
+    for rank in range(4):
+        view.log_section.ranks.value = str(rank)
+        assert ("only us" in view.log_section.lines.value) == (rank > 0)
+        assert "data: *: data" in view.log_section.lines.value, "it is about all ranks"
 
 
 def test_a_log_that_is_not_followed_stands_still():

@@ -150,6 +150,14 @@ def test_a_pause_stops_the_clock(view: RunView):
     assert "1.20 s so far" in view.status.elapsed.value and "running" in view.status.state.value
 
 
+def test_a_run_that_is_stopped_while_it_is_paused_has_not_trained_in_the_pause(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,)), RunEvent("paused", 1)])
+    view.tick(600)
+    view.finish(make_record("data"))
+    assert "200 ms<" in view.status.elapsed.value
+
+
 def test_the_end_shows_the_record(view: RunView):
     view.add([block(0, (2.0,))])
     view.finish(make_record("data"))

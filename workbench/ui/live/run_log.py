@@ -26,12 +26,17 @@ _SLOW_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: local time, the ranks that it is about ("all", "2-3"), its text, and whether it is a warning."""
+    """One line: local time, the ranks that it is about (None: all), its text, and whether it is a warning."""
 
     time: str
-    ranks: str
+    ranks: Sequence[int] | None
     text: str
     warns: bool = False
+
+    @property
+    def who(self) -> str:
+        """The ranks in words: ``"all"``, ``"2-3"``."""
+        return "all" if self.ranks is None else format_ranks(self.ranks)
 
 
 class RunLog:
@@ -46,7 +51,7 @@ class RunLog:
         self._reported = self._warned = -1e9
         self._is_finite = True
 
-    def say(self, text: str, ranks: str = "all", warns: bool = False) -> None:
+    def say(self, text: str, ranks: Sequence[int] | None = None, warns: bool = False) -> None:
         """Append a line."""
         self.count += 1
         self.lines.append(Line(f"{self._now():%H:%M:%S}", ranks, text, warns))
@@ -114,7 +119,7 @@ class RunLog:
         others = [rank for rank, seconds in enumerate(boxing) if seconds - boxing[slow] >= 0.5 * waited]
         own = format_seconds(time_s - boxing[slow])
         text = f"step {block.first_step + index + 1} \u00b7 waited {format_seconds(waited)} for rank {slow}, busy {own}"
-        self.say(text, format_ranks(others), warns=True)
+        self.say(text, others, warns=True)
 
     def html(self, lines: Sequence[Line] | None = None) -> str:
         """The lines as HTML, oldest first."""
@@ -125,15 +130,15 @@ class RunLog:
         kept = list(self.lines)
         if len(kept) <= num_lines:
             return kept
-        hidden = Line("", "", f"\u2026 {self.count - num_lines} lines \u2026")
+        hidden = Line("", (), f"\u2026 {self.count - num_lines} lines \u2026")
         half = num_lines // 2
         return [*kept[:half], hidden, *kept[-half:]]
 
 
 def _row(line: Line) -> str:
     chip = (
-        element("span", element("b", text=line.ranks, css="wb-chip", title=line.ranks), css="r")
-        if line.ranks
+        element("span", element("b", text=line.who, css="wb-chip", title=line.who), css="r")
+        if line.who
         else element("span")
     )
     css = "l warn" if line.warns else "l"
@@ -168,7 +173,7 @@ class LogSection:
     def show(self) -> None:
         """Show the newest lines, or only their number if they are not followed."""
         chosen = self.ranks.value
-        lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
+        lines = [line for line in self.log.lines if not chosen or line.ranks is None or int(chosen) in line.ranks]
         if (self.log.count, chosen) == self._shown:
             return
         follows = self.follow.value or self._shown is None or self._shown[1] != chosen

@@ -15,8 +15,7 @@ from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html, on_value
 from workbench.ui.failures import failure_html, failure_kind, guarded
-from workbench.ui.live import live_figure
-from workbench.ui.live import overlays as overlays
+from workbench.ui.live import live_figure, overlays
 from workbench.ui.live.figure_layout import WIDE, Frame
 from workbench.ui.live.history import History, Message
 from workbench.ui.live.live_picture import live_picture
@@ -179,6 +178,7 @@ class RunView:
 
     def end(self, word: str, detail: str, css: str = "done") -> None:
         """Show all steps after the last one, also in pages that open later."""
+        self._paused_s += 0.0 if self._paused_at is None else self._clock() - self._paused_at
         self._ended, self._paused_at, self._seen = word, None, True
         self.status.show_state(css, word, detail)
         self.draw(everything=True)
@@ -346,7 +346,7 @@ class RunView:
         """The present view without scripts: title, picture, the log's first and last lines. Empty before a run."""
         if self.history is None or not self.history.last_step:
             return ""
-        log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
+        log = element("pre", text="\n".join(f"{x.time}  {x.who:<5} {x.text}" for x in self.log.head_and_tail()))
         picture = live_picture(self.history, self._one_device, *self._limit, self.log_scale.value)
         return element("div", self.title.value, picture, value_curves(self.history), log, css="wb-static-run")
 
