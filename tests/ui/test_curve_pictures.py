@@ -147,6 +147,13 @@ def test_the_tolerance_is_that_of_the_precision(baseline: RunRecord):
     assert not [word for word in words(apart) if word.startswith("tolerance")], "nothing was judged"
 
 
+def test_one_step_of_one_device_is_a_dot(baseline: RunRecord):
+    loss, *_ = pictures(with_losses("data", 2.0), replace(baseline, losses=(2.0,)), truth="1 device")
+    (start, end) = curves(loss)["1 device"]
+    style = next(loss.iter("g")).find("path").attrib["style"]  # type: ignore[union-attr]
+    assert start == end and "stroke-linecap: round" in style
+
+
 def test_without_one_device_or_a_difference_none_is_drawn(runs: list[RunRecord], baseline: RunRecord):
     assert len(pictures(*runs)) == 2
     assert len(pictures(runs[0], baseline, truth="1 device")) == 2, "the losses are the same bits"

@@ -8,7 +8,7 @@ import pytest
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
 from workbench.ui.decimate import MAX_POINTS
-from workbench.ui.live.history import TAIL_POINTS, Curve, History, Split, time_split
+from workbench.ui.live.history import TAIL_POINTS, TRACED_STEPS, Curve, History, Split, time_split
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
@@ -60,6 +60,14 @@ def test_a_timeline_is_shown_once_every_rank_has_reported_its_spans():
     assert history.timeline[1].step == 9
 
 
+def test_the_trace_keeps_the_newest_steps_of_all_ranks():
+    history = History(0, 2)
+    for step in range(TRACED_STEPS + 50):
+        history.add([spans(0, step), spans(1, step)])
+    assert [(part.rank, part.step) for part in history.traced][:3] == [(0, 50), (1, 50), (0, 51)]
+    assert len(history.traced) == 2 * TRACED_STEPS
+
+
 def test_changes_have_the_names_of_both_strategies():
     history = History(10, 2, "data")
     history.change(4, "hybrid")
@@ -88,6 +96,7 @@ def test_only_a_full_tail_changes_what_is_settled():
     assert curve.version == 0 and len(curve.settled[0]) == 0 and len(curve.tail[0]) == TAIL_POINTS
     curve.add([TAIL_POINTS], [1.0])
     assert curve.version == 1 and len(curve.settled[0]) == TAIL_POINTS + 1
+    assert len(curve.tail[0]) == 0, "there is nothing new"
     curve.add([200], [5.0])
     assert curve.version == 1 and list(curve.tail[0]) == [TAIL_POINTS, 200], "the tail begins where the rest ends"
 

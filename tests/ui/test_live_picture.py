@@ -65,6 +65,22 @@ def test_negative_losses_stay_in_the_pane_and_larger_ones_are_higher(losses, end
     assert set(ends) <= {text.replace("\u2212", "-") for text in texts(svg)}
 
 
+def test_ends_of_an_axis_near_zero_have_their_digits():
+    history = History(10, 1)
+    history.add([block(0, (4e-4, 2.5e-5), time_s=(0.1,), boxing_s=(0.0,))])
+    assert {"0.0004", "2.5e-05"} <= set(texts(live_picture(history, log_loss=True)))
+
+
+def test_one_step_is_a_dot():
+    history = History(1, 1)
+    history.add([block(0, (2.0,), time_s=(0.1,), boxing_s=(0.0,), num_steps=1)])
+    dots = list(ElementTree.fromstring(live_picture(history, (2.0,))).iter("circle"))
+    assert len(dots) == 4, "throughput, its median, one device, loss"
+    assert all(TOP <= float(dot.attrib["cy"]) <= PANES_HEIGHT - BOTTOM for dot in dots)
+    history.add([block(1, (1.0,), time_s=(0.1,), boxing_s=(0.0,), num_steps=2)])
+    assert "<circle" not in live_picture(history, (2.0, 1.0))
+
+
 def test_losses_that_are_no_numbers_are_left_out():
     history = History(10, 1)
     losses = (2.0, float("inf"), 1.0, float("nan"), float("nan"))

@@ -138,6 +138,13 @@ def test_names_that_are_texts_have_room_beside_the_change(view: RunView):
     assert view.title.value.count(text) == 1, "the title has all of it, once"
 
 
+def test_names_in_the_figure_are_text(view: RunView):
+    view.expect(None, limit=(3e6, "<own>"))
+    view.add([block(0, (2.0,), memory=MEMORY), RunEvent("strategy", 1, "*: model")], lambda text: "<b>")
+    notes = [note.text for note in view.figure.layout.annotations]
+    assert "data \u2192 &lt;b&gt;" in notes and "&lt;own&gt;: 3.00 MB" in notes
+
+
 def test_a_pause_stops_the_clock(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,)), RunEvent("paused", 1)])
@@ -163,6 +170,19 @@ def test_the_end_shows_the_record(view: RunView):
     view.finish(make_record("data"))
     assert "stopped" in view.status.state.value and len(trace(view.figure, "throughput").x) == 3
     assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
+
+
+def test_one_step_is_a_marker(view: RunView):
+    lines = "throughput, newest", "median, newest", "this run, newest", "1 device"
+    view.show_one_device([2.0])
+    view.add([block(0, (2.0,))])
+    assert {trace(view.figure, name).mode for name in lines} == {"lines+markers"}
+    view.show_one_device([2.0, 1.0])
+    view.tick(1)
+    view.add([block(1, (1.0,))])
+    assert {trace(view.figure, name).mode for name in lines} == {"lines"}
+    view.finish(make_record("data", losses=(2.0,), step_times_s=(0.1,)))
+    assert trace(view.figure, "this run").mode == trace(view.figure, "throughput").mode == "lines+markers"
 
 
 def test_what_was_stopped_has_no_time_left(view: RunView):

@@ -81,6 +81,12 @@ def test_csv_has_numbers_in_si_units(runs: list[RunRecord]):
     assert first["name"] == "data" and float(first["peak_bytes"]) == 8e6 and first["equal"] == "True"
 
 
+def test_the_name_of_a_model_is_text():
+    table = RunTable()
+    table.add([make_record("data", settings={"model": "<lambda>"})])
+    assert "&lt;lambda&gt; \u00b7 batch 100" in table.facts.value
+
+
 def test_how_good_predictions_were(runs: list[RunRecord]):
     predicted = [replace(runs[0], predicted={"step_s": 0.02 * factor}) for factor in (1.01, 0.9, 1.03)]
     assert prediction_errors(run_rows(predicted)) == pytest.approx((0.03, 0.1))

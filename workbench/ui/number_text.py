@@ -33,10 +33,12 @@ def grouped(number: float) -> str:
 
 
 def three_digits(number: float) -> str:
-    """At least three significant digits, never an exponent: 17.62 -> ``'17.6'``, 28123 -> ``'28\u202f123'``."""
+    """Three significant digits or more: 17.62 -> ``'17.6'``, 28123 -> ``'28\u202f123'``, 4.123e-5 -> ``'4.12e-05'``."""
     magnitude = abs(number)
     if magnitude >= 99.95 or number == 0:
         return grouped(number)
+    if magnitude < 0.0995:
+        return f"{number:.3g}"
     return f"{number:.1f}" if magnitude >= 9.995 else f"{number:.2f}" if magnitude >= 0.9995 else f"{number:.3f}"
 
 

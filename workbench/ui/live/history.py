@@ -13,6 +13,8 @@ from workbench.core.metrics import RunEvent, StepBlock, StepSpans, live_bytes
 from workbench.ui.decimate import MAX_POINTS, thin
 
 STEPS_IN_SPLIT = 20
+TRACED_STEPS = 200
+"""The number of steps whose spans are kept for a trace."""
 Message = StepBlock | StepSpans | RunEvent
 
 
@@ -49,6 +51,7 @@ class History:
         devices: by rank, the latest state of its GPU, see ``StepBlock``.
         values, latest_values: the values by step, and the last one, by name, see ``core.step_values``.
         timeline: by rank, the spans of the latest step that all ranks have reported; empty before.
+        traced: the spans of the newest ``TRACED_STEPS`` recorded steps, of all ranks.
     """
 
     def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
@@ -63,6 +66,7 @@ class History:
         self.values: dict[str, Curve] = {}
         self.latest_values: dict[str, float] = {}
         self.timeline: tuple[StepSpans, ...] = ()
+        self.traced: deque[StepSpans] = deque(maxlen=TRACED_STEPS * num_ranks)
         self._label = label
         self._running = RunningMedian()
         self._recent: deque[tuple[Sequence[float], Sequence[float], int]] = deque(maxlen=STEPS_IN_SPLIT)
@@ -110,6 +114,7 @@ class History:
         self.num_steps = max(self.num_steps, block.num_steps)
 
     def _add_spans(self, spans: StepSpans) -> None:
+        self.traced.append(spans)
         ranks = self._spans.setdefault(spans.step, {})
         ranks[spans.rank] = spans
         if len(ranks) == self.num_ranks:
@@ -187,8 +192,8 @@ class Curve:
 
     @property
     def tail(self) -> tuple[np.ndarray, np.ndarray]:
-        """The newest points, beginning with the last settled one, so that the two parts meet."""
-        joint_x, joint_y = (part[-1:] for part in self.settled)
+        """The newest points, beginning with the last settled one, so that the two parts meet; none if none is new."""
+        joint_x, joint_y = (part[-1:] if self._tail_x else part[:0] for part in self.settled)
         return np.concatenate([joint_x, self._tail_x]), np.concatenate([joint_y, self._tail_y])
 
     @property

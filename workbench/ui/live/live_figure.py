@@ -231,5 +231,7 @@ def _trace(figure: go.Figure, name: str) -> Any:
 
 
 def _set(figure: go.Figure, name: str, x: np.ndarray, y: np.ndarray) -> None:
-    trace = _trace(figure, name)
+    """Show the points of a curve. A single one is a marker, since a line needs two."""
+    trace, is_one = _trace(figure, name), len(x) == 1
     trace.x, trace.y = x, np.asarray(y, dtype=float)
+    trace.mode, trace.cliponaxis = "lines+markers" if is_one else "lines", not is_one

@@ -97,13 +97,18 @@ def _curve(
     left, right = _PANES[pane]
     bottom = PANES_HEIGHT - BOTTOM
 
-    def path(values: Points, css: str) -> str:
-        places = " ".join(
-            f"{left + (right - left) * a / steps:.1f},{bottom - PLOT_HEIGHT * _share(b, low, top, is_log):.1f}"
+    def path(values: Points, colour: str, width: float) -> str:
+        places = [
+            (f"{left + (right - left) * a / steps:.1f}", f"{bottom - PLOT_HEIGHT * _share(b, low, top, is_log):.1f}")
             for a, b in zip(*values, strict=True)
             if b > 0 or not is_log
-        )
-        return f'<polyline points="{places}" style="fill:none;{css}"/>' if places else ""
+        ]
+        if len(places) == 1:
+            ((x, y),) = places
+            return f'<circle cx="{x}" cy="{y}" r="{1 + width}" style="fill:var({colour})"/>'
+        points = " ".join(map(",".join, places))
+        style = f"fill:none;stroke:var({colour});stroke-width:{width}"
+        return f'<polyline points="{points}" style="{style}"/>' if places else ""
 
     parts = [
         _rule(left, TOP, right, TOP),
@@ -112,8 +117,8 @@ def _curve(
     ]
     parts += [_text(left - 6, bottom + 4, _short(low) if low else "0", "end"), _text(left, bottom + 16, "0", "middle")]
     parts.append(_text(right, bottom + 16, f"step {steps}", "end"))
-    parts.append(path(pale, f"stroke:var(--wb-idle);stroke-width:{behind[1]}"))
-    parts.append(path(drawn, "stroke:var(--wb-ink);stroke-width:1.5"))
+    parts.append(path(pale, "--wb-idle", behind[1]))
+    parts.append(path(drawn, "--wb-ink", 1.5))
     for change in history.changes:
         at = left + (right - left) * change.step / steps
         parts.append(_line(at, TOP, at, bottom, "--wb-ink"))

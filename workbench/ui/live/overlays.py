@@ -6,6 +6,7 @@ Each ``show`` function replaces its own earlier drawing only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
@@ -49,7 +50,7 @@ def _names_of(change: Change, end: float, colours: Palette) -> list[dict[str, An
 def _beside(step: float, name: str, anchor: str, colours: Palette) -> dict[str, Any]:
     shift = 4 if anchor == "left" else -4
     place = {"x": step, "xshift": shift, "y": 0.04, "xref": "x", "yref": "y domain", "xanchor": anchor}
-    return place | {"text": name, "yanchor": "bottom"} | _on_ground(colours)
+    return place | {"text": escape(name), "yanchor": "bottom"} | _on_ground(colours)
 
 
 def show_pause(figure: go.Figure, is_paused: bool, colours: Palette = LIGHT) -> None:
@@ -72,7 +73,7 @@ def show_limit(
         limit_bytes: the limit; None if unknown.
         machine: the name of the machine that has it, which need not be that of the run.
     """
-    lines, words = [], limit_text(limit_bytes or 0, machine)
+    lines, words = [], escape(limit_text(limit_bytes or 0, machine))
     note = {"y": 1, "yref": "y3 domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     note |= {"font": {"size": 12, "color": colours.error}}
     if limit is None:

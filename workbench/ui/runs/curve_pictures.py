@@ -77,7 +77,7 @@ class _Strategy:
 
     @property
     def line(self) -> str:
-        return f"stroke: {self.colour}; stroke-linejoin: round; stroke-width: {5 if self.is_truth else 1.5}"
+        return f"stroke: {self.colour}; stroke-linejoin: round; stroke-linecap: round; stroke-width: {5 if self.is_truth else 1.5}"
 
     @property
     def mark(self) -> str:
@@ -212,7 +212,8 @@ def _curves(
     shapes, (number, count) = [], place
     for steps, values in one.curves:
         points = [(x_of(step), y_of(value)) for step, value in zip(steps, values, strict=True)]
-        line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
+        ends = points * 2 if len(points) == 1 else points  # a line of no length is a dot
+        line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in ends) if points else ""
         shapes.append(element("path", d=line, style=one.line))
         stride = max(len(points) // _NUM_MARKS, count, 1)
         marked = range(number * stride // count % max(len(points), 1), 0 if one.is_truth else len(points), stride)

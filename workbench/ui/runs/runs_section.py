@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.core.metrics import RunEvent, RunRecord, StepSpans
+from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.profile import Profile
 from workbench.core.seeds import seeds_of, with_seed, without_seed
 from workbench.core.strategy import Strategy
@@ -68,7 +68,6 @@ class RunsSection:
         self._run: Run | None = None
         self._names: dict[str, str] = {}
         self._text = self._present = self._profiled = ""  # names: of the present strategy, of the profiled one
-        self._spans: list[StepSpans] = []
         self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
         self._end_shown = guarded(self._show_end)
@@ -81,7 +80,7 @@ class RunsSection:
         self.apply_button = button("Apply", self.apply, "wb-primary")
         self.keep_button = button("Keep the old one", self.keep)
         self.trace_button = button("Trace", self._on_trace, icon="download", disabled=True)
-        self.trace_button.tooltip = "save the recorded steps for chrome://tracing or ui.perfetto.dev"
+        self.trace_button.tooltip = "save the newest recorded steps for chrome://tracing or ui.perfetto.dev"
         both = bar(self.pause_button, self.stop_button, css=("wb-group",))
         self.steering = (both, self.change_button, self.apply_button, self.keep_button)
         self.check = widgets.Checkbox(trainer.check_steps > 0, description="check against one device", indent=False)
@@ -137,7 +136,7 @@ class RunsSection:
             name = self._free_name(with_seed(label, number, self._trainer.seed))
             self._text, self._present = str(strategy), name
             self._names = {self._text: name}
-            self._spans, self.is_paused, self.is_changing, self._is_stopping = [], False, False, False
+            self.is_paused = self.is_changing = self._is_stopping = False
             self.error = None
             try:
                 self._begin(strategy, name, num_steps, number)
@@ -232,8 +231,8 @@ class RunsSection:
             return True
 
     def trace(self) -> dict[str, Any]:
-        """The recorded steps of the run in Chrome's trace format."""
-        return chrome_trace(self._spans)
+        """The newest recorded steps of the run in Chrome's trace format, at most ``TRACED_STEPS``."""
+        return chrome_trace(self.live.history.traced if self.live.history is not None else ())
 
     def static_html(self) -> str:
         """The last run and the comparison for readers without a kernel."""
@@ -256,7 +255,6 @@ class RunsSection:
             if self._run is not None and self._run.one_device_losses is not None:
                 self.live.show_one_device(self._run.one_device_losses)
             found = [message for message in messages if isinstance(message, Message)]
-            self._spans += [message for message in found if isinstance(message, StepSpans)]
             self.live.add(found, lambda text: self._names.get(text, text))
 
     def _on_trained(self) -> None:
@@ -382,7 +380,7 @@ class RunsSection:
         self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
         self.change_button.layout.display = "none" if changing else ""
         self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
-        self.trace_button.disabled = not self._spans and not busy
+        self.trace_button.disabled = not busy and not (self.live.history and self.live.history.traced)
         self.profile_section.refresh(busy)
 
 

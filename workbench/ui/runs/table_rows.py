@@ -232,7 +232,7 @@ def _values(run: RunRecord, base: RunRecord | None) -> dict[str, float | None]:
 
 
 def _loss_text(loss: float) -> str:
-    return three_digits(loss) if 0.0995 <= abs(loss) < 1e5 else f"{loss:.3g}"
+    return three_digits(loss) if abs(loss) < 1e5 else f"{loss:.3g}"
 
 
 _WRITERS: dict[str, Callable[[float], str]] = {

@@ -196,7 +196,7 @@ class RunTable:
             self.answer.value = ""
         self.page.page = self._page_html()
         self._show_controls()
-        self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
+        self.facts.value = element("span", text=_facts(self.runs), css="wb-quiet")
 
     def _show_controls(self) -> None:
         truths = list(self._truths.values())
