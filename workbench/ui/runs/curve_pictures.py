@@ -77,7 +77,8 @@ class _Strategy:
 
     @property
     def line(self) -> str:
-        return f"stroke: {self.colour}; stroke-linejoin: round; stroke-linecap: round; stroke-width: {5 if self.is_truth else 1.5}"
+        width = 5 if self.is_truth else 1.5
+        return f"stroke: {self.colour}; stroke-linejoin: round; stroke-linecap: round; stroke-width: {width}"
 
     @property
     def mark(self) -> str:
