@@ -1,6 +1,11 @@
-"""What a cell shows that ends with the result of ``wb.compare``: numbers as people read them, and every verdict."""
+"""The result of ``wb.compare`` for people, as a cell shows it, and for programs, as JSON."""
 
 from __future__ import annotations
+
+import json
+import math
+
+import pytest
 
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
@@ -27,3 +32,28 @@ def test_a_result_is_shown_with_units_and_verdicts_and_without_texts_of_strategi
     ):  # fmt: skip
         assert words in page, words
     assert "layers.0" not in page
+
+
+def a_result_that_is_not_finite() -> CompareResult:
+    values = {"loss/a~b": ((0, math.inf), (1, 0.5))}
+    verdict = Verdict(False, largest=math.inf, note="then nan")
+    run = RunRecord(
+        "data", LONG, 2, 16, losses=(2.0, math.nan, -math.inf), loss_difference=math.inf, verdict=verdict, values=values
+    )
+    return CompareResult(RunRecord("one device", LONG, 1, 16, losses=(2.0, 1.5)), [run], {"lr": math.nan, "steps": 2})
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    """A bare NaN is no JSON: readers of other languages refused the whole file."""
+    result = a_result_that_is_not_finite()
+    text = result.to_json()
+    read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert read["runs"][0]["losses"] == [2.0, None, None] and read["settings"] == {"lr": None, "steps": 2}
+    again = CompareResult.from_json(text)
+    assert repr(again.runs) == repr(result.runs) and repr(again.settings) == repr(result.settings)
+
+
+def test_json_of_older_versions_is_read() -> None:
+    result = a_result_that_is_not_finite()
+    parts = {"baseline": None, "runs": [run.to_dict() for run in result.runs], "settings": result.settings}
+    assert repr(CompareResult.from_json(json.dumps(parts)).runs) == repr(result.runs)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.json_record import finite, restore
 from workbench.core.metrics import RunRecord
 from workbench.core.presets import PRESETS
 from workbench.core.seeds import over_seeds, seeds_of, with_seed
@@ -73,16 +74,18 @@ class CompareResult:
         return [*((run, False) for run in runs), *((truth, True) for truth in truths)]
 
     def to_json(self) -> str:
-        """The whole result as JSON text."""
+        """The whole result as JSON text. Numbers that are not finite are ``null``, and ``not_finite`` says where."""
         more, runs = ([run.to_dict() for run in listed] for listed in (self.more_baselines, self.runs))
         baseline = self.baseline and self.baseline.to_dict()
         parts = {"baseline": baseline, "more_baselines": more, "runs": runs, "settings": self.settings}
-        return json.dumps(parts, indent=1)
+        plain, not_finite = finite(parts)
+        return json.dumps({**plain, "not_finite": not_finite}, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> CompareResult:
         """The result from the text of ``to_json``."""
         data = json.loads(text)
+        restore(data, data.get("not_finite", {}))
         more, runs = ([RunRecord.from_dict(run) for run in data.get(name, [])] for name in ("more_baselines", "runs"))
         baseline = RunRecord.from_dict(data["baseline"]) if data["baseline"] else None
         return cls(baseline, runs, data.get("settings", {}), more)
