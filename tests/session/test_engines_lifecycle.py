@@ -330,4 +330,10 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
     with Session(engines=1, profile="ours", device="cpu") as session:
         assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
         assert session.num_engines == 1
+        session.run("model = wb.parallelize(torch.nn.Linear(2, 2), '*: data')", setup=True)
+        session.run(f"wb.checkpoint.save({str(tmp_path / 'saved')!r}, model=model)")
+        (first,) = session.run("model.weight.to_local().sum().item()").values
+        session.restart()
+        assert dict(session.recover().rows)["model"] == f"checkpoint {tmp_path / 'saved'}"
+        assert session.run("model.weight.to_local().sum().item()").values == [first]
     wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children_before)

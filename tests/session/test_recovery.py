@@ -11,7 +11,8 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import CellError, SessionError
-from workbench.session.on_engine.recovery import Recovery, Saved, _random_states
+from workbench.session.on_engine.recovery import Recovery, _random_states
+from workbench.session.protocol import SavedCheckpoint
 from workbench.session.recovery import Losses, Recovered, SetupCells, describe_loss
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -232,7 +233,7 @@ def test_what_no_rank_holds_comes_from_the_newest_checkpoint(tmp_path, strategy,
         assert lost in rows["model"] + rows["optimizer"] and "no checkpoint of this session has it" in rows["optimizer"]
         assert rows["step = 7"] == "rank 0"
 
-        namespace, rows = recover(kept, set_up(strategy), [Saved(path, names) for path in paths])
+        namespace, rows = recover(kept, set_up(strategy), [SavedCheckpoint(str(path), names) for path in paths])
         source, best = f"checkpoint {paths[1]}", f"trainer.best = {kept['trainer'].best!r}"
         assert rows == {
             **dict.fromkeys(["model", "net", "optimizer", "scheduler", "step = 4"], source),
@@ -265,7 +266,8 @@ def test_without_any_rank_left_a_checkpoint_is_the_only_source(tmp_path):
         train(kept, 2)
         wb.checkpoint.save(tmp_path / "c", model=kept["model"], optimizer=kept["optimizer"], step=kept["step"])
         expected, namespace = train(kept, 2), set_up("*: data")
-        rows = Recovery(namespace, dict(namespace), {}, [0, 1], current(), [Saved(tmp_path / "c", {})]).run(None)
+        saved = SavedCheckpoint(str(tmp_path / "c"), {})
+        rows = Recovery(namespace, dict(namespace), {}, [0, 1], current(), [saved]).run(None)
         assert dict(rows)["scheduler"] == "lost: no rank has a copy of it; it is as its set-up cell makes it"
         assert dict(rows)["step = 2"] == f"checkpoint {tmp_path / 'c'}"
         assert train(namespace, 1) == expected[:1]
@@ -287,7 +289,8 @@ def test_what_new_ranks_have_trained_is_kept(tmp_path, strategy):
         kept |= {"only": 1} if wb.rank() else {}
         del kept["scheduler"], kept["loss_fn"]
         namespace = kept | set_up(strategy) | {"frozen": nn.Linear(3, 2), "kind": kept["optimizer"]}
-        states, everyone, saved = _random_states(current()), range(wb.world_size()), [Saved(tmp_path / "c", {})]
+        states, everyone = _random_states(current()), range(wb.world_size())
+        saved = [SavedCheckpoint(str(tmp_path / "c"), {})]
         rows = dict(Recovery(namespace, dict(namespace), kept, everyone, current(), saved).run(states))
         assert {name for name, row in rows.items() if row.startswith("kept")} >= {"model", "losses", "step", "kind"}
         assert "no checkpoint of this session has it without " in rows["scheduler"]
@@ -360,7 +363,7 @@ def test_without_set_up_cells_nothing_is_recovered_once_all_is_lost():
     losses = Losses()
     losses.add([0, 1], 2)
     with pytest.raises(SessionError, match=r"no cell is marked as set-up, and all ranks have lost.*checkpoint\.load"):
-        SetupCells().recover(losses, lambda *_: [[], []], pytest.fail)
+        SetupCells().recover(losses, [], lambda *_: [[], []], pytest.fail)
     assert losses.ranks == {0, 1} and losses.lacking(2) == () and losses.lacking(3) == (0, 1)
 
 

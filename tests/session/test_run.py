@@ -11,7 +11,8 @@ from tests.session.played_engines import PlayedEngines
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
-from workbench.session.protocol import Failure, RankStatus
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.protocol import Failure, RankStatus, SavedCheckpoint
 from workbench.session.run import NullListener, Run
 from workbench.session.text_reports import describe
 
@@ -51,6 +52,19 @@ def test_an_error_that_comes_late_on_a_busy_machine_is_not_lost():
     outcome = Run(nobody, request, NullListener(), nobody).wait()
     assert outcome.failures == {0: failure}
     assert outcome.elapsed_s < 5, "the end of the output ends the run"
+
+
+def test_a_checkpoint_of_engines_without_the_sessions_folder_is_in_it(tmp_path):
+    """As on other hosts, where `recover` found none."""
+    saved = [SavedCheckpoint(f"/shared/{number}", {"model": ["net"]}) for number in range(2)]
+    pool = EnginePool(PlayedEngines({}), "cpu", SessionFolder.open(tmp_path))
+    pool._engines = pool._processes
+    request = Request([0])
+    for each in saved:
+        request.put("data", 0, each)
+    request.put("reply", 0, None)
+    request.put("idle", 0, None)
+    assert pool.follow(request, NullListener()).ok and pool._folder.checkpoints() == saved
 
 
 @pytest.mark.parametrize("where", ["_finished", "_step", "_time_to_wait", "_decide", "stop"])

@@ -288,7 +288,7 @@ class Session:
         call = partial(self._call, self._check(None), what="recover")
         with self._requests.exclusive(on_wait=self._report_wait):
             self._pool.prepare(self._pool.ranks)
-        return self._setup.recover(self._pool.losses, call, self.run_cell)
+        return self._setup.recover(self._pool.losses, self._folder.checkpoints(), call, self.run_cell)
 
     def resize(self, engines: int) -> Resized:
         """Add engines, or give back the last ones, and return a report for ``print``: ``session.resize(6)``.

@@ -111,11 +111,11 @@ def put_back_variables() -> None:
     recovery.put_back()
 
 
-def restore_variables(lost: list[int]) -> list[tuple[str, str]]:
+def restore_variables(lost: list[int], saved: list[protocol.SavedCheckpoint]) -> list[tuple[str, str]]:
     """See ``on_engine.recovery.restore``."""
     from workbench.session.on_engine import recovery
 
-    return recovery.restore(lost)
+    return recovery.restore(lost, saved)
 
 
 def withdraw(num_ranks: int) -> list[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -41,19 +41,6 @@ _JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
 _STARTING = "Interrupted while engines were starting."
-_numbering = threading.Lock()
-_last_run = 0
-
-
-def _next_run() -> int:
-    """The number of a new run: above those of all runs before it, also of other notebooks on the same engines.
-
-    An engine stops no run that is later than the one it is asked to stop, and knows that by their numbers.
-    """
-    global _last_run
-    with _numbering:
-        _last_run = max(_last_run + 1, time.time_ns() // 1_000)
-        return _last_run
 
 
 class EnginePool:
@@ -71,7 +58,8 @@ class EnginePool:
         self._processes, self._folder = processes, folder
         self._engines: Engines | None = None
         self._facts: dict[int, dict[str, Any]] = {}
-        self._world_is_stale, self.losses, self._counts = False, Losses(), ExchangeCounts()
+        self._world_is_stale, self._has_attached, self.losses = False, False, Losses()
+        self._counts = ExchangeCounts()
 
     def devices(self) -> dict[str, list[int]]:
         """The ranks by the type of their device."""
@@ -105,7 +93,7 @@ class EnginePool:
     def attach(self, client: ipp.Client) -> None:
         """Use engines that another notebook has started. They join a new world before the next request."""
         self._engines = Engines(client, range(self.num_engines))
-        self._world_is_stale = True
+        self._world_is_stale = self._has_attached = True
         load_in_notebook()
 
     @property
@@ -171,6 +159,8 @@ class EnginePool:
             live.forget()
             came_late = request.release() or run.was_interrupted_late
         self._counts.check(outcome, self.ranks, self.ask)
+        for saved in outcome.checkpoints:
+            self._folder.add_checkpoint(saved)
         if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         if lacking := self.losses.lacking(self.num_engines):
@@ -187,6 +177,8 @@ class EnginePool:
 
         Where engines take long to start, a request that needs only others does not wait for them.
         """
+        if self._has_attached and set(self.ranks) <= set(self.live.registered()):
+            self._wait_for_earlier_notebook()
         missing = sorted(set(self.ranks) - set(self.live.registered()))
         if missing and not self._processes.replaces_at_once and not set(missing) & set(targets):
             return
@@ -196,6 +188,14 @@ class EnginePool:
             self._describe_loss(missing)
             self.replace(missing)
         self._processes.record_oom_kills()
+
+    def _wait_for_earlier_notebook(self) -> None:
+        """Wait for the end of what it has started, however long that takes. An interrupt ends it."""
+        request = self.live.apply(self.ranks, os.getpid, (), self.tag(self.ranks, label="attach"))
+        outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="an earlier cell")
+        if outcome.stop_reason == "interrupt":
+            raise Interrupted.during(outcome)
+        self._has_attached = False
 
     def send(self, targets: Sequence[int], request: Callable[[Engines], Request]) -> Request:
         """Send a request to engines that are all there. One that ends just then has no address any more."""
@@ -316,7 +316,7 @@ class EnginePool:
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
         """The tag of the next request to these ranks."""
         num_targets = len(tuple(targets))
-        return protocol.CellTag(_next_run(), num_targets == self.num_engines, wants_values, label)
+        return protocol.CellTag(protocol.next_run(), num_targets == self.num_engines, wants_values, label)
 
     def leave(self) -> None:
         """Disconnect from the engines, which go on running."""

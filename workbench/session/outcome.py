@@ -40,6 +40,7 @@ class Outcome:
     killed: tuple[int, ...] = ()
     unended: dict[int, str] = field(default_factory=dict)  #: those of them that had time, and what they did not end
     progress: dict[int, protocol.Progress] = field(default_factory=dict)  #: of ranks that have exchanged data
+    checkpoints: list[protocol.SavedCheckpoint] = field(default_factory=list)  #: that the notebook is told of
     unlike_counts: str = ""  #: an error if ranks have called unlike numbers of exchanges
     elapsed_s: float = 0.0
     replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied

@@ -11,6 +11,8 @@ import io
 import json
 import os
 import pickle
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,6 +35,21 @@ INTERRUPT, ERROR = "interrupt", "error"
 WIRE_KEY = "workbench:"
 #: A larger value of a cell's last expression is not sent with the cell's reply.
 MAX_VALUE_BYTES = 16 * 2**20
+
+
+_numbering = threading.Lock()
+_last_run = 0
+
+
+def next_run() -> int:
+    """The number of a new run: above those of all runs before it, also of other notebooks on the same engines.
+
+    An engine stops no run that is later than the one it is asked to stop, and knows that by their numbers.
+    """
+    global _last_run
+    with _numbering:
+        _last_run = max(_last_run + 1, time.time_ns() // 1_000)
+        return _last_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,14 @@ class Progress:
     num_boxings: int = 0  #: every rank counts every one
     num_sums: tuple[tuple[tuple[int, ...], int], ...] = ()  #: by group of ranks, which count theirs
     latest: str = ""  #: the latest boxing
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint of a session, and the variables that its parts were."""
+
+    path: str
+    names: dict[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.errors import CellError, SessionError
 from workbench.session import engine
+from workbench.session.protocol import SavedCheckpoint
 from workbench.session.ranks import describe_ranks
 from workbench.units import counted
 
@@ -133,11 +134,18 @@ class SetupCells:
     def __bool__(self) -> bool:
         return bool(self._cells)
 
-    def recover(self, losses: Losses, call: Callable[..., list[Any]], run: Callable[..., object]) -> Recovered:
+    def recover(
+        self,
+        losses: Losses,
+        saved: list[SavedCheckpoint],
+        call: Callable[..., list[Any]],
+        run: Callable[..., object],
+    ) -> Recovered:
         """What `Session.recover` does when all ranks are there.
 
         Args:
             losses: of the session's engines; none afterwards.
+            saved: the session's checkpoints, oldest first.
             call: calls a function on all ranks.
             run: runs code on ranks.
         """
@@ -147,7 +155,7 @@ class SetupCells:
         held = call(engine.keep_variables, (losses.number, lost))
         with undone_on_error(lambda: call(engine.put_back_variables, ())):
             num_cells = self.run_again(set().union(*held), run, len(held), are_all_lost=len(lost) == len(held))
-            rows = call(engine.restore_variables, (lost,))[0]
+            rows = call(engine.restore_variables, (lost, saved))[0]
         losses.ranks -= set(lost)
         losses.has_parts = False
         return Recovered(tuple(lost), num_cells, rows)

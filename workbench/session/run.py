@@ -164,6 +164,8 @@ class Run:
             self.outcome.values[event.rank] = protocol.load(event.content.payload)
         elif event.kind == "data" and isinstance(event.content, protocol.Progress):
             self.outcome.progress[event.rank] = event.content
+        elif event.kind == "data" and isinstance(event.content, protocol.SavedCheckpoint):
+            self.outcome.checkpoints.append(event.content)
         elif event.kind != "wake":
             self._listener.on_event(event)
 

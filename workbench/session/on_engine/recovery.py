@@ -12,7 +12,6 @@ unless it has modules or optimizers that they hold.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -27,7 +26,9 @@ from workbench.errors import CheckpointError, SessionError
 from workbench.session import user_modules
 from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine.sent_values import is_same, kind, pack, renewed, shown, spread, unpack, with_own_state
-from workbench.session.on_engine.shell import shell
+from workbench.session.on_engine.shell import send, shell
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.protocol import SavedCheckpoint
 from workbench.session.ranks import describe_ranks
 from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
@@ -42,7 +43,6 @@ _NO_SETUP = "lost: no set-up cell makes it"
 _KEPT = "kept: the ranks hold it; no checkpoint is loaded over it"
 _DIFFERS = "it differs between the other ranks"
 _PARTS = ("module", "optimizer", "stateful", "global tensor")
-_CHECKPOINTS = "checkpoints"
 _kept: tuple[int, dict[str, Any], Any] | None = None
 """The number of the loss, the variables at that time, and the random states."""
 
@@ -77,28 +77,26 @@ def put_back() -> None:
         namespace.update(_kept[1])
 
 
-def restore(lost: Collection[int]) -> Rows:
-    """Bring back the variables of lost ranks, when set-up cells have run. All ranks call it."""
+def restore(lost: Collection[int], saved: Sequence[SavedCheckpoint]) -> Rows:
+    """Bring back the variables of lost ranks, when set-up cells have run. All ranks call it.
+
+    Args:
+        saved: the checkpoints of this session, oldest first.
+    """
     global _kept
     _, kept, states = _kept if _kept is not None else (0, {}, None)
     namespace = shell().user_ns
     fresh = {name: namespace[name] for name in engine_assist.names()}
-    rows = Recovery(namespace, fresh, kept, lost, current(), _saved_checkpoints()).run(states)
+    rows = Recovery(namespace, fresh, kept, lost, current(), saved).run(states)
     _kept = None
     return rows
 
 
-class Saved(NamedTuple):
-    """A checkpoint of this session, and the variables that its parts were."""
-
-    path: Path
-    names: dict[str, list[str]]
-
-
 def record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
-    """Remember a checkpoint for all engines of this session, also those that are started later."""
-    folder = os.environ.get("WORKBENCH_SESSION_FOLDER")
-    if folder is None or current().rank != 0:
+    """Remember a checkpoint for all engines of this session: in its folder, which is also there when the notebook is
+    gone; engines of a profile, which may be on other hosts, tell the notebook.
+    """
+    if current().rank != 0:
         return
     variables = spread({name: shell().user_ns[name] for name in engine_assist.names()})
     names = {
@@ -106,14 +104,11 @@ def record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
         for part, value in parts.items()
         if kind(value) != "value"
     }
-    with open(Path(folder) / _CHECKPOINTS, "a") as file:
-        file.write(f"{json.dumps([str(path), names])}\n")
-
-
-def _saved_checkpoints() -> list[Saved]:
-    file = Path(os.environ.get("WORKBENCH_SESSION_FOLDER", "")) / _CHECKPOINTS
-    lines = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
-    return [Saved(Path(path), names) for path, names in lines]
+    saved = SavedCheckpoint(str(path), names)
+    if folder := os.environ.get("WORKBENCH_SESSION_FOLDER"):
+        SessionFolder.open(folder).add_checkpoint(saved)
+    else:
+        send(saved)
 
 
 class _Told(NamedTuple):
@@ -152,7 +147,7 @@ class Recovery:
         kept: Mapping[str, Any],
         lost: Collection[int],
         world: World,
-        checkpoints: Sequence[Saved] = (),
+        checkpoints: Sequence[SavedCheckpoint] = (),
     ) -> None:
         self.namespace, self.fresh, self.world, self.checkpoints = namespace, spread(fresh), world, checkpoints
         self.are_all_new = len(lost) == world.world_size
@@ -274,7 +269,8 @@ class Recovery:
         its parts' variables.
         """
         some: tuple[Path | None, dict[str, str]] = (None, {})
-        for path, names in reversed(self.checkpoints):
+        for each in reversed(self.checkpoints):
+            path, names = Path(each.path), each.names
             try:
                 kinds = Checkpoint(find(path)).kinds
             except CheckpointError:

@@ -1,7 +1,7 @@
-"""The private folder of one session: keys, logs, rendezvous files, and the list of its processes.
+"""The private folder of one session: keys, logs, rendezvous files, and the lists of its checkpoints and processes.
 
-The list names each process by id and start, never by its program's name. So a session never ends a foreign process that
-has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another notebook and
+The list of processes names each by id and start, never by its program's name. So a session never ends a foreign process
+that has got an old id. A folder is stale when its owner has ended, unless its engines are kept for another notebook and
 still run. `reap_stale_sessions` ends the processes of a stale folder and removes it. Several hosts and containers may
 share the place of these folders. Whether the processes of others have ended is not known here, so their folders stay.
 Those from before the last boot of this host are stale.
@@ -26,9 +26,11 @@ from pathlib import Path
 import psutil
 
 from workbench.errors import SessionError
+from workbench.session.protocol import SavedCheckpoint
 
 BASE_VARIABLE = "WORKBENCH_SESSIONS"
 _STATE = "session.json"
+_CHECKPOINTS = "checkpoints"
 _ENDED = -1.0
 """The start of a process that had ended before it was asked for."""
 _UNKNOWN = "-"
@@ -255,6 +257,17 @@ class SessionFolder:
         with contextlib.suppress(OSError, ValueError, KeyError):
             return self.engines() if self._state()["keep"] else None
         return None
+
+    def add_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Remember a checkpoint for all engines of the session, also those that are started later."""
+        with contextlib.suppress(FileNotFoundError), open(self.path / _CHECKPOINTS, "a") as file:  # it has been removed
+            file.write(f"{json.dumps(asdict(saved))}\n")
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Those of the session, oldest first."""
+        file = self.path / _CHECKPOINTS
+        lines = file.read_text().splitlines() if file.is_file() else ()
+        return [SavedCheckpoint(**json.loads(line)) for line in lines]
 
     def reap(self, spare: Collection[int] = ()) -> None:
         """End the session's processes, except those in ``spare``, and remove the folder."""
