@@ -333,7 +333,10 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
         session.run("model = wb.parallelize(torch.nn.Linear(2, 2), '*: data')", setup=True)
         session.run(f"wb.checkpoint.save({str(tmp_path / 'saved')!r}, model=model)")
         (first,) = session.run("model.weight.to_local().sum().item()").values
+        folder = os.getcwd()
+        monkeypatch.chdir(tmp_path)
         session.restart()
+        assert session.run("import os\nos.getcwd()").values == [folder], "that of the session's start"
         assert dict(session.recover().rows)["model"] == f"checkpoint {tmp_path / 'saved'}"
         assert session.run("model.weight.to_local().sum().item()").values == [first]
     wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children_before)

@@ -105,15 +105,17 @@ def test_a_cell_that_outlives_its_notebook_is_seen_and_can_be_interrupted(tmp_pa
 
 
 @pytest.mark.slow
-def test_detach_replace_and_clean(tmp_path, capsys):
+def test_detach_replace_and_clean(tmp_path, monkeypatch, capsys):
+    began_in = os.getcwd()
     with Session(engines=1, device="cpu", keep=True) as session:
         session.run("kept = 3")
         pid = session.status()[0].pid
     assert psutil.pid_exists(pid)  # the context's end has left it
+    monkeypatch.chdir(tmp_path)
     session = Session.attach()
     psutil.Process(pid).kill()
     wait_until(lambda: not session._live().registered(), "the death of the engine")
-    assert session.run("'kept' in globals()").values == [False]
+    assert session.run("import os\n'kept' in globals(), os.getcwd()").values == [(False, began_in)]
     assert "rank 0 died" in capsys.readouterr().err
     replaced = session.status()[0].pid
     assert replaced != pid

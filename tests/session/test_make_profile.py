@@ -12,7 +12,7 @@ from IPython.utils.text import EvalFormatter
 from traitlets.config.loader import PyFileConfigLoader
 
 from workbench.errors import SessionError
-from workbench.session import magic_commands
+from workbench.session import Session, magic_commands
 from workbench.session.processes import make_profile
 from workbench.session.processes.host_facts import ask_hosts, parse_hosts
 
@@ -20,7 +20,7 @@ SSH = """#!/bin/sh
 # Hosts by name: what ssh says for each.
 for word; do
     case "$word" in
-        good*) export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"; shift $(($#-1)); exec sh -c "$1" ;;
+        good*|*@good*) export SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"; shift $(($#-1)); exec sh -c "$1" ;;
         unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255 ;;
         nokey) echo "nokey: Permission denied (publickey)." >&2; exit 255 ;;
         off) echo "ssh: connect to host off port 22: Connection timed out" >&2; exit 255 ;;
@@ -57,6 +57,33 @@ def test_a_profile_for_hosts(elsewhere):
     assert made.path.parent.name == "profile_workbench-good" and "--profile workbench-good" in str(made)
     assert str(made.path) in str(made) and "5 on good" in str(made)
     assert make_profile.ssh_profile("good").num_engines in (2, len(ask_hosts(["good"])[0].gpus))
+
+
+def test_other_hosts_get_another_profile(elsewhere):
+    """The second start wrote over the first one's profile, and `Again:` started engines on other hosts."""
+    gpus = [f"good{number:02}.cluster.uni.edu" for number in range(1, 10)]
+    lists = [["good1"], gpus[:4], gpus[:3] + gpus[8:], ["me@good1"], ["you@good1"], ["good1:22"], ["good-1"]]
+    lists += [["good.1"], ["good1", "good2"], ["good1-good2"]]
+    made = [make_profile.ssh_profile(",".join(hosts), 8) for hosts in lists]
+    assert len({each.name for each in made}) == len(made)
+    assert made[0].name == "workbench-good1" and made[0] == make_profile.ssh_profile("good1", 8)
+    assert all(each.name.startswith("workbench-good") and len(each.name) < 60 for each in made)
+    for each, hosts in zip(made, lists, strict=True):
+        assert set(read(each).SSHEngineSetLauncher.engines) == set(hosts)
+        assert each.path.parent.name == f"profile_{each.name}" and f"--profile {each.name}" in str(each)
+    options = ["nodes=2", "nodes=4", "partition=a-b", "partition=a.b", "partition=a-b nodes=2"]
+    jobs = [make_profile.slurm_profile(text, 4) for text in options]
+    assert len({each.name for each in jobs}) == len(jobs)
+    for each in jobs:
+        assert str(each.path.parent) in read(each).SlurmEngineSetLauncher.batch_file_name
+
+
+def test_a_profile_that_is_not_there_is_refused_and_not_made(elsewhere, tmp_path):
+    """ipyparallel made it, and two engines ran on this machine."""
+    made = make_profile.ssh_profile("good", 2)
+    with pytest.raises(SessionError, match=r"no folder profile_workbench-godo in .*did you mean 'workbench-good'\?"):
+        Session(profile="workbench-godo")
+    assert [path.name for path in made.path.parents[1].iterdir()] == ["profile_workbench-good"]
 
 
 def test_all_hosts_that_cannot_run_engines_are_named_with_their_fixes(elsewhere):
@@ -112,7 +139,7 @@ def test_a_profile_for_slurm_asks_for_what_a_set_of_engines_needs(elsewhere):
     options = "partition=gpu nodes=2 gpus-per-node=a100:8 time=01:00:00\n --exclusive comment='{cluster_id}; id'"
     made = make_profile.slurm_profile(options)
     config = read(made)
-    assert config.Cluster.n == made.num_engines == 16 and made.name == "workbench-slurm-gpu"
+    assert config.Cluster.n == made.num_engines == 16 and re.fullmatch("workbench-slurm-gpu-[0-9a-f]{6}", made.name)
     template = config.SlurmEngineSetLauncher.batch_template
 
     def asks(n):

@@ -43,7 +43,8 @@ def trained(session):
     return values[0]
 
 
-def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd):
+def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # engines stay in the folder of the session's start
     own_session.run(SETUP)
     expected = trained(own_session) + trained(own_session) + trained(own_session)
     pids = own_session.run("import os\nos.getpid()").values
@@ -53,6 +54,7 @@ def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd
     own_session.run("everywhere = wb.arange(8, placement=wb.placement.all('cpu'), sbp='S(0)')\nrandom = torch.rand(2)")
     report = own_session.resize(3)  # no cell is marked as set-up
     assert "rank 2 has no variables. To get them" in str(report)
+    assert len({str(tmp_path), *(folders := own_session.run("import os\nos.getcwd()").values)}) == 2, folders
     with pytest.raises(CellError, match=r"rank 2 has no variable train.*Nothing ran"):
         own_session.run("train(3)")
     with pytest.raises(SessionError, match="no cell is marked as set-up"):

@@ -133,6 +133,7 @@ class EngineFacts:
     engines: dict[int, ProcessId]
     gpus: tuple[str, ...]
     since_s: float
+    started_in: str = "."  #: the folder in which they began
 
     def is_alive(self) -> bool:
         """Whether the controller still runs. Engines end with it."""
@@ -142,7 +143,8 @@ class EngineFacts:
     def parse(cls, state: dict) -> EngineFacts:
         """The reverse of `dataclasses.asdict`, after a passage through JSON."""
         engines = {int(rank): ProcessId(**process) for rank, process in state["engines"].items()}
-        return cls(ProcessId(**state["controller"]), engines, tuple(state["gpus"]), state["since_s"])
+        controller, started_in = ProcessId(**state["controller"]), state.get("started_in", ".")
+        return cls(controller, engines, tuple(state["gpus"]), state["since_s"], started_in)
 
 
 def base_folder() -> Path:

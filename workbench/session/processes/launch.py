@@ -21,7 +21,7 @@ import ipyparallel as ipp
 import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets import Any as AnyTrait
-from traitlets import Instance, Integer, List
+from traitlets import Instance, Integer, List, Unicode
 from traitlets.config import Config
 
 from workbench.core.cores import num_cores
@@ -97,11 +97,11 @@ class RankEngineLauncher(LocalEngineLauncher):
         self.parent.started[self.rank] = self
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
         self.set_trait("environment", {**self.environment, **own})
+        self.work_dir = self.parent.started_in
         if self.forks is None:
             return super().start()
         arguments = self.find_args()[len(WATCHDOG) :]
-        folder = os.path.abspath(self.work_dir)
-        self.process = self.forks.fork(arguments, {**os.environ, **self.get_env()}, folder, self.output_file)
+        self.process = self.forks.fork(arguments, {**os.environ, **self.get_env()}, self.work_dir, self.output_file)
         self.pid = self.process.pid
         self.notify_start(self.pid)
         self._start_waiting()
@@ -111,13 +111,14 @@ class RankEngineLauncher(LocalEngineLauncher):
 class RankEngineSetLauncher(LocalEngineSetLauncher):
     """Engines for some ranks of a session: all of them at its start, fewer at a restart.
 
-    ``started`` keeps the launcher of each rank. ``launchers`` loses those whose process has ended.
+    ``started`` keeps the launcher of each rank. ``launchers`` loses those whose process has ended. ``started_in`` is
+    the folder in which the engines begin: that of the session's start.
     """
 
     launcher_class = RankEngineLauncher
     started: Any = AnyTrait()
     ranks: Any = List()
-    num_ranks = Integer()
+    num_ranks, started_in = Integer(), Unicode()
     gpus: Any = List()
     forks: Any = Instance(fork_server.ForkServer, allow_none=True)
 
@@ -131,10 +132,8 @@ class LocalProcesses:
     replaces_at_once = True
 
     def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = (), keep: bool = False) -> None:
-        self.folder = folder
-        self.num_ranks = num_ranks
-        self.gpus = list(gpus)
-        self.keep = keep
+        self.folder, self.num_ranks, self.gpus, self.keep = folder, num_ranks, list(gpus), keep
+        self._started_in = os.getcwd()  # where all engines begin, whatever the notebook's folder is by then
         self.engines: dict[int, psutil.Process] = {}
         self._ids: dict[int, ProcessId] = {}
         self._controller: ProcessId | None = None
@@ -185,7 +184,7 @@ class LocalProcesses:
 
     def attach(self, facts: EngineFacts) -> ipp.Client:
         """A client for engines that an earlier notebook has started and left (``keep``)."""
-        self._controller, self._since_s = facts.controller, facts.since_s
+        self._controller, self._since_s, self._started_in = facts.controller, facts.since_s, facts.started_in
         client = self.observe(facts)
         self._known = set(self.folder.processes())
         self._record()
@@ -226,7 +225,7 @@ class LocalProcesses:
         self._find_fork_server()
         self._wait_for_fork_server(ranks, on_progress)
         started: dict[int, RankEngineLauncher] = {}
-        places = {"ranks": list(ranks), "num_ranks": self.num_ranks, "gpus": self.gpus}
+        places = {"ranks": list(ranks), "num_ranks": self.num_ranks, "gpus": self.gpus, "started_in": self._started_in}
         options = {"forks": self._forks, "engine_args": _ENGINE_OPTIONS, "environment": self._environment()}
         try:
             self._cluster.start_engines_sync(len(ranks), started=started, delay=0, **places, **options)
@@ -357,7 +356,7 @@ class LocalProcesses:
         logs = "\n".join(f"rank {rank}:\n{self._log_of(rank)}" for rank in ranks[:2])
         return (
             f"Session(engines={self.num_ranks}): {len(ranks)} of {self.num_ranks} engines "
-            f"({describe_ranks(ranks)}) {what}. Engines run {sys.executable} in {os.getcwd()}. "
+            f"({describe_ranks(ranks)}) {what}. Engines run {sys.executable} in {self._started_in}. "
             f"The last lines they wrote:\n{logs}"
         )
 
@@ -387,7 +386,7 @@ class LocalProcesses:
         if self._controller is None or len(self.engines) < self.num_ranks:
             return None
         engines = {rank: self._ids[rank] for rank in self.engines}
-        return EngineFacts(self._controller, engines, tuple(self.gpus), self._since_s)
+        return EngineFacts(self._controller, engines, tuple(self.gpus), self._since_s, self._started_in)
 
 
 def _too_late() -> str:

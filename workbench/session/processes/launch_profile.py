@@ -15,12 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
-from ipyparallel.cluster.launcher import MPILauncher, SSHEngineSetLauncher
+from ipyparallel.cluster.launcher import BaseLauncher, MPILauncher, SSHEngineSetLauncher
+from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
+from workbench.core.suggest import suggest
 from workbench.errors import EngineStartError, SessionError
 from workbench.session.adapter import Engines
 from workbench.session.processes import ssh, watchdog
@@ -49,12 +52,16 @@ class ProfileProcesses:
 
     Args:
         num_ranks: default: as many as the profile names.
+
+    Raises:
+        SessionError: there is no such profile.
     """
 
     replaces_at_once = False
     """To start engines takes a batch system minutes; ranks that are left do not wait for it."""
 
     def __init__(self, profile: str, num_ranks: int | None, folder: SessionFolder) -> None:
+        _check_exists(profile)
         self.profile = profile
         self._folder = folder
         self._client: ipp.Client | None = None
@@ -68,8 +75,9 @@ class ProfileProcesses:
         )
         if self._cluster.engine_launcher_class is SSHEngineSetLauncher:
             self._cluster.engine_launcher_class = SshEngineSet
+        self._cluster.engine_launcher_class = _in_folder(self._cluster.engine_launcher_class, os.getcwd())
         self._launcher: Any = self._cluster.engine_launcher_class(
-            work_dir=".", parent=self._cluster, profile_dir=self._cluster.profile_dir
+            parent=self._cluster, profile_dir=self._cluster.profile_dir
         )
         self._on_hosts: dict[str, Any] = (
             dict(self._launcher.engines) if isinstance(self._launcher, SSHEngineSetLauncher) else {}
@@ -312,6 +320,19 @@ class ProfileProcesses:
         return [*self._launcher.ssh_cmd, *self._launcher.ssh_args]
 
 
+def _check_exists(profile: str) -> None:
+    """Raise `SessionError` if there is no such profile. ipyparallel would make an empty one, of engines here."""
+    place = Path(get_ipython_dir())
+    known = sorted(path.name.removeprefix("profile_") for path in place.glob("profile_*"))
+    if profile not in known:
+        meant = f", did you mean {near[0]!r}?" if (near := suggest(profile, known)) else "."
+        raise SessionError(
+            f"Session(profile={profile!r}): there is no folder profile_{profile} in {place}{meant} Profiles there: "
+            f"{', '.join(known) or 'none'}. %workbench start --hosts or --slurm writes one; ipython profile create "
+            f"{profile} --parallel makes one to fill in."
+        )
+
+
 def _engine_sets(hosts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Host and number of engines of each set: a few sets per host, since one set starts its engines one by one.
 
@@ -323,6 +344,16 @@ def _engine_sets(hosts: Mapping[str, int]) -> list[tuple[str, int]]:
         parts = min(number, _SETS_PER_HOST) if host != _ANYWHERE else 1
         found += [(host, number // parts + (part < number % parts)) for part in range(parts)]
     return found
+
+
+def _in_folder(launcher: type[BaseLauncher], folder: str) -> type[BaseLauncher]:
+    """This launcher of engines, which begin in a folder whatever the notebook's is by then."""
+
+    class InFolder(launcher):
+        def __init__(self, work_dir: str = "", **options: Any) -> None:
+            super().__init__(work_dir=folder, **options)
+
+    return InFolder
 
 
 def _describe(error: BaseException) -> str:

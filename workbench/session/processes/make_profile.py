@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import shutil
@@ -39,6 +40,7 @@ _SBATCH = {
 _FLAGS = {"exclusive"}
 _OF_EACH_JOB = ("nodes", "ntasks-per-node", "gpus-per-node")
 """What a job asks for by its number of engines."""
+_LONGEST_NAME = 40
 _NUMBERS = ("nodes", "ntasks-per-node", "cpus-per-task")
 
 
@@ -101,7 +103,7 @@ def ssh_profile(
         f"SSH starts {counted(sum(spread.values()), 'engine')}: {where}; Python there: {python or sys.executable}",
         f"the controller is here and listens on {address}, encrypted",
     )
-    name = "workbench-" + "-".join(re.sub(r"\W+", "-", host.rpartition("@")[2]) for host in hosts)[:60]
+    name = f"workbench-{_name_of(','.join(hosts), ','.join(host.rpartition('@')[2] for host in hosts))}"
     return _write(name, asked, settings, sum(spread.values()), lines)
 
 
@@ -134,9 +136,8 @@ def slurm_profile(text: str, engines: int | None = None) -> MadeProfile:
     if mistakes:
         raise SessionError(f"{asked}: {'; '.join(mistakes)}.")
     number = engines or max(nodes, 1) * per_node
-    name = "workbench-slurm" + (
-        f"-{re.sub(r'[^A-Za-z0-9]+', '-', options['partition'])}" if "partition" in options else ""
-    )
+    shown = f"slurm-{options['partition']}" if "partition" in options else "slurm"
+    name = f"workbench-{_name_of(' '.join([shown, *map('='.join, sorted(options.items()))]), shown)}"
     address = _address_for_nodes(options)
     settings = {
         "Cluster.engine_launcher_class": "slurm",
@@ -151,6 +152,16 @@ def slurm_profile(text: str, engines: int | None = None) -> MadeProfile:
         f"the controller is here and listens on {'all interfaces' if address == '*' else address}, encrypted",
     )
     return _write(name, asked, settings, number, lines)
+
+
+def _name_of(asked: str, shown: str) -> str:
+    """A name for what was asked for: its part that is shown, with a number of all of it unless it is the same.
+
+    >>> _name_of("gpu01", "gpu01"), _name_of("me@gpu01,you@gpu02", "gpu01,gpu02")
+    ('gpu01', 'gpu01-gpu02-61afd7')
+    """
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", shown)[:_LONGEST_NAME].strip("-")
+    return name if name == asked else f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:6]}".strip("-")
 
 
 def _problems(facts: HostFacts) -> list[str]:
