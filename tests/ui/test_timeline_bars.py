@@ -48,6 +48,16 @@ def test_a_prediction_is_drawn_on_every_rank_of_its_stage():
     assert bars.simulated["forward"].start_s == [0.0, 0.0, 1.0, 1.0] and bars.simulated_s == 4.0
 
 
+def test_of_many_ranks_those_are_drawn_that_have_rows():
+    ranks = [replace(spans(rank, stage=rank % 2), rank=rank) for rank in range(32)]
+    bars = timeline_bars(ranks)
+    tips = {row: tip for row, tip in zip(bars.measured["forward"].rows, bars.measured["forward"].tips, strict=True)}
+    assert sorted(tips) == list(range(16)) == sorted(set(bars.measured["boxing"].rows))
+    assert all(f"rank {2 * row} \u00b7" in tip for row, tip in tips.items())
+    assert sorted(set(bars.simulated["forward"].rows)) == list(range(16))
+    assert bars.measured_s == timeline_bars(RANKS).measured_s, "the time of all ranks"
+
+
 def test_the_summary_compares_both():
     bars = timeline_bars(RANKS, simulate(make_table("1f1b", 2, 1), 2, lambda action: 1.7))
     assert bars.summary().startswith("measured 6.50 s, simulated 6.80 s (+5 %)")

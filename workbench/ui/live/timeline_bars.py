@@ -1,6 +1,6 @@
 """The bars of a step's timeline: measured ones, the idle ground behind them, and thin simulated ones below.
 
-Pure functions: spans -> arrays. Each rank has a row. Times are seconds from the step's start.
+Pure functions: spans -> arrays. Each rank of ``shown_ranks`` has a row. Times are seconds from the step's start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from workbench.core.metrics import ACTION_NAMES, ActionSpan, StepSpans, bubble
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
+from workbench.ui.live.figure_layout import shown_ranks
 from workbench.ui.number_text import percent, signed_percent
 from workbench.ui.pictures.svg import text_width
 from workbench.units import format_bytes, format_seconds
@@ -80,11 +81,11 @@ def timeline_bars(ranks: Sequence[StepSpans], expected: Timeline | None = None) 
     simulated = expected or simulated_from(ranks)
     by_action = _durations(simulated)
     measured = {kind: Bars() for kind in KINDS}
-    for row, rank in enumerate(ranks):
-        for span in rank.spans:
-            _add_measured(measured, row, span, start_s, by_action)
     thin = {kind: Bars() for kind in KINDS}
-    for row, rank in enumerate(ranks):
+    for row, number in enumerate(shown_ranks(len(ranks))):
+        rank = ranks[number]
+        for span in rank.spans:
+            _add_measured(measured, row, rank.rank, span, start_s, by_action)
         _add_simulated(thin, row, rank.spans[0].stage, simulated)
     return TimelineBars(
         step=ranks[0].step,
@@ -142,12 +143,12 @@ def _durations(timeline: Timeline | None) -> dict[Action, float]:
 
 
 def _add_measured(
-    bars: Mapping[str, Bars], row: int, span: ActionSpan, start_s: float, expected: Mapping[Action, float]
+    bars: Mapping[str, Bars], row: int, rank: int, span: ActionSpan, start_s: float, expected: Mapping[Action, float]
 ) -> None:
     length, boxing = span.stop_s - span.start_s, min(span.boxing_s, span.stop_s - span.start_s)
     label = f"{span.kind}{span.micro_batch}" if span.kind != "O" else ""
     what = ACTION_NAMES.get(span.kind, span.kind) + (f", micro-batch {span.micro_batch}" if span.kind != "O" else "")
-    lines = [f"<b>rank {row} \u00b7 {label or 'step'}</b> {what}", f"{format_seconds(length)} measured"]
+    lines = [f"<b>rank {rank} \u00b7 {label or 'step'}</b> {what}", f"{format_seconds(length)} measured"]
     simulated_s_of = expected.get(Action(span.stage, span.kind, span.micro_batch)) if span.kind != "O" else None
     lines[1] += f", {format_seconds(simulated_s_of)} simulated" if simulated_s_of is not None else ""
     if span.num_exchanges:
