@@ -24,6 +24,9 @@ def test_each_strategy_has_its_own_steps_figures_and_prediction():
     assert (before.name, after.name) == ("data, steps 1-40", "data \u2192 model, steps 41-100")
     assert (before.strategy, after.strategy) == ("*: data", "*: model")
     assert before.losses == tuple(range(40)) and after.losses == tuple(range(40, 100)) and after.step_times_s[0] == 0.02
+    parts = by_strategy([replace(RUN, samples=(8,) * 40 + (2,) * 60)])
+    assert [(part.step_rates[0], len(part.step_rates)) for part in parts] == [(800.0, 40), (100.0, 60)]
+    assert before.step_rates == (800.0,) * 40 and after.step_rates == (400.0,) * 60, "batches of one size"
     assert (before.samples_per_s, after.samples_per_s) == (800.0, 400.0)
     assert (before.speedup, after.speedup) == pytest.approx((3.2, 1.6)), "over the same one device"
     assert before.predicted["step_s"] == 0.01 and after.predicted["step_s"] == 0.03

@@ -65,8 +65,15 @@ def test_a_run_whose_writer_died_has_its_steps_and_says_so(saved):
     path = saved.folder / f"{file.run_id}.jsonl"
     path.write_text(path.read_text() + '{"line":"steps","first_st')
     record = saved[file.run_id]
-    assert record.losses == (2.0, 1.5) and record.step_times_s == (0.25, 0.25)
+    assert record.losses == (2.0, 1.5) and record.step_times_s == (0.25, 0.25) and record.samples == (64, 64)
     assert "not finished" in record.error and record.settings["seed"] == 3
+
+
+def test_a_record_of_an_older_version_has_the_samples_that_were_reported(saved):
+    with saved.begin(planned()) as file:
+        file.add([replace(block(0, 2.0, 1.5), samples=(64, 5))])
+        file.finish(make_record("data", losses=(2.0, 1.5), step_times_s=(0.25, 0.25)))
+    assert saved[file.run_id].samples == (64, 5) and saved[file.run_id].step_rates == (256.0, 20.0)
 
 
 def test_names_can_change_and_runs_be_removed(saved):

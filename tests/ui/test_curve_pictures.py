@@ -66,6 +66,12 @@ def test_throughput_is_a_median_of_neighbours():
     assert (falls - points[0][0]) / (points[-1][0] - points[0][0]) == pytest.approx(0.4, abs=0.02)
 
 
+def test_throughput_of_short_batches_is_that_of_their_samples():
+    even = make_record("data", losses=(1.0,) * 9, step_times_s=(0.1,) * 9)
+    short = replace(even, samples=(100,) * 4 + (5,) * 5, step_times_s=(0.1,) * 4 + (0.005,) * 5)
+    assert curves(pictures(even)[-1]) == curves(pictures(short)[-1])
+
+
 def test_a_strategy_that_a_run_changed_to_begins_at_its_step():
     segments = (Segment(0, "data", "*: data", 1.0), Segment(30, "model", "*: model", 1.0))
     run = make_record("data", losses=(1.0,) * 100, step_times_s=(0.1,) * 100, segments=segments)

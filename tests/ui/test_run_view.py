@@ -185,6 +185,12 @@ def test_one_step_is_a_marker(view: RunView):
     assert trace(view.figure, "this run").mode == trace(view.figure, "throughput").mode == "lines+markers"
 
 
+def test_the_throughput_of_short_batches_is_that_of_their_samples(view: RunView):
+    view.add([block(0, (2.0,))])
+    view.finish(make_record("data", samples=(100, 100, 5)))
+    assert trace(view.figure, "throughput").y.tolist() == [10_000, 5000, 200]
+
+
 def test_what_was_stopped_has_no_time_left(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,))])

@@ -51,7 +51,7 @@ def test_a_prediction_is_drawn_on_every_rank_of_its_stage():
 def test_of_many_ranks_those_are_drawn_that_have_rows():
     ranks = [replace(spans(rank, stage=rank % 2), rank=rank) for rank in range(32)]
     bars = timeline_bars(ranks)
-    tips = {row: tip for row, tip in zip(bars.measured["forward"].rows, bars.measured["forward"].tips, strict=True)}
+    tips = dict(zip(bars.measured["forward"].rows, bars.measured["forward"].tips, strict=True))
     assert sorted(tips) == list(range(16)) == sorted(set(bars.measured["boxing"].rows))
     assert all(f"rank {2 * row} \u00b7" in tip for row, tip in tips.items())
     assert sorted(set(bars.simulated["forward"].rows)) == list(range(16))

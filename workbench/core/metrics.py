@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any
 
 from workbench.core.json_record import JsonRecord
@@ -295,7 +296,8 @@ class RunRecord(JsonRecord):
     step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` has model, seed, optimizer, versions and
     machine. ``started`` is local time (ISO 8601); ``run_id`` names the run's file. ``spread`` is that of a record of
     several seeds: standard deviations by the name of their mean (``core.seeds.over_seeds``). ``first_step`` counts from
-    0: a part of a run (``core.segments.by_strategy``) begins later.
+    0: a part of a run (``core.segments.by_strategy``) begins later. ``samples`` are those of each step; one without a
+    number had ``batch_size``.
     """
 
     name: str
@@ -326,6 +328,14 @@ class RunRecord(JsonRecord):
     values: dict[str, Pairs] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=dict)
     first_step: int = 0
+    samples: tuple[int, ...] = ()
+
+    @property
+    def step_rates(self) -> tuple[float, ...]:
+        """Samples per second of each step, NaN where no time was measured."""
+        samples = chain(self.samples, repeat(self.batch_size))
+        steps = zip(self.step_times_s, samples, strict=False)
+        return tuple(count / time_s if time_s > 0 else math.nan for time_s, count in steps)
 
     @property
     def step_s(self) -> float | None:

@@ -36,6 +36,7 @@ def _part(run: RunRecord, number: int, segment: Segment, stop: int) -> RunRecord
         strategy=segment.strategy,
         losses=run.losses[start:stop],
         step_times_s=run.step_times_s[start:stop],
+        samples=run.samples[start:stop],
         samples_per_s=segment.samples_per_s,
         speedup=run.speedup * segment.samples_per_s / run.samples_per_s if run.speedup and run.samples_per_s else None,
         peak_memory_bytes=segment.peak_memory_bytes,

@@ -58,12 +58,11 @@ class RunLog:
 
     def add_record(self, record: RunRecord) -> None:
         """Write the steps of a finished run."""
-        times_s = zip(record.losses, record.step_times_s, strict=False)
-        rate = record.batch_size
+        steps = enumerate(zip(record.losses, record.step_rates, strict=False), 1)
         self._put(
             [
-                (step, {"loss": loss, **({"samples_per_s": rate / time_s} if time_s > 0 else {})})
-                for step, (loss, time_s) in enumerate(times_s, 1)
+                (step, {"loss": loss, **({"samples_per_s": rate} if rate == rate else {})})
+                for step, (loss, rate) in steps
             ]
         )
 

@@ -67,6 +67,15 @@ def assert_like_one_device(result, num_steps: int = STEPS) -> None:
     assert largest_difference(result.weights, truth.weights) < 1e-5
 
 
+def test_the_last_batch_of_an_epoch_has_as_many_samples_as_it_has():
+    alone: list[StepBlock] = []
+    job = replace(make_job(4), batch_size=24)
+    sizes = [24, 16, 24, 16]
+    assert run_one_device(job, listen=alone.append).samples == sizes
+    assert [count for block in alone for count in block.samples] == sizes
+    assert run_ranks(lambda: run_strategy(job, "*: data"), 2)[0].samples == sizes
+
+
 def test_every_step_of_every_rank_is_reported_once():
     results, messages = train("*: data")
     blocks = blocks_of(messages)
@@ -76,6 +85,7 @@ def test_every_step_of_every_rank_is_reported_once():
     for rank in (0, 1):
         times = [time for block in blocks for time in block.time_s[rank]]
         assert times == pytest.approx(results[rank].step_times_s)
+        assert results[rank].samples == [count for block in blocks for count in block.samples]
         assert all(sent > 0 for block in blocks for sent in block.boxed_bytes[rank])
     assert blocks[-1].memory_bytes[1]["parameters"] == sum(p.numel() for p in make_model().parameters()) * 4
     assert set(blocks[-1].memory_bytes[0]) == {"parameters", "gradients", "optimizer", "activations", "buffers", "peak"}

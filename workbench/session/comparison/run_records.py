@@ -55,6 +55,7 @@ def measured_record(
         layer_backward_s=_slowest([report.layer_backward_s for report in reports]),
         settings=dict(settings),
         started=now_text(),
+        samples=tuple(reports[0].samples[: len(slowest)]),
     )
 
 

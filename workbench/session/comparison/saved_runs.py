@@ -245,6 +245,9 @@ def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
         times = tuple(time for block in blocks for time in block.step_times_s)
         losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
         record = replace(record, losses=losses, step_times_s=times, error=_PENDING)
+    if not record.samples:
+        samples = tuple(count for line in lines if line["line"] == "steps" for count in line["samples"])
+        record = replace(record, samples=samples)
     return replace(record, name=last["name"]["name"]) if "name" in last else record
 
 

@@ -136,7 +136,7 @@ class RankSegment:
 
 @dataclass
 class RankResult:
-    """One rank's result of a run.
+    """One rank's result of a run. ``samples`` are those of each step, over all ranks.
 
     ``changes`` has (step, strategy) for every change of the strategy. With several strategies, ``segments`` has the
     figures of each; other figures are those of the whole run. ``layer_forward_s`` and ``layer_backward_s`` are the
@@ -164,6 +164,7 @@ class RankResult:
     weight_difference: float | None = None
     tensors: tuple[TensorChange, ...] = ()
     precision: str = "fp32"
+    samples: list[int] = field(default_factory=list)
 
 
 def seed_draws(job: Job) -> None:

@@ -188,6 +188,7 @@ class LiveRun:
         block, counts = self._collector.collect(self.memory, float(len(received)), device)
         self.result.losses += [loss for loss in block.losses if loss is not None]
         self.result.step_times_s += block.time_s[self.world.rank]
+        self.result.samples += block.samples
         self._report(block)
         self._report_profile(step + 1)
         self._until_spans_s -= sum(block.step_times_s)

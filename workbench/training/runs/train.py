@@ -66,7 +66,7 @@ def run_one_device(
     layers = LayerTimes(model)
     compute_in(model, precision, world.device, world.autocast_type)
     seed_draws(job)
-    losses, times, weights = [], [], {}
+    losses, times, samples, weights = [], [], [], {}
     unread: list[tuple[list[torch.Tensor], Time, Time]] = []  # of each step: its losses, start, stop
     now, reported, reported_s = world.traffic.now, 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
@@ -85,6 +85,7 @@ def run_one_device(
         with world.context.temporarily(profiler=None):  # a profile is of what all ranks do
             optimizer.step()
         unread.append((terms, started, now()))
+        samples.append(batch.num_samples)
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
         if is_last or time.perf_counter() - reported_s >= INTERVAL_S:
             values = iter(torch.stack([term for terms, *_ in unread for term in terms]).tolist())
@@ -92,7 +93,7 @@ def run_one_device(
             times += [seconds(stop) - seconds(start) for _, start, stop in unread]
             unread.clear()
             if listen is not None:
-                listen(_steps_alone(job, reported, losses, times))
+                listen(_steps_alone(job, reported, losses, times, samples))
             reported, reported_s = step + 1, time.perf_counter()
         if step == checked_step(job):
             weights = copied_state(model)
@@ -100,16 +101,17 @@ def run_one_device(
             break
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     course = replace(course, end=weights)
-    return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s, course=course)
+    seconds_of = layers.forward_s, layers.backward_s
+    return RankResult(losses, times, memory, 0, weights, [], *seconds_of, course=course, samples=samples)
 
 
-def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
+def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float], samples: list[int]) -> StepBlock:
     """The steps of one device from ``first_step`` on."""
     count = len(losses) - first_step
     new = slice(first_step, None)
     nothing = ((0.0,) * count,), ((0,) * count,)
     return StepBlock(
-        first_step, (job.batch_size,) * count, tuple(losses[new]), (tuple(times_s[new]),), *nothing, (), job.num_steps
+        first_step, tuple(samples[new]), tuple(losses[new]), (tuple(times_s[new]),), *nothing, (), job.num_steps
     )
 
 

@@ -188,7 +188,7 @@ def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) 
     """Draw the curves of a finished run from its record."""
     steps = np.arange(1, len(record.losses) + 1)
     times_s = np.array(record.step_times_s, dtype=float)
-    rates = record.batch_size / np.where(times_s > 0, times_s, np.nan)
+    rates = np.array(record.step_rates, dtype=float)
     at = np.arange(1, len(rates) + 1)
     _set(figure, "throughput", *decimate(at, rates))
     _set(figure, "median", *decimate(at, running_medians(rates, times_s)))

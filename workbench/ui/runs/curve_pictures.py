@@ -122,9 +122,9 @@ def _differences(truths: Sequence[RunRecord], run: RunRecord) -> Points:
 
 def _rates(run: RunRecord) -> Points:
     """Medians of stretches of steps, few enough to be drawn, and of five neighbours of these."""
-    times_s = np.array(run.step_times_s, dtype=float)
-    is_known = np.isfinite(times_s) & (times_s > 0)
-    steps, rates = run.first_step + np.flatnonzero(is_known) + 1, run.batch_size / times_s[is_known]
+    rates = np.array(run.step_rates, dtype=float)
+    is_known = np.isfinite(rates) & (rates > 0)
+    steps, rates = run.first_step + np.flatnonzero(is_known) + 1, rates[is_known]
     if len(rates) > _MOST_POINTS:
         parts = np.array_split(rates, _MOST_POINTS)
         steps, rates = (
