@@ -18,6 +18,11 @@ for step in range(1, 8):
         show_one_device(figure, [1.0] * 10 * step)
         show_steps(figure, 10 * step, 1000)
 """
+LOG_SCALE = """
+from workbench.ui.live.live_figure import show_loss_scale
+with widget.drawing() as figure:
+    show_loss_scale(figure, True)
+"""
 PLOTLY_WAITS = """() => {
     const released = new Promise(resolve => { globalThis.releasePlotly = resolve; });
     globalThis.plotlyWaits = released.then(() => new Promise(resolve => setTimeout(resolve, 3000)));
@@ -69,6 +74,17 @@ def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened:
     opened.page.wait_for_function(f"() => ({AXIS})().join() === '0,500'")
 
 
+def test_a_range_of_losses_is_not_taken_for_exponents(opened: LabPage) -> None:
+    opened.page.evaluate(DRAG, [0.2, 0.6, 0.1, 0.7])
+    opened.page.wait_for_function(f"() => {PLOT}._fullLayout.yaxis2.range[0] > 0.1")
+    near = opened.page.evaluate(AXIS)
+    opened.ask_kernel(LOG_SCALE)
+    opened.page.wait_for_function(f"() => {PLOT}._fullLayout.yaxis2.type === 'log'")
+    low, high = opened.page.evaluate(f"() => {PLOT}._fullLayout.yaxis2.range")
+    assert low < 0 < high, "all losses are 1"
+    assert opened.page.evaluate(AXIS) == near
+
+
 @pytest.mark.slow
 def test_a_page_that_is_loaded_again_shows_all_of_it(opened: LabPage) -> None:
     opened.reload()
@@ -82,12 +98,14 @@ AXIS = f"() => {PLOT}._fullLayout.xaxis2.range"
 _MOUSE = f"""
     const pane = {PLOT}.querySelector('.draglayer .x2y2 .nsewdrag');
     const box = pane.getBoundingClientRect();
-    const mouse = (type, across, target) => target.dispatchEvent(new MouseEvent(type, {{
-        bubbles: true, clientX: box.left + across * box.width, clientY: box.top + box.height / 2, view: window}}));"""
-DRAG = f"""([from, to]) => {{{_MOUSE}
-    mouse('mousedown', from, pane);
-    for (const at of [from, (from + to) / 2, to]) mouse('mousemove', at, document);
-    mouse('mouseup', to, document);
+    const mouse = (type, across, target, down = 0.5) => target.dispatchEvent(new MouseEvent(type, {{
+        bubbles: true, view: window, clientX: box.left + across * box.width,
+        clientY: box.top + down * box.height}}));"""
+DRAG = f"""([from, to, top = 0.5, bottom = 0.5]) => {{{_MOUSE}
+    mouse('mousedown', from, pane, top);
+    for (const part of [0, 0.5, 1])
+        mouse('mousemove', from + part * (to - from), document, top + part * (bottom - top));
+    mouse('mouseup', to, document, bottom);
 }}"""
 DOUBLE_CLICK = f"""() => {{{_MOUSE}
     for (const type of ['mousedown', 'mouseup', 'click', 'mousedown', 'mouseup', 'click']) mouse(type, 0.5, pane);

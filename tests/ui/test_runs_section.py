@@ -112,6 +112,30 @@ def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsSection, trai
     finish(part, trainer)
 
 
+def test_after_a_refused_change_the_old_strategy_is_the_one_that_is_kept(
+    trainer: FakeTrainer, editor: FakeEditor, monkeypatch: pytest.MonkeyPatch
+):
+    opened: list[str] = []
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, opened=opened.append))
+    part.run()
+    run, places = trainer.runs[0], part.live._places
+    monkeypatch.setattr(run, "change", lambda *_: run.waiting.append(RunEvent("refused", 1, "too few heads")))
+    part.change()
+    editor.strategy, editor.label = Strategy("fc1: data; fc2: data@1"), "pipeline"
+    part.apply()
+    wait_until(lambda: any("too few heads" in line.text for line in part.live.log.lines))
+    part.change()
+    part.keep()
+    assert opened == ["*: data"] and part.live._places == places
+    monkeypatch.undo()
+    part.apply()
+    wait_until(lambda: part.live.history.changes)
+    part.change()
+    part.keep()
+    assert opened[1:] == ["fc1: data; fc2: data@1"] and part.live._places != places
+    finish(part, trainer)
+
+
 def test_without_a_run_there_is_nothing_to_change(part: RunsSection):
     part.pause()
     part.change()

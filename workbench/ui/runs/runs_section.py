@@ -67,7 +67,8 @@ class RunsSection:
         self._poller: Poller | None = None
         self._run: Run | None = None
         self._names: dict[str, str] = {}
-        self._text = self._present = self._profiled = ""  # names: of the present strategy, of the profiled one
+        self._estimates: dict[str, Any] = {}  # of applied strategies, by their text
+        self._text = self._profiled = ""  # the strategy that the engines train; the name of the profiled one
         self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
         self._end_shown = guarded(self._show_end)
@@ -134,7 +135,7 @@ class RunsSection:
             (number,) = seeds_of(self._trainer.seed if seed is None else seed, 1)
             label = name or (f"{label}, compiled" if self._trainer.compiles else label)
             name = self._free_name(with_seed(label, number, self._trainer.seed))
-            self._text, self._present = str(strategy), name
+            self._text = str(strategy)
             self._names = {self._text: name}
             self.is_paused = self.is_changing = self._is_stopping = False
             self.error = None
@@ -208,10 +209,8 @@ class RunsSection:
             raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
         strategy, label = self._callbacks.wanted()
         self._names[str(strategy)] = label
-        estimate = self._callbacks.estimate()
+        self._estimates[str(strategy)] = estimate = self._callbacks.estimate()
         self._poller.run.change(strategy, label, predictions(estimate))
-        self._text = str(strategy)
-        self._expect(estimate, strategy)
         self.is_paused = True  # a run that is not paused ignores it
         self.resume()
         self._callbacks.changed()
@@ -249,9 +248,10 @@ class RunsSection:
                     self.profile_section.show(message, self._profiled)
                     self.live.log.say("profiled: the table is below")
                 elif isinstance(message, RunEvent) and message.kind == "strategy":
-                    self._present = self._names.get(message.text, message.text)
+                    self._text = message.text
+                    self._expect(self._estimates.get(message.text), Strategy(message.text))
                 elif isinstance(message, RunEvent) and message.kind == "profiling":
-                    self._profiled = self._present
+                    self._profiled = self._names.get(self._text, self._text)
             if self._run is not None and self._run.one_device_losses is not None:
                 self.live.show_one_device(self._run.one_device_losses)
             found = [message for message in messages if isinstance(message, Message)]

@@ -23,10 +23,12 @@ function initialize({ model }) {
   plotly(model); // before anything is shown: a run may last a second only
 }
 
-// What the reader has zoomed in to, by axis: it stays until the reader wants all of it again, or another run begins. (Plotly
-// would give it up with the next step that makes an axis longer.)
+// What the reader has zoomed in to, by axis: it stays until the reader wants all of it again, or another run begins, or the
+// axis has another scale, on which its numbers mean something else. (Plotly would give it up with the next step that makes an
+// axis longer.)
 function zoomedAxes() {
   let run;
+  let types = {};
   const ranges = {};
   const forget = () => {
     for (const axis in ranges) delete ranges[axis];
@@ -40,7 +42,11 @@ function zoomedAxes() {
   const apply = (layout) => {
     if (layout.uirevision !== run) forget();
     run = layout.uirevision;
-    for (const [axis, range] of Object.entries(ranges)) layout[axis].range = [...range];
+    for (const [axis, range] of Object.entries(ranges)) {
+      if (layout[axis].type === types[axis]) layout[axis].range = [...range];
+      else delete ranges[axis];
+    }
+    types = Object.fromEntries(Object.entries(layout).map(([key, part]) => [key, part?.type]));
     return layout;
   };
   return { forget, remember, apply };
