@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn import Parameter
 
 import workbench as wb
 from tests.flow.running import run, source_of
 from workbench import flow
 from workbench.errors import LayoutError, PlacementError, SbpError
+from workbench.flow.local_tensor import LocalTensor
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.testing import run_ranks
 
@@ -166,6 +170,50 @@ def test_a_module_has_weights_and_a_config_of_its_own():
 
     for grad in run_ranks(program, 2):
         assert torch.equal(grad, torch.full((3,), 2.0))
+
+
+class WithLocalTensors(flow.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = flow.nn.Parameter(flow.arange(3.0))
+        self.fixed = flow.nn.Parameter(flow.ones(3), requires_grad=False)
+        self.shared = self.weight
+        self.register_buffer("shift", flow.ones(3))
+
+    def forward(self, x):
+        return x * self.weight + self.shift
+
+
+def test_local_tensors_and_modules_with_them_can_be_copied():
+    module = WithLocalTensors()
+    module(flow.ones(3)).sum().backward()
+    copied = copy.deepcopy(module)
+    assert copied.shared is copied.weight is not module.weight
+    assert [type(t) for t in (copied.weight, copied.shift)] == [LocalTensor] * 2
+    assert [name for name, _ in copied.named_parameters()] == ["weight", "fixed"]
+    assert copied.weight.requires_grad and not copied.fixed.requires_grad and not isinstance(copied.shift, Parameter)
+    assert torch.equal(copied.weight.grad, module.weight.grad) and copied.weight.grad is not module.weight.grad
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert module.weight.tolist() == [0, 1, 2]
+    assert torch.optim.swa_utils.AveragedModel(module)(flow.ones(3)).tolist() == [1, 2, 3]
+    columns = copy.deepcopy(flow.ones(2, 3).t())
+    assert columns.is_local and columns.stride() == (1, 3) and copy.deepcopy(flow.tensor(2)).item() == 2
+    assert copy.deepcopy(flow.ones(0, 3)).is_local and copy.copy(flow.ones(3)).is_local
+    with pytest.raises(RuntimeError, match="created explicitly by the user"):
+        copy.deepcopy(module.weight * 2)
+
+
+def test_torch_loads_what_it_has_saved_of_local_tensors(tmp_path):
+    module = WithLocalTensors()
+    torch.save(module.state_dict(), tmp_path / "module")
+    loaded = torch.load(tmp_path / "module")
+    assert loaded["weight"].is_local and loaded["weight"].tolist() == [0, 1, 2]
+    module.load_state_dict(loaded)
+    torch.save([module.weight, module.weight], tmp_path / "twice")
+    first, second = torch.load(tmp_path / "twice")
+    assert first is second and isinstance(first, Parameter) and first.is_local and first.requires_grad
+    assert flow.load(tmp_path / "twice")[0].is_local
 
 
 def test_saved_values_load_under_another_layout(tmp_path):

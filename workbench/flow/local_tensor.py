@@ -57,6 +57,14 @@ class LocalTensor(torch.Tensor):
         """``torch.Tensor.cuda``; the tensor stays on the CPU where there is no GPU."""
         return self.to("cuda" if device is None else device)
 
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.new_empty``. ``copy.deepcopy`` makes its tensors by it, where torch's makes plain ones."""
+        return local(super().new_empty(*args, **kwargs))
+
+    def clone(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.clone``, by which ``copy.deepcopy`` makes tensors without elements."""
+        return local(super().clone(*args, **kwargs))
+
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """``torch.Tensor.backward``. Inside a step of ``nn.Graph`` the schedule decides when it runs."""
         running = join().context.running
@@ -65,6 +73,9 @@ class LocalTensor(torch.Tensor):
 
     is_global = False
     is_local = True
+
+
+torch.serialization.add_safe_globals([LocalTensor])  # so that torch.load reads what torch.save has written
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
