@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def test_containers_of_tensors_become_global_and_local():
 
     for summed, joined in run_ranks(program, 2):
         assert joined.tolist() == [0, 0, 1, 1] and summed.tolist() == [1, 1]
+
+
+def test_the_part_of_a_global_tensor_is_a_local_tensor():
+    def program(rank):
+        p = flow.placement("cpu", ranks=[0, 1])
+        x = flow.arange(6.0, placement=p, sbp=flow.sbp.split(0), requires_grad=True)
+        local = x.to_local()
+        assert local.is_local and not local.is_global and (local + 1).is_local and local.data_ptr() == x.data.data_ptr()
+        (local.to_global(p, flow.sbp.split(0)) * x).sum().backward()
+        first = x.to_global(flow.placement("cpu", ranks=[0]), flow.sbp.broadcast).to_local()
+        assert first.is_local and first.shape == ((6,) if rank == 0 else (0,))
+        return x.grad.full_tensor(), type(x.full_tensor())
+
+    for grad, type_of_whole in run_ranks(program, 2):
+        assert torch.equal(grad, 2 * torch.arange(6.0)) and type_of_whole is torch.Tensor
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (2, 3), (2, 2, 40)])
+def test_local_tensors_print_as_torchs_do(sizes):
+    values = torch.linspace(-1, 1, math.prod(sizes)).reshape(sizes)
+    assert repr(values.as_subclass(LocalTensor)) == str(values.as_subclass(LocalTensor)) == repr(values)
+    assert repr(flow.ones(2, requires_grad=True)) == "tensor([1., 1.], requires_grad=True)"
+
+
+def test_programs_without_flow_have_plain_parts():
+    def program():
+        return type(wb.ones(4, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local())
+
+    assert run_ranks(program, 2) == [torch.Tensor] * 2
 
 
 def test_what_nobody_defines_is_torchs():

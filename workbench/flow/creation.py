@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.flow.devices import torch_device
-from workbench.flow.local_tensor import local
+from workbench.flow.local_tensor import join_with_local_tensors, local
 from workbench.flow.old_spellings import missing_layout
 from workbench.flow.world_join import join
 from workbench.tensors import creation as layouts
@@ -27,7 +27,7 @@ def _creator(name: str) -> Callable[..., torch.Tensor]:
 
     @functools.wraps(make_global or make_local, assigned=("__name__", "__qualname__"))
     def create(*args: Any, placement: Any = None, sbp: Any = None, **options: Any) -> torch.Tensor:
-        join()
+        join_with_local_tensors()
         if (placement is None) != (sbp is None):
             raise missing_layout(f"flow.{name}", (), placement, sbp)
         if placement is not None and make_global is not None:

@@ -13,6 +13,7 @@ from workbench.flow.devices import torch_device
 from workbench.flow.world_join import join
 from workbench.tensors import conversion as entry
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.world import World
 
 
 class LocalTensor(torch.Tensor):
@@ -71,6 +72,11 @@ class LocalTensor(torch.Tensor):
         if running is None or not running.defers_backward([self], is_plain=not args and not kwargs):
             super().backward(*args, **kwargs)
 
+    def __repr__(self, **options: Any) -> str:
+        first, *lines = super().__repr__(**options).split("\n")
+        cut = len("LocalTensor(") - len("tensor(")
+        return "\n".join([first.replace("LocalTensor(", "tensor(", 1), *(line[cut:] for line in lines)])
+
     is_global = False
     is_local = True
 
@@ -81,6 +87,13 @@ torch.serialization.add_safe_globals([LocalTensor])  # so that torch.load reads 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor as a local one of eager programs; local and global tensors are returned unchanged."""
     return tensor.as_subclass(LocalTensor) if type(tensor) is torch.Tensor else tensor
+
+
+def join_with_local_tensors() -> World:
+    """The world, as ``join`` gives it, with the program's choice that ``to_local`` gives local tensors."""
+    world = join()
+    world.context.local_type = LocalTensor
+    return world
 
 
 def to_global(data: Any, placement: Placement | None = None, sbp: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
 from workbench.flow import devices, old_spellings
-from workbench.flow.world_join import join
+from workbench.flow.local_tensor import join_with_local_tensors
 
 _ON_SEVERAL = (
     "A program runs on several in a notebook's cell under %%global, or with python -m workbench.flow.launch "
@@ -40,7 +40,7 @@ class _PlacementFactory:
         >>> flow.placement("cuda", ranks=[[0, 1]]).shape
         (1, 2)
         """
-        world = join()
+        world = join_with_local_tensors()
         if device_type is not None:
             old_spellings.warn_old_spelling(
                 f'placement(device_type="{device_type}")', f'placement(type="{device_type}")'
@@ -68,7 +68,7 @@ class _PlacementFactory:
 
     def all(self, type: str) -> Placement:
         """All ranks of the world on one axis."""
-        return Placement.of(devices.device_type(type), list(range(join().world_size)))
+        return Placement.of(devices.device_type(type), list(range(join_with_local_tensors().world_size)))
 
 
 placement = _PlacementFactory()

@@ -62,6 +62,7 @@ class ExecutionContext:
         num_edges: by micro-batch, how many boxings were called so far.
         num_sums: by group of ranks, how many sums were called so far.
         latest: the layouts of the latest boxing and the function that needed it; for messages.
+        local_type: the class of the tensors that ``to_local`` gives; programs of ``flow`` have their own.
     """
 
     generator: torch.Generator | None = None
@@ -80,6 +81,7 @@ class ExecutionContext:
     num_edges: dict[int, int] = field(default_factory=dict)
     num_sums: dict[tuple[int, ...], int] = field(default_factory=dict)
     latest: tuple[Any, Any, str] | None = None
+    local_type: type[torch.Tensor] = torch.Tensor
 
     def add_stage_order(self, order: tuple[Placement, ...]) -> None:
         """Note the stages of a module that is parallelized; nothing if it has one."""

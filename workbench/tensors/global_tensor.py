@@ -315,7 +315,8 @@ class GlobalTensor(TensorState):
             SbpError: a gradient of this tensor cannot have the layout ``grad_sbp``.
         """
         local: torch.Tensor = later.to_local(self, grad_sbp)
-        return local
+        local_type = self._spec.world.context.local_type
+        return local if local_type is torch.Tensor else local.as_subclass(local_type)
 
     def full_tensor(self) -> torch.Tensor:
         """The logical tensor as a plain tensor, on every rank of the world. All ranks call it, also those outside the
