@@ -72,8 +72,8 @@ class LocalTensor(torch.Tensor):
         if running is None or not running.defers_backward([self], is_plain=not args and not kwargs):
             super().backward(*args, **kwargs)
 
-    def __repr__(self, **options: Any) -> str:
-        first, *lines = super().__repr__(**options).split("\n")
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        first, *lines = super().__repr__().split("\n")
         cut = len("LocalTensor(") - len("tensor(")
         return "\n".join([first.replace("LocalTensor(", "tensor(", 1), *(line[cut:] for line in lines)])
 
