@@ -94,6 +94,27 @@ def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:
     page.set_viewport_size(WIDE)
 
 
+def test_keys_keep_their_place_when_the_table_is_drawn_anew(opened: LabPage) -> None:
+    page = opened.page
+    header = page.locator(".wb-panel .wb-comparison th[data-sort='peak_bytes']")
+    header.locator("button").focus()
+    for order in ("ascending", "descending"):
+        page.keyboard.press("Enter")
+        page.locator(f".wb-panel .wb-comparison th[data-sort='peak_bytes'][aria-sort='{order}']").wait_for()
+        assert page.evaluate("() => document.activeElement.closest('th')?.dataset.sort") == "peak_bytes"
+    last = page.locator(".wb-panel .wb-comparison tbody tr").last
+    last.focus()
+    key = last.get_attribute("data-key")
+    for answer, name in (("Enter", "another name"), ("Escape", "no name")):
+        page.keyboard.press("F2")
+        page.locator("input.wb-rename").fill(name)
+        page.keyboard.press(answer)
+        page.locator(".wb-panel .wb-comparison tbody b", has_text="another name").wait_for()
+        assert page.evaluate("() => document.activeElement.dataset.key") == key
+    page.keyboard.press("ArrowUp")
+    assert page.evaluate("() => document.activeElement.tagName") == "TR"
+
+
 def comparison(page: Any) -> Any:
     """Title, controls, table and pictures: the last box of the panel."""
     return page.locator(".wb-panel").first

@@ -109,6 +109,18 @@ def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> 
     lab_page.wait_for_text(GPT_HYBRID)
 
 
+def test_a_mistake_is_mended_with_keys(lab_page: Any) -> None:
+    row(lab_page, "ln_f").locator(".stage .wb-opt").first.click()
+    line = panel(lab_page).locator(".wb-error-line")
+    line.wait_for()
+    press(lab_page, "e", "Tab")
+    assert focused(lab_page) == [None, line.locator("button.fix").inner_text()]
+    press(lab_page, "Enter")
+    line.wait_for(state="detached")
+    lab_page.wait_for_text(GPT_HYBRID)
+    assert focused(lab_page)[0] == "ln_f"
+
+
 @pytest.mark.slow
 def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:
     unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")

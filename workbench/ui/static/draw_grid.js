@@ -82,7 +82,7 @@ function errorLine(row, mistake, index) {
   const cell = make("div", { role: "gridcell" }, make("span", {}, mistake.message));
   for (const fix of mistake.fixes) {
     const action = fix.value === null ? "span" : "button";
-    cell.append(make(action, { class: "fix", tabindex: "-1", "data-fix": fix.value, "data-of": row.pattern }, fix.label));
+    cell.append(make(action, { class: "fix", "data-fix": fix.value, "data-of": row.pattern }, fix.label));
   }
   if (row.kept) cell.append(make("span", { class: "quiet" }, "pictures keep the last valid choice (dashed)"));
   line.append(cell, make("div", { class: "boxing-cell" }, make("span", { class: "thread" })));

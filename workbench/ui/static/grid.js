@@ -101,7 +101,7 @@ class Grid {
     return row ? [...row.querySelectorAll(".wb-seg, .wb-choice, .stage-list")] : [];
   }
 
-  // The grid is one tab stop: exactly one of its controls can be reached with Tab.
+  // Of the controls of all rows exactly one can be reached with Tab, and so can the fixes of mistakes.
   mark(focus, quietly = false) {
     for (const row of this.body.querySelectorAll(".wb-row[data-row]")) {
       const on = this.selection.has(row.dataset.row);
@@ -228,7 +228,7 @@ class Grid {
 
   onPlainKey(event) {
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
-    if (key === "Tab") return false;
+    if (key === "Tab" || (event.target.matches("button.fix") && (key === "Enter" || key === " "))) return false;
     if (!this.row) this.select(event.target.closest(".wb-row[data-row]")?.dataset.row ?? this.patterns[0]);
     if (key === "Escape") return hideTip(this.root);
     if (key === "ArrowUp" || key === "ArrowDown") return this.move(key === "ArrowDown" ? 1 : -1, event.shiftKey);

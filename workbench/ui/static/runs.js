@@ -7,16 +7,17 @@ function rename(cell, send, draw) {
   const input = document.createElement("input");
   Object.assign(input, { className: "wb-rename", value: name.textContent });
   let isDone = false;
-  const done = (keep) => {
+  const done = (keep, byKey = false) => {
     if (isDone) return; // taking the field away blurs it
     isDone = true;
     input.replaceWith(name);
+    if (byKey) cell.parentElement.focus();
     if (keep && input.value.trim()) send("rename", { value: cell.parentElement.dataset.key, name: input.value.trim() });
     draw(); // what came while the name was being written
   };
   input.addEventListener("keydown", (event) => {
     event.stopPropagation();
-    if (event.key === "Enter" || event.key === "Escape") done(event.key === "Enter");
+    if (event.key === "Enter" || event.key === "Escape") done(event.key === "Enter", true);
   });
   input.addEventListener("blur", () => done(true));
   name.replaceWith(input);
@@ -31,12 +32,14 @@ function render({ model, el }) {
   el.append(root);
   const draw = () => {
     if (root.querySelector("input.wb-rename")) return;
-    const focused = root.contains(document.activeElement) ? document.activeElement.closest("[data-key]")?.dataset.key : null;
+    const focused = root.contains(document.activeElement) ? document.activeElement.closest("[data-key], th[data-sort]")?.dataset : null;
     const scroll = root.querySelector(".wb-table-box")?.scrollTop ?? 0;
     root.innerHTML = model.get("page");
     const box = root.querySelector(".wb-table-box");
     if (box) box.scrollTop = scroll;
-    if (focused) root.querySelector(`tr[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+    if (!focused) return;
+    const again = focused.key === undefined ? `th[data-sort="${focused.sort}"] button` : `tr[data-key="${CSS.escape(focused.key)}"]`;
+    root.querySelector(again)?.focus({ preventScroll: true });
   };
   root.addEventListener("click", (event) => {
     const header = event.target.closest("th[data-sort]");
