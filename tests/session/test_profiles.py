@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import re
+import signal
+import threading
 import time
 
 import pytest
@@ -16,6 +19,7 @@ import workbench as wb
 from tests.timeouts import wait_until
 from tests.training.profiling.trace_files import assert_is_valid, named
 from workbench.core.profile import Profile
+from workbench.errors import CellError
 from workbench.session import cluster, magic, profiles
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
@@ -112,6 +116,29 @@ def test_a_cell_with_too_few_steps(run):
     [shown] = captured.outputs
     assert "1 step on 2 ranks" in shown.data["text/plain"], "the cell had one more than its warm-up"
     assert "found.json" in shown.data["text/plain"]
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted", "loses a rank"])
+def test_a_cell_that_breaks_off_is_profiled_when_it_runs_again(run, session, how):
+    """The profile was lost in silence, and every later cell said that too few steps had ended."""
+    run("%workbench profile --steps 2 --to found.json")
+    break_off = {
+        "fails": "assert not wb.rank()",
+        "is interrupted": "import time\nwhile True: time.sleep(0.01)",
+        "loses a rank": "import os, signal\nif wb.rank(): os.kill(os.getpid(), signal.SIGKILL)",
+    }[how]
+    if how == "is interrupted":
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _, _, error = run(f"{LOOP.format(5)}\n{break_off}\nstep()")
+    assert isinstance(error, KeyboardInterrupt if how == "is interrupted" else CellError)
+    session.run(SETUP)
+    captured, _, _ = run(LOOP.format(4))
+    assert "nothing is profiled yet. 4 steps ended, and the first 4 are" in captured.stdout, "of this cell alone"
+    captured, _, _ = run(LOOP.format(6))
+    [shown] = captured.outputs
+    assert "2 steps on 2 ranks" in shown.data["text/plain"]
+    captured, _, _ = run("%%global\nprint(1)")
+    assert captured.stdout == "[all] 1\n"
 
 
 def test_captured_steps(run, tmp_path):

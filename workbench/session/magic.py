@@ -271,6 +271,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
     by_rank = options.groupby == "engine"
     in_notebook = getattr(shell, "kernel", None) is not None
     output_display = OutputDisplay(here.num_engines, in_notebook)
+    if ranks is None:
+        profiles.begin_anew(here)
     show = None if options.quiet else output_display.collect if options.no_stream or by_rank else output_display.show
     try:
         result = here.run_cell(

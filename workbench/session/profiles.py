@@ -24,6 +24,7 @@ class _Asked:
 
     steps: int
     warmup: int
+    any_size: bool
     path: Path
 
 
@@ -33,12 +34,23 @@ _last: WeakKeyDictionary[Session, Profile] = WeakKeyDictionary()
 
 def begin(session: Session, steps: int, warmup: int, any_size: bool, path: str | None) -> str:
     """Profile the next steps of the engines; returns what to tell the user."""
-    file = Path(path) if path else _new_file()
-    finished(session.submit(begin_profile, steps, warmup, any_size, label="profile"))
-    _asked[session] = _Asked(steps, warmup, file)
+    _begin(session, _Asked(steps, warmup, any_size, Path(path) if path else _new_file()))
     before = f" after {counted(warmup, 'other')}" if warmup else ""
     what = f"the next {counted(steps, 'step')}{before}"
     return f"workbench: {what} are profiled. Run a cell that trains; the table follows its output."
+
+
+def begin_anew(session: Session) -> None:
+    """Before a cell: the profile that was asked for begins here, also on engines that are new since, and without what a
+    cell that broke off has left.
+    """
+    if session in _asked:
+        _begin(session, _asked.pop(session))
+
+
+def _begin(session: Session, asked: _Asked) -> None:
+    finished(session.submit(begin_profile, asked.steps, asked.warmup, asked.any_size, label="profile"))
+    _asked[session] = asked
 
 
 def finish(session: Session) -> Profile | str | None:
@@ -51,7 +63,8 @@ def finish(session: Session) -> Profile | str | None:
     taken = finished(session.submit(take_profile, label="profile"))
     parts = [part for _, part in taken if part is not None]
     if len(parts) < session.num_engines:
-        steps = max(count for count, _ in taken)
+        _begin(session, asked)
+        steps = min(count for count, _ in taken)
         return (
             f"workbench: nothing is profiled yet. {counted(steps, 'step')} ended, and the first {asked.warmup} are for "
             "warming up. The next cell is profiled instead; --warmup sets another number."
