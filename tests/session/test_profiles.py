@@ -162,6 +162,8 @@ def test_a_run_of_a_comparison(run, session):
     wb.compare(
         lambda: torch.nn.Linear(4, 2), data, F.mse_loss, ["*: data"], batch_size=8, steps=8, session=session, keep=False
     )
+    captured, _, _ = run("%%global\nprint(1)")
+    assert "2 steps on 2 ranks" in captured.outputs[-1].data["text/plain"], "a later cell shows it, and drops nothing"
     _, profile, _ = run("%workbench profile")
     assert profile.num_steps == 2 and [row.num_exchanges > 0 for row in profile.ranks] == [True, True]
 

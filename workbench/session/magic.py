@@ -271,23 +271,22 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
     by_rank = options.groupby == "engine"
     in_notebook = getattr(shell, "kernel", None) is not None
     output_display = OutputDisplay(here.num_engines, in_notebook)
-    if ranks is None:
-        profiles.begin_anew(here)
     show = None if options.quiet else output_display.collect if options.no_stream or by_rank else output_display.show
     try:
-        result = here.run_cell(
-            code,
-            ranks=ranks,
-            timeout=options.timeout,
-            show=show,
-            merge=not by_rank,
-            values=options.save_name is not None,
-            label=options.label,
-            setup=options.setup,
-            cell=_cell_name(shell),
-            show_unfinished=output_display.show_unfinished if show == output_display.show and in_notebook else None,
-            show_bars=output_display.show_bars if show == output_display.show and in_notebook else None,
-        )
+        with profiles.around_cell(here):
+            result = here.run_cell(
+                code,
+                ranks=ranks,
+                timeout=options.timeout,
+                show=show,
+                merge=not by_rank,
+                values=options.save_name is not None,
+                label=options.label,
+                setup=options.setup,
+                cell=_cell_name(shell),
+                show_unfinished=output_display.show_unfinished if show == output_display.show and in_notebook else None,
+                show_bars=output_display.show_bars if show == output_display.show and in_notebook else None,
+            )
     finally:
         output_display.show_collected(by_rank)
     if options.save_name:

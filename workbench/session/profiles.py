@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ class _Asked:
     warmup: int
     any_size: bool
     path: Path
+    broke_off: bool = False  # whether a cell did, and left some of its steps
 
 
 _asked: WeakKeyDictionary[Session, _Asked] = WeakKeyDictionary()
@@ -40,16 +42,24 @@ def begin(session: Session, steps: int, warmup: int, any_size: bool, path: str |
     return f"workbench: {what} are profiled. Run a cell that trains; the table follows its output."
 
 
-def begin_anew(session: Session) -> None:
-    """Before a cell: the profile that was asked for begins here, also on engines that are new since, and without what a
-    cell that broke off has left.
+@contextmanager
+def around_cell(session: Session) -> Iterator[None]:
+    """A context in which a cell runs. After one that broke off, the profile that was asked for begins anew before the
+    next one, also on engines that are new since.
     """
-    if session in _asked:
+    if session in _asked and _asked[session].broke_off:
         _begin(session, _asked.pop(session))
+    try:
+        yield
+    except BaseException:
+        if session in _asked:
+            _asked[session].broke_off = True
+        raise
 
 
 def _begin(session: Session, asked: _Asked) -> None:
     finished(session.submit(begin_profile, asked.steps, asked.warmup, asked.any_size, label="profile"))
+    asked.broke_off = False
     _asked[session] = asked
 
 
