@@ -126,6 +126,9 @@ def test_the_part_of_a_global_tensor_is_a_local_tensor():
 def test_local_tensors_print_as_torchs_do(sizes):
     values = torch.linspace(-1, 1, math.prod(sizes)).reshape(sizes)
     assert repr(values.as_subclass(LocalTensor)) == str(values.as_subclass(LocalTensor)) == repr(values)
+    assert (
+        f"{values.as_subclass(LocalTensor)}" == f"{values}" and f"{flow.tensor(1.5, requires_grad=True):.3f}" == "1.500"
+    )
     assert repr(flow.ones(2, requires_grad=True)) == "tensor([1., 1.], requires_grad=True)"
 
 

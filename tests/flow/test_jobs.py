@@ -226,12 +226,16 @@ def test_functions_take_and_return_micro_batches_in_containers() -> None:
             flow.pack(torch.stack([parts, -parts], dim=1), 3),
             flow.pack(best.values + ids, 3),
             flow.pack(parts[:, 1:] > parts[:, :1], 3),
+            flow.pack(np.float32(2) * abs(parts) // 1, 3),
+            flow.pack((parts == parts) & ~(parts != parts[:, :1]), 3),
+            flow.pack(flow.parallel_cast(parts, distribute=flow.distribute.split(axis=1)), 3),
         )
 
     def expected() -> list[Any]:
         joined = np.concatenate([X, X[:, 2:], X[:, :2]], 1)
         with_first = np.concatenate([np.concatenate([X[i : i + 2], X[:2]]) for i in (0, 2, 4)])
-        return [joined, with_first, np.stack([X, -X], 1), X.max(1) + np.float32(Y), X[:, 1:] > X[:, :1]]
+        order = [X[:, 1:] > X[:, :1], 2 * abs(X) // 1, X[:, :1] == X, X]
+        return [joined, with_first, np.stack([X, -X], 1), X.max(1) + np.float32(Y), *order]
 
     for results in run_ranks(lambda rank: job(X, Y), 2):
         for result, theirs in zip(results, expected(), strict=True):

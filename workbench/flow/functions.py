@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from workbench.flow.jobs.context import in_scope, running_job
+from workbench.flow.jobs.micro_batches import counts_of_micro_batches, map_micro_batches
 
 
 def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -128,6 +129,8 @@ def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any =
     from workbench.tensors.boxing.box import box
 
     job = running_job("parallel_cast")
+    if counts_of_micro_batches(input):
+        return map_micro_batches(parallel_cast, (input, distribute), {})
     if job.is_mirrored:
         return input
     return box(input, job.layout(distribute or Broadcast()).normalized(tuple(input.shape)))

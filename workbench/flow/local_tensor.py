@@ -77,6 +77,9 @@ class LocalTensor(torch.Tensor):
         cut = len("LocalTensor(") - len("tensor(")
         return "\n".join([first.replace("LocalTensor(", "tensor(", 1), *(line[cut:] for line in lines)])
 
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if self.dim() else format(self.item(), spec)
+
     is_global = False
     is_local = True
 

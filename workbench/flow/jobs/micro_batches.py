@@ -25,6 +25,8 @@ class MicroBatches:
     ``shape`` and ``dtype`` are those of one part.
     """
 
+    __array_ufunc__ = None  # operators of numpy's numbers and arrays are those below
+
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = list(parts)
 
@@ -49,7 +51,7 @@ class MicroBatches:
 
 
 def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
-    function = getattr(operator, name)
+    function = getattr(operator, f"__{name}__")
 
     def apply(self: MicroBatches, *others: Any) -> Any:
         operands = (*others, self) if is_reflected else (self, *others)
@@ -58,10 +60,10 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or"):
     setattr(MicroBatches, f"__{_name}__", _operator(_name))
     setattr(MicroBatches, f"__r{_name}__", _operator(_name, is_reflected=True))
-for _name in ("neg", "getitem", "lt", "le", "gt", "ge"):
+for _name in ("neg", "abs", "invert", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(MicroBatches, f"__{_name}__", _operator(_name))
 
 
