@@ -91,6 +91,14 @@ def test_pads_of_other_dims_than_height_and_width_are_refused(padding: Any) -> N
         flow.nn.max_pool2d(IMAGES.permute(0, 2, 3, 1), 2, 1, padding, "NHWC")
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), [2]])
+def test_windows_have_one_size_or_two(sizes: Any) -> None:
+    with pytest.raises(ValueError, match=r"(4|1) numbers for height and width. Give two, .*, or one"):
+        flow.nn.max_pool2d(IMAGES, sizes, 1, "VALID")
+    with pytest.raises(ValueError, match=r"(4|1) numbers for height and width"):
+        flow.nn.conv2d(IMAGES, FILTERS, sizes)
+
+
 def test_functions_on_plain_tensors() -> None:
     for ours, expected in [
         (flow.matmul(ROWS, ROWS, transpose_b=True), ROWS @ ROWS.T),

@@ -31,8 +31,18 @@ class WindowPadding:
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """One number for both dims, or two."""
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+    """One number for both dims, or two.
+
+    Raises:
+        ValueError: another number of numbers.
+    """
+    if isinstance(value, int):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(
+            f"{value!r}: {len(value)} numbers for height and width. Give two, (height, width), or one for both."
+        )
+    return int(value[0]), int(value[1])
 
 
 def edges(
