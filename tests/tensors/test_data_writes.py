@@ -135,3 +135,81 @@ def test_a_plain_mask_may_be_written_between_two_calls():
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, [out.detach() for out in results(one)])
+
+
+def transposed(z, new):
+    z.t_()
+
+
+def swapped(z, new):
+    z.transpose_(0, 1)
+
+
+def unsqueezed(z, new):
+    z.unsqueeze_(0)
+
+
+def squeezed_again(z, new):
+    z.unsqueeze_(1).squeeze_(1)
+
+
+def given_data(z, new):
+    z.data = new
+
+
+def set_to(z, new):
+    z.set_(new)
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
+@pytest.mark.parametrize(
+    "change", [transposed, swapped, unsqueezed, squeezed_again, given_data, set_to], ids=lambda each: each.__name__
+)
+def test_a_boxed_view_keeps_its_memory_when_its_base_changes(change, ranks, sbp):
+    def run(z, new):
+        row, rows, corner = z[0], list(z), z[1:3, 2:].T
+        change(z, new)
+        seen = [row * 1, rows[2] * 1, corner * 1]
+        row.fill_(7)
+        corner.mul_(-1)
+        last = rows[3]
+        last.add_(row)
+        seen += [z * 1, new * 1, row * 1, rows[1] * 1]
+        new.add_(1)
+        return [*seen, z * 1, row * 1, last * 1]
+
+    values = torch.arange(16.0).view(4, 4), torch.full((4, 4), 100.0)
+    expected = run(*(value.clone() for value in values))
+
+    def program():
+        placement = wb.placement(ranks=ranks)
+        z, new = (wb.tensor(value, placement=placement, sbp="B").to_global(sbp=sbp) * 1 for value in values)
+        return [each.full_tensor() for each in run(z, new)]
+
+    for found in run_ranks(program, max(ranks) + 1):
+        for position, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(ours, theirs), (position, ours, theirs)
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_gradients_of_a_boxed_view_whose_base_is_transposed(is_written, ranks, sbp):
+    def run(x, weight):
+        z = x * 1
+        row = z[0]
+        z.t_()
+        if is_written:
+            row.mul_(5)
+        return torch.autograd.grad((z * weight).sum() + (row * row).sum(), x)[0]
+
+    weight, values = torch.arange(9.0).view(3, 3), torch.arange(1.0, 10).view(3, 3)
+    expected = run(values.clone().requires_grad_(), weight)
+
+    def program():
+        x = wb.tensor(values, placement=wb.placement(ranks=ranks), sbp="B").to_global(sbp=sbp).requires_grad_()
+        return run(x, weight).full_tensor()
+
+    for found in run_ranks(program, max(ranks) + 1):
+        assert torch.equal(found, expected)

@@ -30,6 +30,7 @@ from workbench.tensors.tensor_state import (
     gradient_state,
     keep_writes,
     memory_of,
+    separate_views,
     version_of,
     writes_of,
 )
@@ -218,6 +219,7 @@ class GlobalTensor(TensorState):
                 value = later.box(value, self._spec.layout.normalized(value._spec.shape))
         with local_torch():
             before = version_of(self)
+            separate_views(self)
         self._take_data(value)
         with local_torch(), hidden_from_modes():
             writes_of(value).add(self, above=before)

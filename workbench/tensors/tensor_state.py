@@ -216,6 +216,8 @@ class TensorState(Annotated):
     """Of a ``BoxedView``: the boxed tensor whose storage it shares; None where it has its own."""
     _view_call: Any = None
     """Of a ``BoxedView``: the ``ViewCall`` that made it, which tells the strides that it has on one device."""
+    _boxed_views: weakref.WeakValueDictionary[int, Any] | None = None
+    """The boxed views that were made from it, or share its storage, by their ids."""
 
     _history_base: Any = None
     """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
@@ -312,6 +314,44 @@ def share_memory(made: TensorState, tensor: TensorState) -> None:
         made._memory_owner = memory_owner_without_history(tensor)
     made._root = tensor if tensor._origin is not None and tensor._root is None else tensor._root
     made._view_call = tensor._view_call
+    if made._origin is not None:
+        register_view(made)
+
+
+def register_view(view: Any) -> None:
+    """Let the tensors that a boxed view goes by know it (see ``separate_views``)."""
+    call = view._view_call
+    for tensor in (view._origin.base, view._root, *call.args, *call.kwargs.values()):
+        if isinstance(tensor, TensorState):
+            if tensor._boxed_views is None:
+                tensor._boxed_views = weakref.WeakValueDictionary()
+            tensor._boxed_views[id(view)] = view
+
+
+def separate_views(tensor: TensorState) -> None:
+    """Before ``tensor`` gets other memory, or another shape: its boxed views go by an alias of what it was, as on one
+    device, where a view keeps its memory and its shape.
+
+    The caller has switched off ``__torch_function__``.
+    """
+    views = [] if tensor._boxed_views is None else list(tensor._boxed_views.values())
+    if not views:
+        return
+    with hidden_from_modes():
+        former: Any = tensor.as_subclass(torch.Tensor)
+    former.__class__ = tensor.__class__
+    former._spec, former._strides = tensor._spec, tensor._strides
+    former._origin, former._root, former._view_call = tensor._origin, tensor._root, tensor._view_call
+    if tensor._spec.is_placeholder:
+        former._writes, former._memory_owner = writes_of(tensor), tensor._memory_owner
+        former._history_base = tensor if tensor._history_base is None else tensor._history_base
+    for view in (view for view in views if view._origin is not None):  # None: it is a view no more
+        if view._origin.base is tensor:
+            view._origin.base = former
+        if view._root is tensor:
+            view._root = former
+        view._view_call = view._view_call.with_tensor(tensor, former)
+        register_view(view)
 
 
 def forget_derived(tensor: TensorState) -> None:

@@ -30,7 +30,13 @@ from workbench.tensors.dispatch.registry import COMPOSITES, fold_name
 from workbench.tensors.dispatch.strides import on_one_device, share_storage
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, wrap
 from workbench.tensors.late_imports import later
-from workbench.tensors.tensor_state import memory_owner, memory_owner_without_history, share_memory, version_of
+from workbench.tensors.tensor_state import (
+    memory_owner,
+    memory_owner_without_history,
+    register_view,
+    share_memory,
+    version_of,
+)
 
 _ALIASING = """
 view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
@@ -116,6 +122,12 @@ class ViewCall(NamedTuple):
     kwargs: dict[str, Any]
     number: int
 
+    def with_tensor(self, tensor: GlobalTensor, other: GlobalTensor) -> ViewCall:
+        """The call with ``other`` in place of ``tensor``."""
+        args = tuple(other if arg is tensor else arg for arg in self.args)
+        kwargs = {name: other if arg is tensor else arg for name, arg in self.kwargs.items()}
+        return self._replace(args=args, kwargs=kwargs)
+
 
 class BoxedView(GlobalTensor):
     """A view whose storage is its own, because its values came from other ranks."""
@@ -184,6 +196,7 @@ class BoxedView(GlobalTensor):
     def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None, call: ViewCall) -> None:
         tensor.__class__ = cls
         tensor._origin, tensor._root, tensor._view_call = origin, root, call
+        register_view(tensor)
 
 
 def _version(tensor: GlobalTensor) -> int:

@@ -15,9 +15,9 @@ from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.dispatch.arguments import parameters_of
 from workbench.tensors.dispatch.planning import Plan
 from workbench.tensors.dispatch.registry import fold_name, handler
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.patch_table import patch
-from workbench.tensors.tensor_state import forget_memory
+from workbench.tensors.tensor_state import forget_memory, separate_views
 from workbench.transport.user_code import name_in_user_code
 
 
@@ -128,6 +128,9 @@ def _guarding_set(torchs_own: Any) -> Any:
             return torchs_own(target, *args, **kwargs)
         if len(given) != 2:
             _refuse_new_storage(torchs_own, (target,), {})
+        if isinstance(target, GlobalTensor):
+            with local_torch():
+                separate_views(target)
         torchs_own(target, given[1])
         forget_memory(target)
         target._spec = given[1]._spec

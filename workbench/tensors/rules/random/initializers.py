@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from workbench.core.sbp import Split
 from workbench.tensors.dispatch.registry import EXACT
-from workbench.tensors.global_tensor import local_torch, spec_of
 
 
 def _initializer(function: Any) -> Any:
@@ -57,15 +55,3 @@ def init_kaiming_uniform(
     fan = init._calculate_correct_fan(tensor, mode)
     bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
     return tensor.uniform_(-bound, bound, generator=generator)
-
-
-@_initializer(torch.Tensor.t_)
-def transpose_in_place(tensor: Any) -> Any:
-    """``Tensor.t_``, which ``nn.init.orthogonal_`` calls on wide matrices: it transposes the shards and the spec."""
-    spec = tensor._spec
-    if len(spec.shape) == 2:
-        turned = tuple(Split(1 - entry.dim) if isinstance(entry, Split) else entry for entry in spec.layout.sbp)
-        with local_torch():
-            tensor.t_()
-        tensor._spec = spec_of(spec.world, spec.layout.with_sbp(turned), spec.shape[::-1])
-    return tensor

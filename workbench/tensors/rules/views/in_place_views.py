@@ -14,6 +14,7 @@ from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.registry import EXACT, handler
 from workbench.tensors.dispatch.strides import on_meta
 from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.tensor_state import separate_views
 
 
 def _become(input: Any, view: Any, name: str) -> Any:
@@ -25,6 +26,7 @@ def _become(input: Any, view: Any, name: str) -> Any:
             f"x.{name.removesuffix('_')}(...)."
         )
     with local_torch():
+        separate_views(input)
         input.as_strided_(view.size(), view.stride(), view.storage_offset())
     input._spec, input._strides = view._spec, view._strides
     input._boxings = None
@@ -46,6 +48,11 @@ def transpose_(input: Any, dim0: int, dim1: int) -> Any:
     return _become(input, input.transpose(dim0, dim1), "transpose_")
 
 
+def t_(input: Any) -> Any:
+    """Swap the dims of a matrix."""
+    return _become(input, input.t(), "t_")
+
+
 def swapaxes_(input: Any, axis0: int, axis1: int) -> Any:
     """``transpose_`` by another name."""
     return _become(input, input.transpose(axis0, axis1), "swapaxes_")
@@ -56,7 +63,7 @@ def swapdims_(input: Any, dim0: int, dim1: int) -> Any:
     return _become(input, input.transpose(dim0, dim1), "swapdims_")
 
 
-for _function in (unsqueeze_, squeeze_, transpose_, swapaxes_, swapdims_):
+for _function in (unsqueeze_, squeeze_, transpose_, t_, swapaxes_, swapdims_):
     EXACT[getattr(torch.Tensor, _function.__name__)] = _function
 
 
