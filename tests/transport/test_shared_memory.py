@@ -124,6 +124,21 @@ def test_exchanges_of_every_dtype_and_empty_tensors():
     assert assert_all_returned(run_shared(program)) == [[[0, 7], [1, 7]]] * 2
 
 
+def test_a_tensor_and_its_conjugate_are_two_messages():
+    whole = torch.randn(5, dtype=torch.complex64)
+    sent = [whole, whole.conj(), whole.imag, whole.conj().imag]
+
+    def program(transport, rank):
+        if rank == 0:
+            transport.exchange([(1, tensor) for tensor in sent], [], 0, "message")
+            return None
+        found = [torch.empty(5, dtype=tensor.dtype) for tensor in sent]
+        transport.exchange([], [(0, out) for out in found], 0, "message")
+        return [torch.equal(out, tensor) for out, tensor in zip(found, sent, strict=True)]
+
+    assert assert_all_returned(run_shared(program))[1] == [True] * 4
+
+
 def test_strided_slices_are_sent():
     def program(transport, rank):
         matrix = torch.arange(12.0).view(3, 4) + 100 * rank

@@ -202,7 +202,7 @@ class SharedTransport(MessageTransport, Transport):
     def _send(self, sends: Sequence[PeerTensor], tag: int, header: bytes) -> None:
         published: dict[Any, Block | None] = {}  # copy a tensor for several ranks once
         for destination, tensor in sends:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
             if key not in published:
                 published[key] = self._segment.publish(tensor, header)
             self._links[destination].send(tag, published[key], tensor.nbytes, header)
