@@ -139,3 +139,34 @@ def test_a_dtensor_of_torch_is_refused_where_it_would_become_global():
             wb.parallelize(module, "*: data")
 
     run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("sbp", ["S(0), B", "B, S(0)", "S(0), S(1)", "S(0), S(0)", "P, S(1)"])
+def test_uneven_shards_on_a_grid_are_rebalanced(sbp):
+    whole = torch.arange(42.0).view(6, 7)
+    rows = {"S(0)": [1, 5], "S(1)": [2, 5]}
+
+    def program(rank):
+        placement = wb.placement(ranks=[[0, 1], [2, 3]])
+        local, seed = whole.clone(), 1 + whole
+        for entry, place in zip(sbp.split(", "), divmod(rank, 2), strict=True):
+            if entry == "S(0)" and sbp == "S(0), S(0)":
+                local = local.split([1, 5] if len(local) == 6 else [0, 1] if len(local) == 1 else [4, 1])[place]
+            elif entry != "B" and entry != "P":
+                local = local.split(rows[entry], int(entry[2]))[place]
+        local = local.clone().requires_grad_()
+        x = wb.to_global(local, placement, sbp)
+        (x * seed).sum().backward()
+        return x.full_tensor().detach(), local.detach(), local.grad
+
+    for full, local, grad in run_ranks(program, 4):
+        assert torch.equal(full, whole * (2 if "P" in sbp else 1))
+        assert torch.equal(grad, 1 + local)
+
+
+def test_blocks_that_form_no_grid_are_refused():
+    def program(rank):
+        with pytest.raises(LayoutError, match=r"dim 0 has 1 rows on rank 0 and 5 on rank 1.*same rows"):
+            wb.to_global(torch.ones(5 if rank in (1, 2) else 1, 2), wb.placement(ranks=[[0, 1], [2, 3]]), "S(0), S(1)")
+
+    run_ranks(program, 4)

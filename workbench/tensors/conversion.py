@@ -320,21 +320,31 @@ def _rebalance(
     local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]
 ) -> GlobalTensor:
     """Shards of other than balanced sizes: put each into a zero tensor at its place, and let the sum be cut evenly."""
-    if layout.placement.num_axes > 1:
-        raise LayoutError(
-            f"to_global: on {layout.placement} shards must have the balanced sizes of torch.tensor_split."
-        )
-    dim = next(entry.dim for entry in layout.sbp if isinstance(entry, Split))
-    start = 0
-    for rank in layout.placement:
-        if rank == world.rank:
-            break
-        start += metadata[rank].shape[dim]
-    if world.rank in layout.placement:
-        before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
-        local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
-    spec = spec_of(world, layout.with_sbp((partial_sum,) * layout.placement.num_axes), shape)
+    for dim in sorted({entry.dim for entry in layout.sbp if isinstance(entry, Split)}):
+        _check_rows(metadata, layout, dim)
+        if world.rank in layout.placement:
+            line = layout.ranks_along(dim, world.rank)
+            start = sum(metadata[rank].shape[dim] for rank in line[: line.index(world.rank)])
+            sizes = start, shape[dim] - start - local.shape[dim]
+            before, after = (local.new_zeros((*local.shape[:dim], n, *local.shape[dim + 1 :])) for n in sizes)
+            local = torch.cat([before, local, after], dim)
+    terms = tuple(partial_sum if isinstance(entry, Split) else entry for entry in layout.sbp)
+    spec = spec_of(world, layout.with_sbp(terms), shape)
     return box(wrap(_FromLocal.apply(local, spec), spec), layout)
+
+
+def _check_rows(metadata: list[_Metadata], layout: Layout, dim: int) -> None:
+    """Ranks at one place of the axes that split ``dim`` must have the same rows of it."""
+    firsts: dict[tuple[int, ...], int] = {}
+    for rank in layout.placement:
+        place = zip(layout.placement.coordinates(rank), layout.sbp, strict=True)
+        first = firsts.setdefault(tuple(c for c, entry in place if entry == Split(dim)), rank)
+        if metadata[rank].shape[dim] != metadata[first].shape[dim]:
+            raise LayoutError(
+                f"to_global: {layout}: dim {dim} has {metadata[first].shape[dim]} rows on rank {first} and "
+                f"{metadata[rank].shape[dim]} on rank {rank}. No axis that splits the dim lies between these ranks, so "
+                "they must have the same rows of it."
+            )
 
 
 def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) -> GlobalTensor:
