@@ -309,3 +309,21 @@ def test_losses_are_reduced_by_old_words_and_of_bytes_as_on_one_device(name, dty
             torch.testing.assert_close(function(scores, put(labels, "S(0)"), **REDUCED[name]).full_tensor(), expected)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+def test_norms_of_lists_take_an_order_and_a_dtype(sbp):
+    values = [torch.arange(6.0).view(3, 2) + 1, torch.ones(2)]
+    calls = [
+        lambda tensors: torch._foreach_norm(tensors, 2, torch.float64),
+        lambda tensors: torch._foreach_norm(tensors, ord=1, dtype=torch.float64),
+    ]
+
+    def program():
+        p = wb.placement.all()
+        tensors = [wb.tensor(value, placement=p, sbp="B").to_global(sbp=sbp) for value in values]
+        return [[norm.full_tensor() for norm in call(tensors)] for call in calls]
+
+    for found in run_ranks(program, 2):
+        for call, norms in zip(calls, found, strict=True):
+            torch.testing.assert_close(norms, list(call(values)))

@@ -347,6 +347,10 @@ TWICE = {
     "conv_transpose2d": (F.conv_transpose2d, [(1, 4, 5, 5), (4, 1, 3, 3)]),
     "bilinear": (lambda x, w, b: F.bilinear(x, x, w, b), [(1, 4), (1, 4, 4), (1,)]),
     "grid_sample": (lambda x, w: F.grid_sample(x, w.tanh(), align_corners=False), [(1, 2, 4, 4), (1, 3, 3, 2)]),
+    **{
+        f.__name__: (lambda x, w, f=f: f(x + w), [(1, 3, 3), (1, 3, 3)])
+        for f in (torch.linalg.det, torch.det, torch.logdet, torch.linalg.inv, torch.matrix_exp)
+    },
     "gru_cell": (lambda x, h, *w: torch.gru_cell(x, h, *w), [(1, 4), (1, 3), (9, 4), (9, 3)]),
 }
 

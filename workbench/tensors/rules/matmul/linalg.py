@@ -35,8 +35,8 @@ geqrf
 _WITH_A_VECTOR = "linalg_householder_product lu_unpack"
 _WHOLE = "WXYZ"
 
-_FORGET_GRADIENTS = ("linalg_cond", "linalg_householder_product")
-"""For an empty batch these have no gradient, and a rank without a gradient would let the others wait."""
+_FORGET_GRADIENTS = ("linalg_cond", "linalg_householder_product", "linalg_det", "det")
+"""For an empty batch these have no gradient, or no second one, and a rank without it would let the others wait."""
 
 
 def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:

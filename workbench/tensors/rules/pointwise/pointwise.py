@@ -21,7 +21,7 @@ from workbench.tensors.dispatch.registry import (
     rule,
     term,
 )
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, Spec
 
 _UNARY = """
 relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise
@@ -50,7 +50,16 @@ clone detach contiguous neg positive alias detach_copy real imag get:real get:im
 equations(_UNARY, "... -> ...")
 equations(_NARY, "..., ..., ..., ... -> ...")
 equations(_LINEAR, "+... -> ...")
-equations("view_as_real", "+... -> ...X")
+
+
+@rule("view_as_real")
+def _view_as_real(call: Call) -> Resolution:
+    """torch has no backward of an empty tensor for a gradient that is expanded; that of ``narrow`` copies it."""
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        return (lambda x: torch.view_as_real(x).narrow(-1, 0, 2)) if 0 in inputs[0].local_shape else None
+
+    return Resolution("+... -> ...X", localize)
 
 
 def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
@@ -173,8 +182,12 @@ def _prelu(call: Call) -> Resolution:
     return Resolution("ab..., b -> ab...")
 
 
-def _power_sum(tensor: torch.Tensor, order: float = 2) -> torch.Tensor:
-    return tensor.abs().pow(order).sum()
+def _norm(tensor: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+
+
+def _power_sum(tensor: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor.abs().pow(ord).sum(dtype=dtype)
 
 
 def _bound(bounds: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +196,7 @@ def _bound(bounds: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..
 
 
 _UNLIKE: dict[str, Callable[..., Any]] = {
-    "norm": torch.linalg.vector_norm,
+    "norm": _norm,
     "powsum": _power_sum,
     "copy": lambda target, value, non_blocking=False: value,
     "zero": torch.zeros_like,

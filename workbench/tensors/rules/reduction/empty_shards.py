@@ -36,11 +36,12 @@ def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
         key = (*(operand.dtype for operand in operands), autocast_state())
         if key not in known:
             known[key] = infer_dtypes(func, args, kwargs, shapes)
-        links = [operand.flatten()[:0].sum() for operand in operands if operand.requires_grad]
+        links = [torch.real(operand.flatten()[:0].sum()) for operand in operands if operand.requires_grad]
         results = []
         for spec, dtype in zip(outputs, known[key], strict=True):
             result = torch.zeros(spec.local_shape, dtype=dtype, device=operands[0].device)
-            results.append(result + torch.stack(links).sum().to(dtype) if links and dtype.is_floating_point else result)
+            is_linked = links and (dtype.is_floating_point or dtype.is_complex)
+            results.append(result + torch.stack(links).sum().to(dtype) if is_linked else result)
         return results[0] if len(results) == 1 else tuple(results)
 
     return make

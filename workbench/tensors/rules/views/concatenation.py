@@ -350,7 +350,9 @@ def _pad_rest(sizes: list[int], done: list[int], mode: str, value: Any, ndim: in
             return shard
         if 0 in shard.shape and mode != "constant":  # torch cannot reflect an empty tensor
             return shard.sum() + shard.new_zeros(out.local_shape)
-        return torch.nn.functional.pad(shard, rest, mode, value)
+        if mode == "constant":  # F.pad takes no complex value
+            return torch.constant_pad_nd(shard, rest, value or 0)
+        return torch.nn.functional.pad(shard, rest, mode)
 
     return finish
 
