@@ -46,8 +46,6 @@ _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_exc
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
-
-
 _MAX_TARGETS = 64
 """Ways to ask for a layout that a spec remembers."""
 
