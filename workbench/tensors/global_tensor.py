@@ -215,12 +215,12 @@ class GlobalTensor(TensorState):
                 value = later.from_local(value, self._spec.world, self._spec.layout)
             if self._is_grad or not is_global or (self._is_param and value.shape == self.shape):
                 value = later.box(value, self._spec.layout.normalized(value._spec.shape))
-        with local_torch():
-            before = version_of(self)
+        with local_torch(), hidden_from_modes():
+            before, writes = version_of(self), writes_of(value)
             separate_views(self)
         self._take_data(value)
         with local_torch(), hidden_from_modes():
-            writes_of(value).add(self, above=before)
+            writes.add(self, above=before)
 
     def _take_data(self, value: GlobalTensor) -> None:
         """Take the memory and the layout of another tensor, and keep the gradient."""
