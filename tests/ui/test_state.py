@@ -108,45 +108,6 @@ def test_a_fix_that_only_the_user_can_do_is_refused():
     assert not make().apply_fix("put a layer on stage 1, or renumber")
 
 
-def test_text_that_does_not_parse_changes_nothing_but_the_draft():
-    state = make("hybrid")
-    before = state.strategy
-    state.set_text("fc1: dta")
-    assert state.strategy is before and state.text == "fc1: dta"
-    assert "'fc1: dta'" in state.text_problem and not state.can_run and state.can_undo
-    state.undo()
-    assert state.strategy is before and state.text == str(before) and state.can_run and not state.can_undo
-    state.set_text("fc1: dta")
-    state.set_parallel(["fc1"], "model")
-    assert not state.text_problem and state.can_run
-
-
-def test_text_can_be_pasted_from_a_script():
-    state = make()
-    text = "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
-    state.set_text(text)
-    assert state.text == text and str(Strategy(state.text)) == text
-    assert not state.base and state.label == text
-
-
-def test_text_may_name_a_preset():
-    state = make()
-    state.set_text("hybrid")
-    assert state.base == "hybrid" and not state.is_edited
-
-
-def test_text_may_be_a_preset_with_options():
-    state = make()
-    state.set_text("pipeline|mb=8")
-    assert (state.base, state.label, state.options.num_micro_batches) == ("pipeline | mb=8", "pipeline | mb=8", 8)
-    state.set_num_ranks(4)
-    assert (state.label, str(state.options)) == ("pipeline | mb=8", "4x1x1 mb=8 1f1b")
-    state.set_options(num_micro_batches=4)
-    assert state.label == "pipeline | mb=8, edited"
-    state.set_text("pipline | mb=8")
-    assert "did you mean 'pipeline | mb=8'?" in state.text_problem
-
-
 @pytest.mark.parametrize("choice", ["model:column", "model:row", "model", "data"])
 def test_every_choice_can_be_set(choice: str):
     state = make("hybrid")

@@ -220,15 +220,16 @@ class PanelState:
         self._become(_UndoEntry(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
-        """Take a strategy from its text, or a preset's name. One that was here before gets its name back. Text that
-        does not parse changes only the draft.
+        """Take a strategy from its text, or a preset's name. One that was here before gets its name back; degrees that
+        the text names stay when rows are edited. Text that does not parse changes only the draft.
         """
         if text.strip() == self.text:
             return
         earlier = [now for now in (*self._before, self._now) if str(now.strategy) == text.strip()]
         known = [now for now in earlier if now.num_ranks == self.num_ranks]
         try:
-            self._become(known[-1] if known else self._opening(text, self.num_ranks))
+            written = self._opening(text, self.num_ranks)
+            self._become(replace(known[-1], own_degrees=written.own_degrees) if known else written)
         except StrategyError as error:
             self.draft, self.text_problem = text, str(error)
 
