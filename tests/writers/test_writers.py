@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import sys
 import threading
+import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from workbench.core.metrics import StepBlock
 from workbench.errors import RunError
-from workbench.writers import choose, run_log
+from workbench.writers import choose, kinds, run_log
 from workbench.writers.choose import writers
 from workbench.writers.run_log import RunLog
 
@@ -83,12 +87,42 @@ def test_mlflow(tmp_path):
     from mlflow.tracking import MlflowClient
 
     place = tmp_path / "mlflow.db"
-    write(f"mlflow:{place}", block(accuracy=0.75), error="rank 1 failed")
+    write(f"mlflow:{place}", block(**{"accuracy@5": 0.75}), error="rank 1 failed")
     client = MlflowClient(f"sqlite:///{place}")
     [run] = client.search_runs([client.get_experiment_by_name("workbench").experiment_id])
     assert run.info.run_name == "data" and run.info.status == "FAILED" and run.data.params["batch_size"] == "64"
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
+    assert run.data.metrics["accuracy_5"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("place", "file"), [("runs.db", "runs.db"), ("runs", "runs/mlflow.db"), ("http://here:5000", "")]
+)
+def test_places_of_mlflow(place, file, tmp_path, monkeypatch):
+    """With a substitute for the package, which refuses folders of files since 2026."""
+    stores, logged = [], []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            stores.append(tracking_uri)
+
+        get_experiment_by_name = create_run = MagicMock()
+
+        def log_batch(self, run, metrics=(), params=()):
+            logged.extend(metrics)
+
+    tracking = SimpleNamespace(MlflowClient=Client)
+    entities = SimpleNamespace(Param=lambda *values: values, Metric=lambda *values: values)
+    for name, module in (("mlflow", SimpleNamespace()), ("mlflow.tracking", tracking), ("mlflow.entities", entities)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.chdir(tmp_path)
+    writer = kinds.MLflow(place, "data", SETTINGS)
+    writer.add(3, {"accuracy@5": 0.75, "evaluation/f1-score": 0.5})
+    assert stores == [f"sqlite:///{tmp_path / file}" if file else place]
+    assert [(name, value, step) for name, value, _, step in logged] == [
+        ("accuracy_5", 0.75, 3), ("evaluation/f1-score", 0.5, 3),
+    ]  # fmt: skip
 
 
 def test_wandb(tmp_path, monkeypatch):
@@ -164,11 +198,25 @@ def test_a_full_disk(tmp_path):
         log.close()
 
 
-def test_a_writer_that_never_returns_holds_no_run_up(monkeypatch):
+def test_the_end_of_a_run_waits_for_a_writer_that_still_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(run_log, "CLOSE_S", 0.05)
+    (begin,) = writers(f"jsonl:{tmp_path}/metrics.jsonl")
+
+    def slow(name, settings):
+        time.sleep(0.3)
+        return begin(name, settings)
+
+    log = RunLog([slow], "data", SETTINGS)
+    log.add([block()])
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")[1:]] == [1, 2]
+
+
+def test_a_writer_that_never_returns_holds_no_run_up(monkeypatch):
+    monkeypatch.setattr(run_log, "BEGIN_S", 0.05)
     gate = threading.Event()
     log = RunLog([lambda name, settings: gate.wait(10)], "data", SETTINGS)
     log.add([block()])
-    with pytest.warns(UserWarning, match="not done after"):
+    with pytest.warns(UserWarning, match="not begun after"):
         log.close()
     gate.set()

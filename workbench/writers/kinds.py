@@ -117,18 +117,20 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder, or
-    the address of a server or database. Without a place, in MLflow's own: ``$MLFLOW_TRACKING_URI``, or a local one.
+    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder that
+    holds ``mlflow.db``, or the address of a server or database. Without a place, in MLflow's own:
+    ``$MLFLOW_TRACKING_URI``, or a local one. Characters that MLflow takes in no name become ``_``.
     """
 
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        path = Path(place).expanduser().resolve()
         if place and "://" not in place:
+            path = Path(place).expanduser().resolve()
+            path = path if path.suffix == ".db" else path / "mlflow.db"
             path.parent.mkdir(parents=True, exist_ok=True)
-            place = f"sqlite:///{path}" if path.suffix == ".db" else path.as_uri()
+            place = f"sqlite:///{path}"
         self._client = MlflowClient(tracking_uri=place or None)
         known = self._client.get_experiment_by_name("workbench")
         experiment = known.experiment_id if known is not None else self._client.create_experiment("workbench")
@@ -140,7 +142,8 @@ class MLflow:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(name, value, now_ms, step) for name, value in values.items()])
+        named = {re.sub(r"[^\w\-./ :]", "_", name): value for name, value in values.items()}
+        self._client.log_batch(self._run, [Metric(name, value, now_ms, step) for name, value in named.items()])
 
     def close(self, error: str | None) -> None:
         if error is not None:

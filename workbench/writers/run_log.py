@@ -16,6 +16,10 @@ from workbench.writers.protocol import Writer
 
 CLOSE_S = 10.0
 """How long the end of a run waits for its writers."""
+BEGIN_S = 30.0
+"""How long it waits for one that still begins. MLflow makes the tables of a database, which no later run can use where
+this is broken off.
+"""
 Row = tuple[int, dict[str, float]]
 
 
@@ -78,7 +82,8 @@ class RunLog:
             thread.error = error
             thread.rows.put(None)
         for thread in threads:
-            thread.join(CLOSE_S)
+            if thread.has_begun.wait(BEGIN_S):
+                thread.join(CLOSE_S)
             thread.warn(is_last=True)
 
 
@@ -90,13 +95,17 @@ class _WriterThread(threading.Thread):
         self._begin, self._run_name, self._settings = begin, name, dict(settings)
         self.rows: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
         self.error: str | None = None
+        self.has_begun = threading.Event()
         self._failure: BaseException | None = None
         self._has_warned = False
         self.start()
 
     def run(self) -> None:
         try:
-            writer = self._begin(self._run_name, self._settings)
+            try:
+                writer = self._begin(self._run_name, self._settings)
+            finally:
+                self.has_begun.set()
             try:
                 while (rows := self.rows.get()) is not None:
                     for step, values in rows:
@@ -122,7 +131,8 @@ class _WriterThread(threading.Thread):
             return
         self._has_warned = True
         kind = getattr(getattr(self._begin, "func", self._begin), "__name__", "a writer")
-        what = f"{type(self._failure).__name__}: {self._failure}" if self._failure else f"not done after {CLOSE_S:g} s"
+        late = f"not done after {CLOSE_S:g} s" if self.has_begun.is_set() else f"not begun after {BEGIN_S:g} s"
+        what = f"{type(self._failure).__name__}: {self._failure}" if self._failure else late
         warnings.warn(
             f"the log of run {self._run_name!r} ({kind}) is not complete: {what}. The run goes on without it.",
             stacklevel=4,

@@ -309,6 +309,7 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
     ("given", "words"),
     [
         ({"step": 3}, "counts steps itself"),
+        ({"run": 3}, "the name of the run"),
         ({"phase": "warm-up"}, "a str"),
         ({"loss": ones(2)}, r"wb.log\(loss=...\): a Tensor of shape \(2,\)"),
         ({"a": {"b": ones(2)}}, r"wb.log\(a/b=...\): a Tensor of shape \(2,\)"),

@@ -86,7 +86,7 @@ def log(
 
     Raises:
         RunError: several models or optimizers; a place in ``to`` after another one has followed it; a loss, count or
-            value that is neither a number nor one element, a value called ``step``, an unknown writer in ``to``, or
+            value that is neither a number nor one element, a value called ``step`` or ``run``, an unknown writer in ``to``, or
             one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
@@ -139,6 +139,8 @@ def _checked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in values.items():
         if name == "step" and not prefix:
             raise RunError("wb.log(step=...): wb.log counts steps itself, one per call. Leave step= out.")
+        if name == "run" and not prefix:
+            raise RunError("wb.log(run=...): in a log, run is the name of the run. Give the value another name.")
         if isinstance(value, Mapping):
             yield from _checked(value, f"{prefix}{name}/")
         elif value is not None:
