@@ -117,9 +117,9 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder that
-    holds ``mlflow.db``, or the address of a server or database. Without a place, in MLflow's own:
-    ``$MLFLOW_TRACKING_URI``, or a local one. Characters that MLflow takes in no name become ``_``.
+    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder with
+    ``mlflow.db``, or the address of a server or database. Without a place, in MLflow's own: ``$MLFLOW_TRACKING_URI``,
+    or a local one. Characters that MLflow takes in no name become ``_``.
     """
 
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:

@@ -86,8 +86,8 @@ def log(
 
     Raises:
         RunError: several models or optimizers; a place in ``to`` after another one has followed it; a loss, count or
-            value that is neither a number nor one element, a value called ``step`` or ``run``, an unknown writer in ``to``, or
-            one whose package is not installed.
+            value that is neither a number nor one element, a value called ``step`` or ``run``, an unknown writer in
+            ``to``, or one whose package is not installed.
 
     From the second step on the timeline shows the forwards of parallelized modules, the backwards from global losses
     and the optimizers' steps, between one call and the next.
