@@ -117,8 +117,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder with
-    ``mlflow.db``, or the address of a server or database. Without a place, in MLflow's own: ``$MLFLOW_TRACKING_URI``,
+    """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder
+    for ``mlflow.db``, or the address of a server or database. Without a place, MLflow's own: ``$MLFLOW_TRACKING_URI``,
     or a local one. Characters that MLflow takes in no name become ``_``.
     """
 
