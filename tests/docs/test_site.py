@@ -92,9 +92,15 @@ def test_links_of_the_sources_lead_somewhere(page: Path) -> None:
 FILE = r"`((?:workbench|tests|docs|tools|benchmarks)/[\w./-]+)`"
 
 
+IN_A_ROOM = r"`([a-z_]+/[\w/]+\.py)`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    assert not [name for name in re.findall(FILE, page.read_text("utf-8")) if not (ROOT / name).exists()]
+    text = page.read_text("utf-8")
+    assert not [name for name in re.findall(FILE, text) if not (ROOT / name).exists()]
+    named = re.findall(IN_A_ROOM, text)
+    assert not [name for name in named if not any((place / name).exists() for place in (ROOT, ROOT / "workbench"))]
 
 
 @pytest.mark.parametrize(("page", "least"), [("CONTRIBUTING.md", 16), ("docs/tour-of-the-code.md", 40)])
