@@ -1,7 +1,10 @@
 """The fallback: what comes back, on owners and on placeholders, when no rule applies."""
 
+import threading
+
 import pytest
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 import workbench as wb
 from workbench.core.placement import Placement
@@ -194,3 +197,20 @@ def test_no_loss_gathers_split_samples(loss, reduction):
 
     sbp, num_bytes = run_ranks(program)[0]
     assert num_bytes == 0 and sbp == ("(S(0),)" if reduction == "none" else "(P,)")
+
+
+def test_a_function_without_a_rule_may_keep_what_it_returns():
+    kept = threading.local()
+
+    def keeping(x):
+        if has_torch_function((x,)):
+            return handle_torch_function(keeping, (x,), x)
+        kept.mask = x > 0
+        return x * 2, kept.mask
+
+    def program():
+        doubled, mask = keeping(wb.ones(4, 2, placement=wb.placement.all(), sbp="S(0)"))
+        return type(mask) is type(doubled), type(kept.mask)
+
+    with pytest.warns(FallbackWarning):
+        assert run_ranks(program, 2) == [(True, torch.Tensor)] * 2

@@ -248,7 +248,7 @@ def _wrap_broadcast(
                 continue
             if not keeps_views and boxed_storages and leaf.untyped_storage().data_ptr() in boxed_storages:
                 leaf = leaf.clone()
-            elif type(leaf) is not torch.Tensor:
-                leaf = leaf.view_as(leaf)
+            else:
+                leaf = leaf[...]  # the function may keep what it returns
             leaves[position] = wrap(leaf, spec_of(world, layout, tuple(leaf.shape)))
     return tree_unflatten(leaves, structure)
