@@ -128,6 +128,18 @@ def test_why_not(strategy: str | dict[str, str], reason: str, words: str) -> Non
     assert words in str(verdict)
 
 
+def test_why_not_says_when_figures_are_of_two_precisions() -> None:
+    found = search(decoder(), hardware(), 4, 8, precision="bf16", constraints=NO_STAGES)
+    without = str(found.why_not("*: model | 1x1x4"))
+    assert "priced in fp32, the plan in bf16. For the same, write bf16 behind its bar." in without
+    assert "priced in" not in str(found.why_not("*: model | 1x1x4 bf16"))
+
+
+def test_one_rank_is_one_rank() -> None:
+    text = str(search(decoder(), hardware(), 1, 8))
+    assert "layers on 1 rank of" in text and "on 1 rank beats it" in text
+
+
 def test_why_not_itself() -> None:
     assert plan().why_not(plan().strategy).reason == "equal"
 

@@ -9,7 +9,7 @@ from workbench.cost.estimate import Estimate
 from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import DATA, Problem
 from workbench.planning.strategy_comparison import PARTS
-from workbench.units import format_bytes, format_seconds
+from workbench.units import counted, format_bytes, format_seconds
 
 DEGREES = (1, 1, 1)
 
@@ -39,7 +39,7 @@ def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStr
     if not fits(problem, alone):
         return f"{figures}: does not fit into {format_bytes(problem.memory_bytes)}"
     if is_faster(problem, alone, best):
-        return f"{figures}: nothing on {problem.num_ranks} ranks beats it"
+        return f"{figures}: nothing on {counted(problem.num_ranks, 'rank')} beats it"
     return f"{figures}: {step_s / best.estimate.step_s:.3g} times as long a step"
 
 

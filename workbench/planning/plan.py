@@ -24,7 +24,7 @@ from workbench.planning.strategy_comparison import (
     compare_with_best,
 )
 from workbench.planning.write_strategy import write_strategy
-from workbench.units import format_bytes, format_seconds
+from workbench.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,7 +167,8 @@ class Plan:
     def __str__(self) -> str:
         problem, found = self.problem, self.found.estimate
         how = "every strategy was looked at" if self.is_exact else f"{self.num_priced} strategies were priced"
-        title = f"plan for {len(problem.rows)} layers on {problem.num_ranks} ranks of {problem.hardware.name}"
+        layers, ranks = counted(len(problem.rows), "layer"), counted(problem.num_ranks, "rank")
+        title = f"plan for {layers} on {ranks} of {problem.hardware.name}"
         lines = [
             f"{title}, batch {problem.batch_size}, best {problem.objective}",
             *_wrapped(self.strategy),

@@ -83,12 +83,13 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
     except StrategyError as error:
         return WhyNot("cannot run", f"It cannot run: {error}")
     difference = _difference(best.strategy, best.estimate, resolved, price)
+    precisions = _precisions(best.strategy, resolved)
     if price.peak_bytes > problem.memory_bytes:
         largest = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
         peak, limit = price.peak_bytes, problem.memory_bytes
         text = (
             f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
-            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {largest}."
+            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {largest}.{precisions}"
         )
         return WhyNot("memory", text, price, difference)
     ratio = problem.value(resolved, price)[0] / best.value[0] - 1
@@ -96,7 +97,7 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
     figures = (
         f"{format_seconds(price.step_s)} a step against {format_seconds(best.estimate.step_s)}, "
         f"{format_bytes(price.peak_bytes)} against {format_bytes(best.estimate.peak_bytes)}. "
-        f"{format_parts(difference.seconds)}."
+        f"{format_parts(difference.seconds)}.{precisions}"
     )
     if abs(ratio) <= _EQUAL:
         return WhyNot("equal", f"It is as good: {figures}", price, difference)
@@ -114,6 +115,15 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
         why = f"the search did not look at {', '.join(outside)}" if outside else "the search missed it"
         return WhyNot("better", f"It is better by {-ratio:.1%}; {why}: {figures}", price, difference)
     return WhyNot(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
+
+
+def _precisions(best: ResolvedStrategy, other: ResolvedStrategy) -> str:
+    """A sentence where figures are of two precisions: a strategy that names none is in 32 bits."""
+    ours, theirs = best.options.precision, other.options.precision
+    if ours == theirs:
+        return ""
+    fix = f" For the same, write {ours} behind its bar." if ours != "fp32" else ""
+    return f" It is priced in {theirs}, the plan in {ours}.{fix}"
 
 
 def compare_strategies(problem: Problem, here: StrategyLike, there: StrategyLike) -> StrategyDifference:

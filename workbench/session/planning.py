@@ -167,7 +167,8 @@ def plan(
         precision: "fp32", "bf16", "fp16" or "fp8". None: the model's.
         optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program; default: the engines of this package.
-        compile: the step is compiled (``wb.capture``): functions between two products are one program.
+        compile: the step is compiled (``wb.capture``): functions between two products are one program. Costs of a
+            ``Transformer`` are the same with it.
         constraints: limits on the search: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=``, ``shards=``, ``context=`` (one value or several), ``recompute=`` (True, "attention",
             "cheap", a number of blocks, or "none"), ``offload=`` ("optimizer", "activations", "optimizer+activations",
