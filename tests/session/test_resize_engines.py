@@ -83,6 +83,7 @@ def test_a_session_grows_and_shrinks_while_a_model_is_trained(own_session, capfd
 @pytest.mark.slow  # test_lost_engines has a death, and the test above a smaller session
 def test_dead_engines_are_given_back_without_new_ones(own_session, tmp_path):
     """What lay there alone comes from the checkpoint."""
+    own_session.run(SETUP, setup=True)
     own_session.resize(3)
     own_session.run("wb.parallelize(model, '*: data | zero=3', optimizer=optimizer)")
     own_session.run(f"wb.checkpoint.save({str(tmp_path / 'c')!r}, model=model, optimizer=optimizer, step=step)")
