@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.docs.pages import ROOT, blocks
 from workbench.core.metrics import StepBlock
 from workbench.errors import RunError
 from workbench.writers import choose, kinds, run_log
@@ -178,6 +179,19 @@ class Broken:
 
     def close(self, error):
         raise OSError(28, "No space left on device, still")
+
+
+def test_the_writer_of_the_guide_takes_a_step_that_comes_twice(capsys):
+    guide = (ROOT / "docs" / "guides" / "logs.md").read_text("utf-8")
+    (code,) = (block.code for block in blocks(guide) if "class Printed" in block.code)
+    names = {}
+    exec(code, names)
+    log = RunLog([names["Printed"]], "data", SETTINGS)
+    log.add([block(), StepBlock(2, (), (), (), (), (), values={"accuracy": ((1, 0.75),)})])
+    log.close()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "data 2 {'loss': 0.25, 'samples_per_s': 256.0}", "data 2 {'accuracy': 0.75}",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "reason"), [("data", "No space left"), ("at once", "ConnectionError: no server")])
