@@ -14,6 +14,7 @@ from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
+from workbench.cost.software import COMPILED, WORKBENCH
 from workbench.errors import StrategyError
 from workbench.planner import layer_costs
 from workbench.planning.plan import Plan
@@ -154,7 +155,7 @@ def test_the_plan_has_the_optimizer_of_the_predictions(plan: Plan):
 
 
 def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
-    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy))
+    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE, WORKBENCH), plan.strategy))
     for found in (plan.found, *plan.others[:5]):
         assert " \u00d7 ".join(map(str, found.strategy.degrees)) in text
     more = plan.others[0].estimate.step_s / plan.found.estimate.step_s - 1
@@ -163,7 +164,7 @@ def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
 
 
 def test_one_device_is_a_row_that_cannot_be_opened(plan: Plan):
-    html = priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy)
+    html = priced_plan_html(PricedPlan.of(plan, MACHINE, WORKBENCH), plan.strategy)
     assert html.count("one device") == 1
     assert html.index("one device") > html.index('class="chosen"')
     assert "1x1x1" not in html
@@ -172,7 +173,7 @@ def test_one_device_is_a_row_that_cannot_be_opened(plan: Plan):
 
 def test_nothing_beats_one_device_over_slow_links(plan: Plan):
     slow = MachineFactors(links=1e-3).of(MACHINE)
-    priced = PricedPlan.of(plan, slow)
+    priced = PricedPlan.of(plan, slow, WORKBENCH)
     html = priced_plan_html(priced, plan.strategy)
     assert "nothing on 4 ranks beats it" in words(html)
     assert html.index("one device") < html.index('class="chosen"')
@@ -182,7 +183,7 @@ def test_nothing_beats_one_device_over_slow_links(plan: Plan):
 def test_one_device_without_the_memory_is_the_last_row(plan: Plan):
     limit = (plan.estimate.peak_bytes + plan.one_device.estimate.peak_bytes) / 2
     html = priced_plan_html(
-        PricedPlan.of(plan, MachineFactors(memory=limit / MACHINE.memory_bytes).of(MACHINE)), plan.strategy
+        PricedPlan.of(plan, MachineFactors(memory=limit / MACHINE.memory_bytes).of(MACHINE), WORKBENCH), plan.strategy
     )
     first_table = html[: html.index("</table>")]
     assert first_table.rindex("<tr") < first_table.index("one device")
@@ -190,7 +191,7 @@ def test_one_device_without_the_memory_is_the_last_row(plan: Plan):
 
 
 def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
-    priced = PricedPlan.of(plan, MACHINE)
+    priced = PricedPlan.of(plan, MACHINE, WORKBENCH)
     shown = Strategy("*: model")
     verdict = priced.why_not(shown)
     text = words(priced_plan_html(priced, shown))
@@ -202,18 +203,20 @@ def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
 
 def test_why_not_says_what_does_not_fit(plan: Plan):
     small = MachineFactors(memory=plan.estimate.peak_bytes * 1.05 / MACHINE.memory_bytes).of(MACHINE)
-    text = words(priced_plan_html(PricedPlan.of(plan, small), Strategy("*: data")))
+    text = words(priced_plan_html(PricedPlan.of(plan, small, WORKBENCH), Strategy("*: data")))
     assert "It does not fit" in text
     assert "too much" in text
 
 
 def test_why_not_says_what_cannot_run(plan: Plan):
-    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), Strategy("blocks: data@1; ln_f: data@0 | 2x1x1")))
+    text = words(
+        priced_plan_html(PricedPlan.of(plan, MACHINE, WORKBENCH), Strategy("blocks: data@1; ln_f: data@0 | 2x1x1"))
+    )
     assert "It cannot run" in text
 
 
 def test_a_layer_is_explained_in_the_plan(plan: Plan):
-    priced = PricedPlan.of(plan, MACHINE)
+    priced = PricedPlan.of(plan, MACHINE, WORKBENCH)
     found = priced.explain("lm_head")
     assert found is not None
     text = words(priced_plan_html(priced, plan.strategy, "lm_head"))
@@ -224,18 +227,30 @@ def test_a_layer_is_explained_in_the_plan(plan: Plan):
 
 def test_the_answer_is_priced_for_the_machine_as_it_is_now(plan: Plan):
     fast = MachineFactors(flops=4.0).of(MACHINE)
-    priced = PricedPlan.of(plan, fast)
-    assert priced.is_stale
+    priced = PricedPlan.of(plan, fast, WORKBENCH)
+    assert "Planned before the machine was changed." in words(priced_plan_html(priced, plan.strategy))
     assert priced.chosen.estimate.step_s < plan.found.estimate.step_s
     assert priced.chosen.strategy == plan.found.strategy
     assert "search again" in words(priced_plan_html(priced, plan.strategy))
 
 
+def test_the_answer_is_priced_for_the_program_that_trains(plan: Plan):
+    priced = PricedPlan.of(plan, MACHINE, COMPILED)
+    assert priced.problem.software == COMPILED
+    assert "Planned before compiling the step was switched." in words(priced_plan_html(priced, plan.strategy))
+    both = PricedPlan.of(plan, MachineFactors(flops=4.0).of(MACHINE), COMPILED)
+    assert "before the machine was changed and compiling the step was switched." in words(
+        priced_plan_html(both, plan.strategy)
+    )
+
+
 def test_a_plan_of_another_precision_says_so(plan: Plan):
-    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy.with_options(precision="fp16")))
+    text = words(
+        priced_plan_html(PricedPlan.of(plan, MACHINE, WORKBENCH), plan.strategy.with_options(precision="fp16"))
+    )
     assert "Planned for fp32, and the rows are in fp16. Press planner's choice to search again." in text
     assert "missed" not in text
-    assert "Planned for" not in words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy))
+    assert "Planned for" not in words(priced_plan_html(PricedPlan.of(plan, MACHINE, WORKBENCH), plan.strategy))
 
 
 def test_the_answer_follows_rows_selection_and_ranks(plan: Plan):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
+from workbench.cost.software import Software
 from workbench.errors import StrategyError
 from workbench.planning.explain import Alternative, Explanation, explain
 from workbench.planning.incumbents import PricedStrategy
@@ -47,32 +48,30 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan, priced for the present machine.
+    """A plan, priced for the present machine and program.
 
     Attributes:
         plan: the result of the search.
         problem: the planner's problem on the present machine.
         ranked: the plan's strategy and the best ones with other degrees, the best on that machine first.
         alone: the step on one device.
-        is_stale: whether the plan was made for another machine.
     """
 
     plan: Plan
     problem: Problem
     ranked: tuple[PricedStrategy, ...]
     alone: PricedStrategy
-    is_stale: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, hardware: Hardware) -> PricedPlan:
-        """Price the best strategies of a plan for a machine."""
+    def of(cls, plan: Plan, hardware: Hardware, software: Software) -> PricedPlan:
+        """Price the best strategies of a plan for a machine and the program that trains."""
         shown = (plan.found, *plan.others[: _MOST_OTHERS - 1])
-        if hardware == plan.problem.hardware:
+        if (hardware, software) == (plan.problem.hardware, plan.problem.software):
             return cls(plan, plan.problem, shown, plan.one_device)
-        problem = replace(plan.problem, hardware=hardware, memory_bytes=hardware.memory_bytes)
+        problem = replace(plan.problem, hardware=hardware, memory_bytes=hardware.memory_bytes, software=software)
         priced = [_priced(problem, found) for found in shown]
         ranked = sorted(priced, key=lambda found: (not fits(problem, found), found.value))
-        return cls(plan, problem, tuple(ranked), one_device(problem), is_stale=True)
+        return cls(plan, problem, tuple(ranked), one_device(problem))
 
     @property
     def chosen(self) -> PricedStrategy:
@@ -165,14 +164,18 @@ def _alone_text(priced: PricedPlan) -> str:
 
 def _stale_text(priced: PricedPlan, precision: str) -> str:
     """What is other than in the search; empty if nothing is."""
-    texts = []
-    if priced.is_stale:
+    texts, asked = [], priced.plan.problem
+    changes = [
+        *(["the machine was changed"] if priced.problem.hardware != asked.hardware else []),
+        *(["compiling the step was switched"] if priced.problem.software != asked.software else []),
+    ]
+    if changes:
         first = (
             "It is still the best of these."
             if priced.ranked[0] is priced.chosen
             else "Another one of these is better now."
         )
-        texts.append(f"Planned before the machine was changed. {first}")
+        texts.append(f"Planned before {' and '.join(changes)}. {first}")
     if precision != priced.problem.precision:
         texts.append(f"Planned for {priced.problem.precision}, and the rows are in {precision}.")
     return " ".join(texts)

@@ -96,7 +96,7 @@ class PlannerSection:
         """The explanation of ``show``; empty without a plan."""
         if self.problem:
             return problem_html(self.problem)
-        hardware = self._predictor.hardware
+        hardware, software = self._predictor.hardware, self._predictor.software
         if self.plan is None or hardware is None:
             return ""
         if self.plan.problem.num_ranks != num_ranks:
@@ -104,6 +104,7 @@ class PlannerSection:
                 f"The plan is for {self.plan.problem.num_ranks} ranks, and there are {num_ranks} now. Press planner's "
                 "choice to search again."
             )
-        if self._priced_plan is None or self._priced_plan.problem.hardware != hardware:
-            self._priced_plan = PricedPlan.of(self.plan, hardware)
-        return priced_plan_html(self._priced_plan, strategy, layer)
+        known = self._priced_plan
+        if known is None or (known.problem.hardware, known.problem.software) != (hardware, software):
+            self._priced_plan = known = PricedPlan.of(self.plan, hardware, software)
+        return priced_plan_html(known, strategy, layer)
