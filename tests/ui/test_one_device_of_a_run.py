@@ -17,7 +17,7 @@ SETTINGS = {"model": "mlp", "num_parameters": 100, "optimizer": "SGD(lr=0.1)", "
 APART = ">Difference to one device<"
 
 
-@pytest.mark.parametrize("other", ["model", "num_parameters", "optimizer", "seed"])
+@pytest.mark.parametrize("other", ["model", "num_parameters", "optimizer", "seed", "machine"])
 def test_a_run_that_one_device_has_not_trained_keeps_its_own_speed_up(baseline: RunRecord, other: str):
     truth = replace(baseline, settings=SETTINGS, samples_per_s=1e5)
     run = make_record("data", settings=SETTINGS | {other: "other"}, speedup=1.9)

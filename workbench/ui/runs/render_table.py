@@ -21,11 +21,11 @@ from workbench.ui.runs.table_rows import (
     Row,
     equal_text,
     key_of,
-    one_device_of,
     one_line,
     prediction_errors,
     run_rows,
     sorted_rows,
+    timed_beside,
     with_own_keys,
 )
 from workbench.units import format_bytes
@@ -117,7 +117,7 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
         if run.error is not None:
             lines.append(f"{_named(run)}{one_line(run.error, 80 - _NAME_CHARS)}")
             continue
-        ratio = run.speedup_over(one_device_of(run, [baseline] if baseline else []))
+        ratio = run.speedup_over(timed_beside(run, [baseline] if baseline else []))
         speedup = f"{ratio:.2f}x" if ratio is not None else "-"
         difference, note = "baseline" if run is baseline else equal_text(run).replace(DASH, "-"), ""
         if len(difference) > _EQUAL_CHARS - 1:

@@ -116,6 +116,12 @@ def one_device_of(run: RunRecord, truths: Iterable[RunRecord]) -> RunRecord | No
     return next((truth for truth in truths if task_of(truth) == task_of(run) and seeds <= _seeds(truth)), None)
 
 
+def timed_beside(run: RunRecord, truths: Iterable[RunRecord]) -> RunRecord | None:
+    """``one_device_of`` on the machine of the run: the one whose speed the run's may be compared with."""
+    machine = run.settings.get("machine")
+    return one_device_of(run, [truth for truth in truths if truth.settings.get("machine") == machine])
+
+
 def _seeds(run: RunRecord) -> set[Hashable]:
     return set(run.settings.get("seeds") or [run.settings.get("seed")])
 
@@ -143,8 +149,8 @@ def run_rows(
     """One row per run, in the order of the runs.
 
     Args:
-        baseline: key of the run that speed-ups are over; by default the one on one device that trained the same, see
-            ``one_device_of``. Without one, a run's own ``speedup`` stays.
+        baseline: key of the run that speed-ups are over; by default the one on one device that trained the same on the
+            same machine, see ``timed_beside``. Without one, a run's own ``speedup`` stays.
         names: names by key that the user has given.
         truth: key of the run on one device, which is compared with nothing; or several keys.
     """
@@ -155,7 +161,7 @@ def run_rows(
     one_device = [run for run in runs if key_of(run) in truths and run.samples_per_s]
     rows = []
     for run in runs:
-        over = base or one_device_of(run, one_device)
+        over = base or timed_beside(run, one_device)
         key, values = key_of(run), _values(run, over)
         rows.append(
             Row(
