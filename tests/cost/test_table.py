@@ -35,6 +35,15 @@ def test_a_row_gets_its_columns_and_parts_add_up() -> None:
     assert {key: row[key] for key in ROW} == ROW
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_without_stages_nothing_waits_for_them(tp: int) -> None:
+    """Not even -3e-16 s."""
+    rows = [
+        ROW | {"tp": str(tp), "pp": "1", "gpus": str(tp * int(ROW["dp"])), "batch": str(8 * n)} for n in range(1, 9)
+    ]
+    assert {row["pipeline_bubble_s"] for row in predict_table(rows)} == {"0"}
+
+
 def test_interleaving_and_recomputation_act_as_they_should() -> None:
     plain, virtual_stages = predict_row(ROW), predict_row(ROW | {"layers_per_virtual_stage": "1"})
     assert virtual_stages.bubble_s < plain.bubble_s

@@ -21,6 +21,9 @@ from workbench.cost.stage_settings import StageSettings, counted_at, settings_of
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
+_ROUNDING = 1e-12
+"""A wait that is a smaller part of the schedule is a difference of equal sums."""
+
 
 class SentBytes(NamedTuple):
     """Bytes that all ranks send in a step: activations with their gradients, and what ranks with copies of a weight
@@ -146,7 +149,8 @@ def combine(
     slowest = busy.index(max(busy))
     share = min(1.0, makespan / busy[slowest]) if busy[slowest] else 1.0
     compute_s, boxing_s = compute[slowest] * share, boxing[slowest] * share
-    bubble = makespan - compute_s - boxing_s
+    idle = makespan - compute_s - boxing_s
+    bubble = idle if idle > _ROUNDING * makespan else 0.0
     gradient = max(reduction_s([stages[s] for s in mine], settings[mine[0]]) for mine in slices)
     gradient += _tied_s(model, strategy, settings)
     update = max(
