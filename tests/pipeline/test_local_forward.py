@@ -213,3 +213,26 @@ def test_hooks_inside_a_block_meet_global_tensors():
 
     run_ranks(program, 2)
     assert {kind for _, kind in seen} == {GlobalTensor} and sum(rank == 1 for rank, _ in seen) == 8
+
+
+def test_torchs_transformer_layers_keep_their_functions_in_evaluation():
+    """For plain tensors they call one fused function, whose result under autocast has another dtype."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    torch.manual_seed(0)
+    samples, models = torch.randn(1, 3, 8).expand(8, 3, 8), [Encoder()]
+    models.append(copy.deepcopy(models[0]))
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "first.*: data; last.*: data@1 | 2x1x1 mb=4 bf16")
+        return wb.evaluate(model, samples).full_tensor()
+
+    for output in run_ranks(program, 2):
+        assert torch.equal(output, output[:1].expand_as(output))

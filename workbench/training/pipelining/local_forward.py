@@ -38,6 +38,8 @@ from workbench.training.pipelining.placeholder_forward import placeholder_forwar
 from workbench.training.strategies.state import ParallelState, parameter_stages
 
 _NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
+_FUSED_FOR_PLAIN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""In evaluation they call fused functions if all their tensors are plain."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class LocalForward(ForwardCache):
         held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
         held |= {id(tensor) for tensor in inputs}
         if call.num_keys or call.observer.recomputes or boxing_of_input is None:
+            return None
+        if any(isinstance(part, _FUSED_FOR_PLAIN) and not part.training for part in self._parts):
             return None
         if any(id(t) in held or not self._is_here(t) for t in tensors):
             return None
