@@ -182,6 +182,34 @@ def test_other_shapes_are_recorded_anew_up_to_a_bound():
         assert run_ranks(program, 1) == [((2, 2), 2)]
 
 
+@pytest.mark.parametrize("memory_bytes", [None, 2**20])
+def test_an_lstm_on_cpus_is_replayed(memory_bytes):
+    """Its forward makes what its backward reads in replays too, which have gradients off."""
+    layers = [nn.LSTM(4, 4, num_layers=2) for _ in range(4)]
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+
+    def losses_of(layer, take):
+        layer = wb.parallelize(layer, "*: data")
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def step(x):
+            loss = layer(x)[0].square().sum()
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss.detach()
+
+        step = take(step)
+        return [step(torch.ones(3, 2, 4)).item() for _ in range(5)]
+
+    def program(rank):
+        captured = losses_of(layers[rank], lambda step: wb.capture(step, memory_bytes=memory_bytes))
+        return captured == losses_of(layers[rank + 2], lambda step: step)
+
+    assert run_ranks(program, 2) == [True] * 2
+
+
 def test_layouts_of_inputs_are_recorded_apart():
     def program():
         p = wb.placement("cpu", ranks=[0, 1])

@@ -58,6 +58,30 @@ def test_two_units_at_most_are_here(monkeypatch, options, prepare):
     assert meter.most <= 2 and left == 0
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_keep_no_whole_parameters(monkeypatch, kind):
+    """torch's own list of their weights has the shards after a call, and a captured step leaves nothing behind."""
+    meter = Meter(monkeypatch)
+    layers = [kind(4, 4, batch_first=True) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+
+    def program(rank):
+        layer = wb.parallelize(layers[rank], "*: data | zero=3")
+
+        def step(x):
+            layer(x)[0].sum().backward()
+
+        step(torch.ones(2, 3, 4))
+        wb.barrier()
+        left, captured = meter.now(), wb.capture(step)
+        for _ in range(3):
+            captured(torch.ones(2, 3, 4))
+        return left, captured.num_replays
+
+    assert run_ranks(program, 2) == [(0, 1)] * 2
+    assert len(meter.works) > 0
+
+
 def kept_shapes(model):
     """Shapes of all that autograd saves in forward; those of 16-bit numbers, and others."""
     kept = {True: set(), False: set()}

@@ -33,6 +33,16 @@ from workbench.transport.traffic import TrafficCount
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 """Operators that give another tensor object for the same values, which only autograd tells apart."""
+
+
+def _lstm_on_cpus(*args: Any) -> Any:
+    """torch's LSTM on CPUs. What its backward reads it makes where gradients are enabled only."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return _aten.mkldnn_rnn_layer.default(*args)
+
+
+_BY_THEMSELVES: dict[Any, Callable[..., Any]] = {_aten.mkldnn_rnn_layer.default: _lstm_on_cpus}
+"""What a replay calls in place of operators, which are then no part of a compiled program."""
 _IN_C: dict[Any, Callable[..., Any]] = {
     _aten.add_.Tensor: torch.Tensor.add_,
     _aten.add.Tensor: torch.add,
@@ -114,12 +124,12 @@ class Recorder(TorchDispatchMode):
             first = returns[0].alias_info if returns else None
             self.trace.calls.append(
                 Call(
-                    _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
+                    _BY_THEMSELVES.get(func) or _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
                     has_side_effect=(is_write and func not in _SETS_UP) or is_draw,
                     makes_view=first is not None and not first.is_write and not is_write,
                     changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
-                    operator=func,
+                    operator=None if func in _BY_THEMSELVES else func,
                     draws=is_draw,
                     devices=devices_of(args, kwargs, out),
                     flops=matmul_work(func, args, kwargs, out)[0],

@@ -106,7 +106,10 @@ class GatheredCall:
             self.saving.__exit__(None, None, None)
             self.saving = None
         for owner, name, parameter in self.kept:
-            owner._parameters[name] = parameter
+            if isinstance(owner, nn.RNNBase):
+                setattr(owner, name, parameter)  # its list of weights would keep the whole one
+            else:
+                owner._parameters[name] = parameter
         self.kept.clear()
         self.put = [], []
         self.places.clear()
