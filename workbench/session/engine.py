@@ -216,11 +216,11 @@ def _install() -> None:
     here.workbench_installed = True
 
 
-def _report_remaining_steps(_result: Any) -> None:
+def _report_remaining_steps(result: Any) -> None:
     """Let loops of a finished cell report their last steps."""
     user_loops = sys.modules.get("workbench.training.runs.user_loops")
     if user_loops is not None:
-        user_loops.report_remaining_steps()
+        user_loops.report_remaining_steps(user_loops.error_text(result.error_in_exec))
 
 
 def _define_names(namespace: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import sys
 
 import pytest
 import torch.nn.functional as F
@@ -303,6 +304,22 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
     row = json.loads(path.read_text().splitlines()[-1])
     assert row["step"] == 3 and row["learning_rate"] == 0.125 and row["epoch"] == 1.0
     assert not {"loss", "gradient_norm"} & set(row), "sums of which rank 0 has one term"
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_the_log_has_the_error_that_ends_a_program(tmp_path, monkeypatch, is_notebook):
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(sys, "last_value", ValueError("no such batch"), raising=False)
+    if is_notebook:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+
+    def program():
+        three_steps(f"jsonl:{path}")
+        user_loops._report_at_exit_of(user_loops.current())
+
+    run_ranks(program)
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert row.get("error") == (None if is_notebook else "ValueError: no such batch")
 
 
 @pytest.mark.parametrize(

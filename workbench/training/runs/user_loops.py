@@ -169,12 +169,17 @@ def _count(name: str, value: Any) -> int:
     return int(value_on_all_ranks(kept) if isinstance(kept, GlobalTensor) else kept)
 
 
-def report_remaining_steps() -> None:
+def report_remaining_steps(error: str | None = None) -> None:
     """Report the remaining steps of all loops when a cell has ended, perhaps by an error. Each rank reports alone."""
     for world in list(_loops):
         loop = _loops.pop(world, None)  # None: of simulated ranks, another one has taken it
         if loop is not None:
-            loop.end(_listener)
+            loop.end(_listener, error)
+
+
+def error_text(error: BaseException | None) -> str | None:
+    """An error as the log of a run has it; None for none."""
+    return f"{type(error).__name__}: {error}" if error is not None else None
 
 
 def _report_at_exit() -> None:
@@ -188,10 +193,11 @@ def _report_at_exit_of(world: World) -> None:
     loop = _loops.get(world)
     if loop is None or not loop.has_log:
         return
+    error = getattr(sys, "last_value", None)  # it ends this rank; in a notebook it is any earlier cell's
     with contextlib.suppress(Exception):  # another rank has failed, or does not come
-        if not hasattr(sys, "last_type"):  # an error ends this rank
+        if error is None:
             loop.report(_listener)
-    loop.end(_listener)
+    loop.end(_listener, error_text(error) if not hasattr(sys, "ps1") else None)
     _loops.pop(world, None)
 
 
@@ -291,8 +297,8 @@ class _Loop:
         if self._until_spans_s <= 0:
             self._report_spans(listener)
 
-    def end(self, listener: Listener | None) -> None:
-        """Report the last steps, and the timeline of the very last one, without an exchange."""
+    def end(self, listener: Listener | None, error: str | None = None) -> None:
+        """Report the last steps, and the timeline of the very last one, without an exchange. ``error`` ended them."""
         found = self._collector.take(_own_term)
         if found is not None:
             if listener is not None:
@@ -302,16 +308,16 @@ class _Loop:
             if self._log is not None and alone is not None:
                 self._log.add([alone])
         self._report_spans(listener)
-        self.stop()
+        self.stop(error)
 
-    def stop(self) -> None:
+    def stop(self, error: str | None = None) -> None:
         """End the loop. Later actions belong to no timeline."""
         if self.world.context.action_timer is self._timer:
             self.world.context.action_timer = None
         if self._optimizer_meter is not None:
             self._optimizer_meter.end()
         if self._log is not None:
-            self._log.close()
+            self._log.close(error)
 
     def _report_spans(self, listener: Listener | None) -> None:
         if self._actions and listener is not None:
