@@ -40,7 +40,8 @@ def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStr
         return f"{figures}: does not fit into {format_bytes(problem.memory_bytes)}"
     if is_faster(problem, alone, best):
         return f"{figures}: nothing on {counted(problem.num_ranks, 'rank')} beats it"
-    return f"{figures}: {step_s / best.estimate.step_s:.3g} times as long a step"
+    ratio = f"{step_s / best.estimate.step_s:#.3g}".rstrip(".")
+    return f"{figures}: {ratio} times as long a step"
 
 
 def _alone(problem: Problem, price: Estimate) -> Estimate:
