@@ -284,3 +284,42 @@ def test_a_block_runs_again_from_buffers_that_it_has_written_through_data(strate
     model(x).square().sum().backward()
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, [*(p.grad for p in model.parameters()), *model.buffers()])
+
+
+class Counting(nn.Module):
+    """Depends on its mode, on a number and on a tensor that it changes, and keeps a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.num_calls, self.last = 0, None
+
+    def forward(self, x):
+        self.num_calls += 1
+        y = self.drop(self.fc(x)).tanh() * self.num_calls
+        y, self.last = y if self.last is None else y * self.last, y.detach().mean(0)
+        self.loss = y.square().mean()
+        return y
+
+
+def test_a_block_runs_again_from_the_attributes_of_its_first_run():
+    """Its mode may change before backward, too. What the first run has left stays."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(*(nn.Sequential(Counting()) for _ in range(2))) for _ in range(2)]
+    blocks[1].load_state_dict(blocks[0].state_dict())
+    x, pairs = torch.randn(6, 4), list(zip(blocks, ("mb=1", "recompute"), strict=True))
+
+    def gradients(model):
+        wb.manual_seed(0)
+        for _ in range(2):
+            loss = model(x).sum() + sum(block[0].loss for block in model)
+            kept = [block[0].loss for block in model]
+            model.eval()
+            loss.backward()
+            assert not model[0][0].drop.training and all(a is b[0].loss for a, b in zip(kept, model, strict=True))
+            model.train()
+        return [model[0][0].num_calls, *(p.grad.full_tensor() for p in model.parameters())]
+
+    found = run_ranks(lambda: [gradients(wb.parallelize(block, f"*: data | {option}")) for block, option in pairs], 1)
+    (kept, again) = found[0]
+    torch.testing.assert_close(again, kept)

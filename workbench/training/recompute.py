@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from workbench.pipeline.check import check_table
 from workbench.pipeline.schedules import make_table
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.reached_objects import PLAIN_VALUES
 from workbench.tensors.tensor_state import version_of
 from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.blocks import repeated_blocks
@@ -158,16 +160,16 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        buffers, parameters, has_run = _BuffersBefore(self.block), _held(self.block, "_parameters"), False
+        state, parameters, has_run = _StateBefore(self.block), _held(self.block, "_parameters"), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with buffers.put_back(), _in_their_places(parameters), _explaining_errors(self.block):
+                with state.put_back(), _in_their_places(parameters), _explaining_errors(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
-            buffers.forget_unchanged()
+            state.forget_unchanged()
             return result
 
         if self.kept is None:
@@ -240,11 +242,16 @@ def _is_cache(value: Any, of_transformers: Any) -> bool:
     return isinstance(value, of_transformers) or isinstance(getattr(value, "is_updated", None), dict)
 
 
-class _BuffersBefore:
-    """The buffers of a block as they were before its first forward: copies of those that this forward changes.
+_Attribute = tuple[dict[str, Any], str, Any]
+_ABSENT, _AS_IT_IS = object(), object()
+
+
+class _StateBefore:
+    """A block before its first forward: copies of the buffers that this forward changes, the numbers, texts and tensors
+    without history that it changes among attributes, and modes.
 
     The second forward starts from these values. Otherwise a spectral norm, for example, would iterate once more and
-    give other weights. The second forward writes to copies, so the buffers keep the values of the first.
+    give other weights. The second forward writes to copies, and so the block keeps what the first has made of it.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -253,28 +260,61 @@ class _BuffersBefore:
             held = _held(block, "_buffers")
             self.before = [(*found, None if found[2] is None else found[2].clone()) for found in held]
         self.versions = [_version(buffer) for *_, buffer, _ in self.before]
+        self.parts = [(vars(part), dict(vars(part))) for part in block.modules()]
+        self.attributes: list[_Attribute] = []
 
     def forget_unchanged(self) -> None:
-        """After the first forward: drop the copies of buffers that did not change."""
+        """After the first forward: drop what did not change. Modes may change before the second."""
         self.before = [
             (held, name, buffer, buffer if held.get(name) is buffer and _version(buffer) == version else copy)
             for (held, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
         ]
+        self.attributes = [
+            (held, name, _kept(values.get(name, _ABSENT)))
+            for held, values in self.parts
+            for name in ("training", *_changed(values, held))
+        ]
+        self.parts.clear()
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Context in which the buffers are copies with their values before the first forward."""
+        """Context in which the block is as it was before the first forward; its buffers are copies."""
         now = _held(self.block, "_buffers")
+        attributes = [(held, name, held.get(name, _ABSENT)) for held, name, _ in self.attributes]
         before = {(id(held), name): copy for held, name, _, copy in self.before}
         with torch.no_grad(), hidden_from_modes():
             for held, name, buffer in now:
                 found = before.get((id(held), name), buffer)
                 held[name] = found if found is None or found.requires_grad else found.clone()
+        _set(self.attributes)
         try:
             yield
         finally:
+            _set(attributes)
             for held, name, buffer in now:
                 held[name] = buffer
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The names of what is another object."""
+    if len(before) == len(now) and all(map(is_, before.values(), now.values())):  # the common case
+        return []
+    return [n for n in dict.fromkeys((*before, *now)) if before.get(n, _ABSENT) is not now.get(n, _ABSENT)]
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        with local_torch():
+            return value if value.grad_fn is None else _AS_IT_IS  # the graph of an earlier step would stay
+    return value if value is _ABSENT or type(value) in PLAIN_VALUES else _AS_IT_IS
+
+
+def _set(attributes: list[_Attribute]) -> None:
+    for held, name, value in attributes:
+        if value is _ABSENT:
+            held.pop(name, None)
+        elif value is not _AS_IT_IS:
+            held[name] = value
 
 
 def _version(buffer: torch.Tensor | None) -> int:
