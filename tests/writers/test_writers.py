@@ -83,6 +83,7 @@ def test_tensorboard(tmp_path):
     assert "batch_size: 64" in str(found.Tensors("settings/text_summary")[0].tensor_proto)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own database
 def test_mlflow(tmp_path):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
@@ -102,7 +103,7 @@ def test_mlflow(tmp_path):
 )
 def test_places_of_mlflow(place, file, tmp_path, monkeypatch):
     """With a substitute for the package, which refuses folders of files since 2026."""
-    stores, logged = [], []
+    stores, calls, logged = [], [], []
 
     class Client:
         def __init__(self, tracking_uri):
@@ -110,7 +111,11 @@ def test_places_of_mlflow(place, file, tmp_path, monkeypatch):
 
         get_experiment_by_name = create_run = MagicMock()
 
+        set_terminated = MagicMock()
+
         def log_batch(self, run, metrics=(), params=()):
+            assert len(metrics) <= 1000
+            calls.append(len(metrics))
             logged.extend(metrics)
 
     tracking = SimpleNamespace(MlflowClient=Client)
@@ -124,6 +129,12 @@ def test_places_of_mlflow(place, file, tmp_path, monkeypatch):
     assert [(name, value, step) for name, value, _, step in logged] == [
         ("accuracy_5", 0.75, 3), ("evaluation/f1-score", 0.5, 3),
     ]  # fmt: skip
+    monkeypatch.setattr(kinds, "_MLFLOW_INTERVAL_MS", 3_600_000)
+    for step in range(4, 3004):
+        writer.add(step, {"loss": 0.5, "learning_rate": 0.1})
+    writer.close(None)
+    assert [step for _, _, _, step in logged[2::2]] == list(range(4, 3004))
+    assert len(calls) < 12, "a call for each step would take longer than fast steps"
 
 
 def test_wandb(tmp_path, monkeypatch):

@@ -116,6 +116,11 @@ class WeightsAndBiases:
         self._run.finish(exit_code=0 if error is None else 1)
 
 
+_MLFLOW_MOST = 1000
+"""The most values that MLflow takes in a call."""
+_MLFLOW_INTERVAL_MS = 1000
+
+
 class MLflow:
     """A run of the experiment ``workbench`` in the store ``place``: an SQLite file that ends with ``.db``, a folder
     for ``mlflow.db``, or the address of a server or database. Without a place, MLflow's own: ``$MLFLOW_TRACKING_URI``,
@@ -137,15 +142,26 @@ class MLflow:
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
         params = [Param(key, str(value)[:500]) for key, value in settings.items()]
         self._client.log_batch(self._run, params=params)
+        self._waiting: list[Any] = []
+        self._sent_ms = 0
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         named = {re.sub(r"[^\w\-./ :]", "_", name): value for name, value in values.items()}
-        self._client.log_batch(self._run, [Metric(name, value, now_ms, step) for name, value in named.items()])
+        self._waiting += [Metric(name, value, now_ms, step) for name, value in named.items()]
+        if now_ms - self._sent_ms >= _MLFLOW_INTERVAL_MS or len(self._waiting) >= _MLFLOW_MOST:
+            self._send(now_ms)
+
+    def _send(self, now_ms: int) -> None:
+        """Write what waits: each call takes milliseconds, and longer to a server."""
+        for first in range(0, len(self._waiting), _MLFLOW_MOST):
+            self._client.log_batch(self._run, self._waiting[first : first + _MLFLOW_MOST])
+        self._waiting, self._sent_ms = [], now_ms
 
     def close(self, error: str | None) -> None:
+        self._send(0)
         if error is not None:
             self._client.set_tag(self._run, "error", error[:500])
         self._client.set_terminated(self._run, "FINISHED" if error is None else "FAILED")

@@ -72,7 +72,8 @@ class RunLog:
 
     def _put(self, rows: Sequence[Row]) -> None:
         for thread in self._threads:
-            thread.rows.put(rows)
+            if thread.is_alive():  # else it has failed, and reads no more
+                thread.rows.put(rows)
             thread.warn()
 
     def close(self, error: str | None = None) -> None:
