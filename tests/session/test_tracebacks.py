@@ -50,6 +50,15 @@ def test_the_first_cause_comes_first():
     assert text.index("OSError on rank 3") < text.index("KeyError on rank 0")
 
 
+def test_the_reason_in_one_line_is_the_first_cause():
+    stopped = failure("KeyboardInterrupt", "", time_s=0.5, was_stopped=True)
+    later = {0: failure("KeyError", time_s=2.0), 1: stopped, 3: failure("OSError", time_s=1.0)}
+    assert outcome(later).reason == "rank 3: OSError: bad"
+    assert outcome({1: stopped}, dead={2: "killed"}).reason == "rank 2: killed"
+    assert outcome({1: stopped}, stop_reason="timeout").reason == "timeout"
+    assert outcome({}).reason == ""
+
+
 def test_different_lines_or_messages_are_different_failures():
     failures = {0: failure(line=3), 1: failure(line=4), 2: failure(message="worse"), 3: failure(line=3)}
     assert [ranks for ranks, _ in group(outcome(failures))] == [[0, 3], [1], [2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,19 @@ def test_the_last_steps_of_all_ranks_are_shown_when_the_cell_ends():
     hear(0, block(0, (2.0,), num_steps=0))
     hear(-1, RunEvent("ended", 0))
     assert view.live.history.last_step == 1, "of the loop before nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("failure", "ending"), [("rank 1: ValueError: no", {"error": "rank 1: ValueError: no"}), ("", None)]
+)
+def test_the_log_of_a_loop_says_how_its_cell_failed(failure, ending, tmp_path):
+    session = FakeSession()
+    LiveView(session, log=f"jsonl:{tmp_path}/metrics.jsonl")
+    (hear,) = session.listeners
+    hear(0, block(0, (2.0,), num_steps=0))
+    hear(-1, RunEvent("ended", 0, failure))
+    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert last == {"run": "own loop 1", **ending} if ending else last["step"] == 1
 
 
 def test_a_view_that_cannot_draw_says_so_and_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch):

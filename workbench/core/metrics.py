@@ -239,11 +239,10 @@ def _logical(terms: Sequence[LossTerm | None]) -> float | None:
 @dataclass(frozen=True, slots=True)
 class RunEvent(JsonRecord):
     """An event of a run before ``step``: pause, continuation, a change of strategy, a refused change, a step that is
-    compiled, or one that could not be, a profile that begins, or one that came to nothing.
+    compiled, or one that could not be, a profile that begins, or one that came to nothing; or the end of a cell.
 
     ``text`` is the new strategy, the reason of a refusal or failure, or which of the step's programs is compiled;
-    ``time_s`` and ``boxed_bytes`` are the cost of
-    a change.
+    ``time_s`` and ``boxed_bytes`` are the cost of a change.
     """
 
     kind: str

@@ -183,7 +183,7 @@ class Session:
             listener.finish()
         finally:
             log.close()
-        self._notify_subscribers(-1, RunEvent("ended", 0))
+        self._notify_subscribers(-1, RunEvent("ended", 0, outcome.reason))
         raise_unless_ok(outcome, "cell", timeout)
         self._setup.record(cell, code, targets if len(targets) < self.num_engines else None, setup)
         ordered = [outcome.values.get(rank) for rank in targets]

@@ -50,6 +50,14 @@ class Outcome:
         return not self.failures and not self.dead and not self.stop_reason and not self.unlike_counts
 
     @property
+    def reason(self) -> str:
+        """Why it failed, in one line: the error of a rank before what ended the others. Empty if it has not failed."""
+        own = [(one.time_s, rank, one) for rank, one in self.failures.items() if not one.was_stopped]
+        causes = [f"rank {rank}: {one.kind}: {one.message}" for _, rank, one in sorted(own, key=lambda each: each[:2])]
+        causes += [f"rank {rank}: {how}" for rank, how in sorted(self.dead.items())]
+        return next(iter(causes), self.stop_reason or self.unlike_counts)
+
+    @property
     def left_exchanges_open(self) -> bool:
         """Whether the ranks may have different exchanges open: a wait was ended, a pipeline's step broke off, only some
         ranks failed, or some have called more exchanges."""

@@ -82,7 +82,7 @@ class LiveView(widgets.VBox):
         elif not self._is_going:
             return
         elif isinstance(message, RunEvent) and message.kind == "ended":
-            self._end()
+            self._end(message.text or None)
         elif isinstance(message, (StepBlock, StepSpans)):
             self._add(message)
 
@@ -98,13 +98,13 @@ class LiveView(widgets.VBox):
         self._hint.layout.display = "none"
         self.live.begin(f"own loop {self._number}", "", 0)
 
-    def _end(self) -> None:
+    def _end(self, error: str | None) -> None:
         self._is_going = False
         block = joined(self._last) if self._last else None
         if block is not None:
             self._add(block)
         self._last = []
-        self._log.close()
+        self._log.close(error)
         self.live.end("ended", f"last report: step {self._num_steps}")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)
