@@ -138,9 +138,9 @@ def test_a_convolution_in_groups_splits_its_channels(channels, groups, sbp, layo
     assert_like_one_device(make, call, [(4, channels[0], 4, 3)], [sbp], {".weight": layout, ".bias": layout}, grid)
 
 
-def _encoder(**options):
+def _encoder(enable_nested_tensor=False, **options):
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=enable_nested_tensor)
 
 
 FEED_FORWARD_SPLIT = {"Linear.weight": "S(0)", "Linear.bias": "S(0)"}
@@ -157,15 +157,18 @@ def test_transformer_encoder(training, sbp):
     assert_like_one_device(lambda: _encoder(norm_first=sbp == "B"), call, [(5, 3, 8)], [sbp], layouts)
 
 
-def test_transformer_encoder_without_gradient_takes_no_fast_path_past_us():
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_transformer_encoder_without_gradient_takes_no_fast_path_past_us(is_nested):
+    """No mask is read either, by which torch decides whether it makes a nested tensor, without padding."""
     module = _encoder().eval()
     x = torch.randn(5, 3, 8)
     with torch.no_grad():
         expected = module(x, src_key_padding_mask=PADDING)
+    fallback._warned.clear()
 
     def program():
         p = wb.placement.all("cpu")
-        copy = _encoder().eval()
+        copy = _encoder(enable_nested_tensor=is_nested).eval()
         copy.load_state_dict(module.state_dict())
         globalize(copy, p, {})
         with torch.no_grad():

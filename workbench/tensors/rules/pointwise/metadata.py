@@ -35,6 +35,12 @@ def has_same_size(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0].shape == (args[1] if len(args) > 1 else kwargs["other"]).shape
 
 
+@handler("_nested_tensor_from_mask_left_aligned")
+def may_be_nested(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``nn.TransformerEncoder`` may leave out padding by a nested tensor: never, so no value is read."""
+    return False
+
+
 @handler("numel", "nelement")
 def num_elements(func: Any, args: Any, kwargs: Any) -> int:
     """Logical number of elements."""
