@@ -113,6 +113,8 @@ def test_every_strategy_gives_the_numbers_of_one_device(result):
 def test_learning_rate_and_gradient_norm_come_without_being_asked_and_are_logged(result, log_path):
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
     assert {row["run"] for row in rows} == {"one device", *(run.name for run in result.runs)}
+    ranks = {row["run"]: row["settings"]["ranks"] for row in rows if "settings" in row}
+    assert ranks == {"one device": 1, **{run.name: run.num_ranks for run in result.runs}}
     norms = {}
     for run in result.runs:
         assert run.values["learning_rate"] == tuple((step, 0.1) for step in range(12))

@@ -222,7 +222,8 @@ class Comparison:
 
     def log(self, planned: RunRecord) -> RunLog:
         """The log of a run, where the comparison's writers keep it."""
-        return RunLog(self._writers, planned.name, {"strategy": planned.strategy, **planned.settings})
+        of_run = {"strategy": planned.strategy, "ranks": planned.num_ranks}
+        return RunLog(self._writers, planned.name, {**of_run, **planned.settings})
 
     def first_difference(self, strategy: StrategyLike, seed: int | None = None) -> str:
         """Where the first step under a strategy parts from one device, see ``wb.debug.first_difference``."""
