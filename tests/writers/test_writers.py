@@ -8,6 +8,7 @@ import sqlite3
 import sys
 import threading
 import time
+import zlib
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -15,9 +16,11 @@ import pytest
 
 from tests.docs.pages import ROOT, blocks
 from workbench.core.metrics import StepBlock
+from workbench.core.profile import Profile, RankPart, RankProfile
 from workbench.errors import RunError
 from workbench.writers import choose, kinds, run_log
 from workbench.writers.choose import writers
+from workbench.writers.profile_files import fill
 from workbench.writers.run_log import RunLog
 
 SETTINGS = {"strategy": "*: data", "batch_size": 64}
@@ -245,3 +248,12 @@ def test_a_writer_that_never_returns_holds_no_run_up(monkeypatch):
     with pytest.warns(UserWarning, match="not begun after"):
         log.close()
     gate.set()
+
+
+def test_profiles_whose_names_have_dots_keep_their_own_snapshots(tmp_path):
+    for name in ("run-0.1.json", "run-0.2.json.gz", "step"):
+        part = RankPart(RankProfile(0, 3, 1.0, 0.5, 0.5, 0.2, 0.2), zlib.compress(b"{}"), 2, 3, snapshot=name.encode())
+        fill(profile := Profile(), [part], tmp_path / name, "cuda", "")
+        assert [file.read_bytes() for file in profile.snapshots] == [name.encode()]
+    found = sorted(file.name for file in tmp_path.glob("*.pickle"))
+    assert found == [f"{stem}-memory-rank0.pickle" for stem in ("run-0.1", "run-0.2", "step")]

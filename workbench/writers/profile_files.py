@@ -34,7 +34,7 @@ def fill(
 def _write(profile: Profile, parts: Sequence[RankPart], path: Path) -> None:
     profile.size_bytes = write_trace(path, (zlib.decompress(part.events) for part in parts))
     profile.path = path
-    stem = path.name.split(".")[0]
+    stem = path.name.removesuffix(".gz").removesuffix(".json")
     for part in parts:
         if part.snapshot:
             file = path.with_name(f"{stem}-memory-rank{part.profile.rank}.pickle")
