@@ -135,6 +135,13 @@ def test_why_not_says_when_figures_are_of_two_precisions() -> None:
     assert "priced in" not in str(found.why_not("*: model | 1x1x4 bf16"))
 
 
+def test_a_plan_in_fp32_says_that_it_is_priced_as_tf32() -> None:
+    gpu = replace(hardware(), fp32_is_tf32=True)
+    assert "priced as TF32" in str(search(decoder(), gpu, 1, 8, precision="fp32"))
+    assert "TF32" not in str(search(decoder(), gpu, 1, 8, precision="bf16"))
+    assert "TF32" not in str(search(decoder(), hardware(), 1, 8, precision="fp32"))
+
+
 def test_one_rank_is_one_rank() -> None:
     text = str(search(decoder(), hardware(), 1, 8))
     assert "layers on 1 rank of" in text and "on 1 rank beats it" in text

@@ -100,6 +100,8 @@ def _list_machines() -> int:
 
     for name in known_machines():
         machine = load_hardware(name)
-        rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in machine.matmul_flops_per_s.items())
+        names = {"fp32": "fp32 (TF32)"} if machine.fp32_is_tf32 else {}
+        flops = machine.matmul_flops_per_s.items()
+        rates = ", ".join(f"{names.get(dtype, dtype)} {rate / 1e12:.0f}" for dtype, rate in flops)
         print(f"{name:18} {machine.memory_bytes / 2**30:6.0f} GiB   TFLOP/s of large products: {rates}")
     return 0

@@ -33,7 +33,7 @@ class Hardware:
     """One kind of machine, from the point of view of one rank.
 
     Attributes:
-        name: such as "a100-80gb-selene".
+        name: such as "a100-80g-selene".
         memory_bytes: memory of one rank.
         memory_bandwidth_bytes_per_s: of a large copy, read and written bytes together.
         matmul_flops_per_s: by dtype ("fp32", "bf16", "fp16", "fp8"): the rate of large matrix products.
@@ -55,6 +55,8 @@ class Hardware:
             each bucket counts.
         offload_bytes_per_s: of copies between a GPU and the host's memory, or a CPU and files mapped to memory. 0:
             assumed, see ``cost.offload``.
+        fp32_is_tf32: the rate of fp32 is that of TF32, which torch takes after
+            ``torch.set_float32_matmul_precision("high")``; before, its products in fp32 take several times as long.
         sources: the source of each number, by field name.
     """
 
@@ -75,6 +77,7 @@ class Hardware:
     one_shot_bytes: float = 0
     exchanges_on_cores: bool = False
     offload_bytes_per_s: float = 0.0
+    fp32_is_tf32: bool = False
 
     @property
     def link_cost(self) -> LinkCost:

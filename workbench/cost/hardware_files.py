@@ -18,6 +18,7 @@ from workbench.cost.hardware import Hardware, Link
 from workbench.cost.software import ITEMSIZES
 from workbench.errors import HardwareError
 
+_SWITCHES = ("exchanges_on_cores", "fp32_is_tf32")
 _OPTIONAL = (
     "function_bytes_per_s",
     "function_flops_per_s",
@@ -26,7 +27,7 @@ _OPTIONAL = (
     "step_s",
     "weight_bytes_per_s",
     "one_shot_bytes",
-    "exchanges_on_cores",
+    *_SWITCHES,
     "offload_bytes_per_s",
     "sources",
 )
@@ -126,8 +127,8 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
             problems += _out_of_range(name, name, data[name])
     if not isinstance(data.get("name", ""), str):
         problems.append(f"name is {data['name']!r}, not a text")
-    if not isinstance(data.get("exchanges_on_cores", False), bool):
-        problems.append(f"exchanges_on_cores is {data['exchanges_on_cores']!r}, not true or false")
+    switches = [name for name in _SWITCHES if not isinstance(data.get(name, False), bool)]
+    problems += [f"{name} is {data[name]!r}, not true or false" for name in switches]
     objects = {name: data.get(name, {}) for name in (*_RATES, "exchanges", "sources")}
     problems += [f"{name} is not an object" for name, value in objects.items() if not isinstance(value, dict)]
     objects = {name: value if isinstance(value, dict) else {} for name, value in objects.items()}

@@ -185,7 +185,10 @@ class Plan:
         problem = self.problem
         dtype = computed_in(problem.counted, problem.precision, problem.software)
         rate = rate_of(problem.hardware, dtype, problem.precision)
-        return [f"  no rate of products in {dtype} is known: priced as {rate}"] if rate != dtype else []
+        notes = [f"  no rate of products in {dtype} is known: priced as {rate}"] if rate != dtype else []
+        if rate == "fp32" and problem.hardware.fp32_is_tf32:
+            notes.append('  fp32 is priced as TF32: torch.set_float32_matmul_precision("high")')
+        return notes
 
     def _next_best(self) -> Sequence[str]:
         lines = []
