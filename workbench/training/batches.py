@@ -143,6 +143,16 @@ class Batch:
         """The batch's own loss, without its share; see ``loss_of``."""
         return loss_of(call(model, self.inputs), self.targets, loss_fn)
 
+    def term_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's term of the step's loss: 0, without history, where its share is 0, as its mean may be nan.
+
+        >>> Batch(torch.ones(2, 3), share=0.25).term_of(torch.tensor(2.0))
+        tensor(0.5000)
+        """
+        if self.share == 1.0:
+            return loss
+        return loss * self.share if self.share else torch.zeros_like(loss.detach())
+
     def cut(self, num_micro_batches: int, count: Count | None = None) -> list[Batch]:
         """Micro-batches along dim 0. Their sizes differ by at most one sample; there are never more micro-batches than
         samples.

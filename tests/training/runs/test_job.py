@@ -89,6 +89,19 @@ def test_with_a_count_micro_batches_make_the_loss_of_the_batch(strategy):
     assert by_samples.losses[0] != pytest.approx(whole.losses[0], rel=1e-4), "else this test says nothing"
 
 
+def test_a_micro_batch_without_terms_adds_nothing_on_one_device_either():
+    """Its own loss is a mean of nothing, which is nan. The second step has no term at all."""
+    inputs, classes = features(16)
+    classes[4:] = torch.where(torch.arange(12) < 4, classes[4:], -100)
+    classes[:4] = -100
+    job = Job(perceptron, (inputs, classes), F.cross_entropy, None, 8, 2, shuffle=False, count=num_words)
+    expected = run_one_device(job, 2)
+    for run in run_ranks(lambda: run_strategy(job, "*: data | mb=2", keeps_weights=True), 2):
+        assert run.losses == pytest.approx(expected.losses) and run.losses[0] > 0 and run.losses[1] == 0
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(run.weights[name], weight)
+
+
 def test_shuffle_and_drop_last():
     inputs, classes = torch.arange(7.0)[:, None], torch.zeros(7)
 

@@ -125,9 +125,7 @@ def train_micro_batches(
                 state.check_loss(loss_fn, output, part.targets, len(parts))
             with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
                 loss = loss_of(output, part.targets, loss_fn)
-        if part.share == 1.0:
-            return loss
-        return loss * part.share if part.share else torch.zeros_like(loss.detach())
+        return part.term_of(loss)
 
     actions = _actions_of(world.rank, table, state.resolved)
     losses = executor.train(actions, program, state.after_backward)

@@ -76,8 +76,9 @@ def run_one_device(
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
         with measured, default_generator.watched(device) if step == 0 else nullcontext(bool) as has_drawn:
             for part in batch.on_device(device).cut(num_micro_batches, job.count):
-                loss = part.loss(model, job.loss_fn) * part.share
-                loss.backward()
+                loss = part.term_of(part.loss(model, job.loss_fn))
+                if part.share:
+                    loss.backward()
                 terms.append(loss.detach())
             draws = has_drawn()
         if draws:
