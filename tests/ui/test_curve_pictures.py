@@ -41,7 +41,7 @@ def colours(picture: ElementTree.Element) -> dict[str, str]:
 
 
 def test_losses_lie_over_one_another_with_one_device_behind(runs: list[RunRecord], baseline: RunRecord):
-    loss, _, rate = pictures(*runs, baseline, truth="1 device")
+    loss, rate = pictures(*runs, baseline, truth="1 device")
     found = curves(loss)
     assert list(found) == ["1 device", "data", "model"], "one device first, so it lies behind; the failed run has none"
     assert found["data"] == found["1 device"] and len(found["data"]) == 3
@@ -113,62 +113,66 @@ def test_marks_of_equal_curves_are_at_different_steps():
     assert all(places) and len(set.union(*places)) == sum(map(len, places))
 
 
-def with_losses(name: str, *losses: float, **changes: object) -> RunRecord:
-    return make_record(name, losses=losses, step_times_s=(0.1,) * len(losses), **changes)
+def apart_by(name: str, *differences: float, **changes: object) -> RunRecord:
+    """A run whose losses differ so from one device's."""
+    losses = tuple(1.0 + apart for apart in differences)
+    verdict = Verdict(True, differences=differences)
+    return make_record(name, losses=losses, step_times_s=(0.1,) * len(losses), **({"verdict": verdict} | changes))
 
 
 def words(picture: ElementTree.Element) -> list[str]:
     return [text.text or "" for text in picture.iter("text")]
 
 
-def test_differences_to_one_device_are_drawn_by_their_logarithm(baseline: RunRecord):
-    truth = replace(baseline, losses=(1.0, 1.0, 1.0, 100.0))
-    run = with_losses("data", 1 + 1e-4, 1.0, 1 + 1e-6, 100 + 1e-3)
-    _, apart, _ = pictures(run, truth, truth="1 device")
+def test_differences_to_one_device_are_drawn_by_their_logarithm():
+    _, apart, _ = pictures(apart_by("data", 1e-4, 0.0, 1e-6, 1e-5))
     (points,) = curves(apart).values()
     steps, heights = zip(*points, strict=True)
     assert len(points) == 3 and steps[1] - steps[0] == pytest.approx(2 * (steps[2] - steps[1]), abs=0.2), "2 has none"
     limit = next(float(line.attrib["y1"]) for line in apart.iter("line") if line.get("class") == "wb-limit")
     assert limit - heights[0] == pytest.approx(heights[1] - limit, abs=0.2), "10 times the tolerance, and a tenth of it"
-    assert heights[2] == pytest.approx(limit, abs=0.2), "losses above 1 differ by a share"
+    assert heights[2] == pytest.approx(limit, abs=0.2)
     assert "tolerance 1e-5" in words(apart) and {"1e-6", "1e-4"} <= set(words(apart))
 
 
-def test_a_difference_is_to_one_device_of_its_seed_and_step(baseline: RunRecord):
-    truths = [replace(baseline, name=f"1 device, seed {n}", losses=(n, n, n), settings={"seed": n}) for n in (1.0, 2.0)]
+def test_a_difference_is_that_of_the_verdict_also_where_another_one_device_is_in_the_table(baseline: RunRecord):
+    """One device with whole batches is drawn; a pipeline is compared with one that has its micro-batches."""
+    run, whole_batches = apart_by("pipeline", 2e-6), replace(baseline, losses=(49.0,))
+    _, apart, _ = pictures(run, whole_batches, truth="1 device")
+    assert [title.text for title in apart.iter("title") if ", step " in (title.text or "")] == [
+        "pipeline, step 1: 2e-6"
+    ]
+
+
+def test_each_part_of_a_run_has_the_differences_of_its_steps():
     segments = (Segment(0, "data", "*: data", 1.0), Segment(2, "model", "*: model", 1.0))
-    run = with_losses("data", 2.0, 2.0, 2.0 + 4e-6, settings={"seed": 2.0}, segments=segments)
-    runs = [*by_strategy([run]), *truths]
-    rows = run_rows(runs, truth=[key_of(truth) for truth in truths])
-    _, apart, _ = map(ElementTree.fromstring, curve_pictures(rows, {key_of(run): [run] for run in runs}))
+    runs = by_strategy([apart_by("data", 0.0, 0.0, 2e-6, segments=segments)])
+    _, apart, _ = map(ElementTree.fromstring, curve_pictures(run_rows(runs), {key_of(run): [run] for run in runs}))
     tips = [title.text or "" for title in apart.iter("title")]
     assert [tip for tip in tips if ", step " in tip] == ["data \u2192 model, steps 3-3, step 3: 2e-6"]
 
 
-def test_the_tolerance_is_that_of_the_precision(baseline: RunRecord):
-    verdict = Verdict(True, tolerance=TOLERANCES["bf16"].loss)
-    _, apart, _ = pictures(with_losses("data", 2.01, verdict=verdict), baseline, truth="1 device")
+def test_the_tolerance_is_that_of_the_precision():
+    verdict = Verdict(True, tolerance=TOLERANCES["bf16"].loss, differences=(5e-3,))
+    _, apart, _ = pictures(apart_by("data", 5e-3, verdict=verdict))
     assert "tolerance 2e-2" in words(apart) and "tolerance 1e-5" not in words(apart)
-    _, apart, _ = pictures(with_losses("data", 2.01, equal=None), baseline, truth="1 device")
-    assert not [word for word in words(apart) if word.startswith("tolerance")], "nothing was judged"
 
 
 def test_one_step_of_one_device_is_a_dot(baseline: RunRecord):
-    loss, *_ = pictures(with_losses("data", 2.0), replace(baseline, losses=(2.0,)), truth="1 device")
+    loss, *_ = pictures(apart_by("data", 0.0), replace(baseline, losses=(2.0,)), truth="1 device")
     (start, end) = curves(loss)["1 device"]
     style = next(loss.iter("g")).find("path").attrib["style"]  # type: ignore[union-attr]
     assert start == end and "stroke-linecap: round" in style
 
 
-def test_without_one_device_or_a_difference_none_is_drawn(runs: list[RunRecord], baseline: RunRecord):
-    assert len(pictures(*runs)) == 2
-    assert len(pictures(runs[0], baseline, truth="1 device")) == 2, "the losses are the same bits"
+def test_without_a_verdict_or_a_difference_none_is_drawn(runs: list[RunRecord], baseline: RunRecord):
+    assert len(pictures(*runs, baseline, truth="1 device")) == 2
+    assert len(pictures(apart_by("data", 0.0))) == 2, "the losses are the same bits"
 
 
 @pytest.mark.parametrize("apart", [math.nan, math.inf, 1e300, 5e-324, 0.0])
 def test_differences_of_any_kind_stay_in_the_picture(apart: float, baseline: RunRecord):
-    run = with_losses("data", 2.0 + 1e-7, 1.5 + apart, 1.0)
-    for picture in pictures(run, baseline, truth="1 device"):
+    for picture in pictures(apart_by("data", 1e-7, apart, 0.0), baseline, truth="1 device"):
         points = [point for line in curves(picture).values() for point in line]
         assert points and all(0 <= x <= 346 and 0 <= y <= 236 for x, y in points)
         assert len(words(picture)) < 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from workbench.ui.runs.table_rows import run_rows
 from workbench.ui.runs.table_widget import RunTable
 
 SETTINGS = {"model": "mlp", "num_parameters": 100, "optimizer": "SGD(lr=0.1)", "seed": 0}
-APART = ">Difference to one device<"
 
 
 @pytest.mark.parametrize("other", ["model", "num_parameters", "optimizer", "seed", "machine"])
@@ -27,25 +25,11 @@ def test_a_run_that_one_device_has_not_trained_keeps_its_own_speed_up(baseline: 
     assert run_rows([run, means], truth="1 device")[0].values["speedup"] == (0.05 if other == "seed" else 1.9)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"settings": SETTINGS | {"seed": 1}}, {"settings": SETTINGS | {"model": "cnn"}}, {"batch_size": 64}],
-)
-def test_a_run_that_one_device_has_not_trained_has_no_difference(baseline: RunRecord, other: dict[str, object]):
-    table = RunTable()
-    run = make_record("data", **({"settings": SETTINGS, "losses": (2.1, 1.6, 1.1)} | other))
-    table.add([run], [replace(baseline, settings=SETTINGS)])
-    assert APART not in table.page.page
-    table.add([make_record("model", settings=SETTINGS, losses=(2.1, 1.6, 1.1))])
-    assert APART in table.page.page
-
-
 def test_the_table_keeps_one_device_of_each_model(baseline: RunRecord):
     table = RunTable()
-    for model, loss in (("mlp", 2.0), ("cnn", 3.0)):
+    for model in ("mlp", "cnn"):
         settings = SETTINGS | {"model": model}
-        truth = replace(baseline, name=f"1 device, {model}", settings=settings, losses=(loss,))
-        table.add([make_record(model, settings=settings, losses=(loss + 1e-6,), step_times_s=(0.1,))], [truth])
+        table.add(
+            [make_record(model, settings=settings)], [replace(baseline, name=f"1 device, {model}", settings=settings)]
+        )
     assert [row.name for row in table.rows if row.is_truth] == ["1 device, mlp", "1 device, cnn"]
-    picture = table.page.page.partition(APART)[2].partition("<section")[0]
-    assert re.findall(r"<title>(\w+), step 1: (.*?)<", picture) == [("mlp", "5e-7"), ("cnn", "3e-7")]

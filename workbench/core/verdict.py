@@ -157,6 +157,7 @@ class Verdict(JsonRecord):
         num_steps: the number of first steps that were to be compared. A change to a strategy that another one-device
             run belongs to ends them.
         tolerance: the difference of a loss that counts as equal without further evidence, in the run's precision.
+        differences: of the loss, by step, to the one device with as many micro-batches and the same precision and seed.
     """
 
     equal: bool | None
@@ -171,6 +172,7 @@ class Verdict(JsonRecord):
     note: str = ""
     num_steps: int = CHECKED_STEPS
     tolerance: float = TOLERANCES["fp32"].loss
+    differences: tuple[float, ...] = ()
 
     def with_note(self, note: str, text: str) -> Verdict:
         """The verdict with one more note, and a sentence of it."""
@@ -334,6 +336,7 @@ class Case:
             self._text(equal, by, reason),
             equal and self.found.first_step_beyond(self.tolerance) is not None,
             tolerance=self.tolerance.loss,
+            differences=losses,
         )
 
     def _text(self, equal: bool, by: str, reason: str) -> str:

@@ -6,21 +6,21 @@ runs with other seeds are further lines.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from workbench.core.metrics import RunRecord, difference
+from workbench.core.metrics import RunRecord
 from workbench.theme import LIGHT
 from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
 from workbench.ui.number_text import short_difference, short_number, three_digits
 from workbench.ui.pictures import panel_svg
-from workbench.ui.runs.table_rows import Row, one_device_of
+from workbench.ui.runs.table_rows import Row
 from workbench.ui.short_names import short_names
 from workbench.units import counted
 
@@ -95,10 +95,9 @@ def curve_pictures(rows: Sequence[Row], members: Mapping[str, Sequence[RunRecord
     """
     shown = [(row, run) for row in rows for run in members.get(row.key, ())]
     tolerances = tuple(sorted({run.verdict.tolerance for _, run in shown if run.equal is not None}))
-    apart = partial(_differences, [run for row, run in shown if row.is_truth])
     kinds = (
         _Kind("Loss by step", "1 device behind the others", "loss", _losses, _axis, short_number, "{:.6g}".format),
-        _Kind(_APART, "of the loss", "", apart, _log_axis, short_difference, short_difference, tolerances),
+        _Kind(_APART, "of the loss", "", _differences, _log_axis, short_difference, short_difference, tolerances),
         _Kind("Throughput by step", "median of neighbours", "samples/s", _rates, _axis, short_number, three_digits),
     )
     return [picture for kind in kinds if (picture := _picture(rows, members, selected, kind))]
@@ -110,12 +109,10 @@ def _losses(run: RunRecord) -> Points:
     return decimate(steps[is_finite], values[is_finite], _MOST_POINTS)
 
 
-def _differences(truths: Sequence[RunRecord], run: RunRecord) -> Points:
-    """Differences of the loss to the one device that trained the same, where they have a logarithm."""
-    truth = one_device_of(run, truths)
-    there = truth.losses[run.first_step :] if truth is not None else ()
-    apart = np.array([difference(loss, other) for loss, other in zip(run.losses, there, strict=False)], dtype=float)
-    is_drawable = (apart > 0) & np.isfinite(apart)
+def _differences(run: RunRecord) -> Points:
+    """Differences of the loss to the one device of the run's verdict, where they have a logarithm."""
+    apart = np.array(run.verdict.differences[run.first_step :][: len(run.losses)], dtype=float)
+    is_drawable = (apart >= sys.float_info.min) & np.isfinite(apart)
     steps = run.first_step + np.flatnonzero(is_drawable) + 1
     return decimate(steps, apart[is_drawable], _MOST_POINTS)
 
