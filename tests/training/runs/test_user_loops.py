@@ -310,6 +310,7 @@ def test_a_rank_that_has_failed_leaves_what_rank_0_knows_alone(tmp_path, monkeyp
 def test_the_log_has_the_error_that_ends_a_program(tmp_path, monkeypatch, is_notebook):
     path = tmp_path / "metrics.jsonl"
     monkeypatch.setattr(sys, "last_value", ValueError("no such batch"), raising=False)
+    monkeypatch.delattr(sys, "ps1", raising=False)  # other tests begin an IPython
     if is_notebook:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
 
