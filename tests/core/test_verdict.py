@@ -31,6 +31,7 @@ def test_within_the_tolerance_nothing_more_is_asked():
     verdict = decided(case(0.0, 1e-7, 9e-6))
     assert verdict.equal and verdict.by == "tolerance"
     assert verdict.first_step == 0.0 and verdict.largest == 9e-6 and verdict.growth == pytest.approx(90)
+    assert verdict.differences == (0.0, 1e-7, 9e-6)
 
 
 def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():

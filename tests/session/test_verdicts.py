@@ -142,6 +142,7 @@ def test_a_resnet_whose_rounding_doubles_every_step_is_equal(strategy: str):
     run = judged(resnet, images(), F.cross_entropy, strategy, fast_sgd)
     assert run.equal, run.verdict
     assert run.verdict.largest > 1e-5, "or this test says nothing"
+    assert len(run.verdict.differences) == STEPS and max(run.verdict.differences) == run.verdict.largest
 
 
 @pytest.mark.sampled(5)
