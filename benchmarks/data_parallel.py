@@ -117,7 +117,7 @@ TASKS = (
     Task("digits, perceptron", make_mlp, images, F.cross_entropy, Target(1.05, at_least=True)),
     Task("digits, convolutions", make_cnn, images, F.cross_entropy, Target(1.05, at_least=True)),
     Task(
-        "GPT 8 x 256, 8 x 64 words",
+        "GPT 8 x 256, 8 x 64 tokens",
         lambda: GPT(256, 8, NUM_WORDS, LENGTH),
         texts,
         next_word_loss,
@@ -227,7 +227,7 @@ def report(launches: Sequence[Mapping[str, Mapping[str, float]]], num: int, roun
         judged.append(over_launches(task.name, time_s[_OURS], "DDP", time_s[_THEIRS], task.target))
     how = (
         f"SGD with momentum on {num} processes, one thread each; batches of {BATCH_SIZE} digits, {NUM_TEXTS} x "
-        f"{LENGTH} words or {NUM_PHOTOS} images of {PHOTO_SIZE} x {PHOTO_SIZE}. {len(launches)} launches, in each "
+        f"{LENGTH} tokens or {NUM_PHOTOS} images of {PHOTO_SIZE} x {PHOTO_SIZE}. {len(launches)} launches, in each "
         f"medians of up to {rounds} rounds of {calls} steps, in turns; below are medians over the launches, of times "
         "and of their ratios to DistributedDataParallel's in the same launch. The weights of both agree after some "
         f"steps within {_LARGEST_WEIGHT_DIFFERENCE:.0e}; of networks with batch norm, ours with one device's, in 64 "

@@ -96,7 +96,7 @@ def _launched(size: Sequence[int], *strategies: str) -> dict[str, Any]:
 def _words(size: Sequence[int]) -> str:
     width, num_words, length, batch = size
     number = sum(p.numel() for p in GPT(width, NUM_BLOCKS, num_words, length).parameters())
-    return f"width {width}, {number / 1e6:.0f} million parameters, {batch} texts of {length} words"
+    return f"width {width}, {number / 1e6:.0f} million parameters, {batch} sequences of {length} tokens"
 
 
 def main() -> int:

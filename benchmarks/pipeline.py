@@ -318,8 +318,8 @@ def report(launches: Sequence[Any], num: int, rounds: int, calls: int) -> None:
     body = "\n\n".join(
         [
             how,
-            f"A head of {SMALL_HEAD} words:\n\n{_times(small)}",
-            f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{_times(large)}",
+            f"A vocabulary of {SMALL_HEAD} tokens:\n\n{_times(small)}",
+            f"A vocabulary of {LARGE_HEAD} tokens, as large as two blocks:\n\n{_times(large)}",
             _cuts(launches),
             "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
             + table(

@@ -1,4 +1,4 @@
-"""The words of docs/glossary.md: none that it bans is part of a name, a docstring or a document."""
+"""The words of banned_words.md: none of them is part of a name, a docstring or a document."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
+BANNED = ROOT / "tests" / "banned_words.md"
 
-HISTORY = ("CHANGELOG.md", "benchmarks/results/", "docs/glossary.md")
+HISTORY = ("CHANGELOG.md", "benchmarks/results/", "tests/banned_words.md")
 """Documents that name old words on purpose, or that record what was measured at a time."""
 
 
@@ -35,12 +36,12 @@ class Ban:
 
 
 def read_bans(text: str) -> list[Ban]:
-    """The rows of the glossary's last table.
+    """The rows of the table of banned words.
 
-    >>> read_bans("## Words that are not used\\n|---|\\n| ghost, ghosts | placeholder | names of tensors |")
+    >>> read_bans("# Words that are not used\\n|---|\\n| ghost, ghosts | placeholder | names of tensors |")
     [Ban(forms=('ghost', 'ghosts'), phrase='', instead='placeholder', in_names=True, in_text=False, rooms=('tensors',))]
     """
-    table = re.split(r"\|[-|]+\|\n", text.split("## Words that are not used")[1])[1]
+    table = re.split(r"\|[-|]+\|\n", text.split("# Words that are not used")[1])[1]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("| ")]
     return [_ban(*row) for row in rows]
 
@@ -149,7 +150,7 @@ def broken_in(path: str, bans: list[Ban]) -> list[str]:
 
 
 def test_no_banned_word_is_used() -> None:
-    bans = read_bans(GLOSSARY.read_text("utf-8"))
+    bans = read_bans(BANNED.read_text("utf-8"))
     found = [line for path in tracked() for line in broken_in(path, bans)]
     assert not found, "\n".join(found)
 

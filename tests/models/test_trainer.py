@@ -66,24 +66,49 @@ def test_safetensors_of_shards_are_refused(tmp_path):
     run_ranks(program)
 
 
+def _trainer(trained, folder, **arguments):
+    words = torch.randint(0, 10, (18, 8), generator=torch.Generator().manual_seed(0))
+    samples = [{"input_ids": row, "labels": row} for row in words]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
+        logging_steps=1, disable_tqdm=True, **arguments,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=trained, args=arguments, train_dataset=samples, eval_dataset=samples[:6])
+    trainer.log = lambda logs, *_, **__: trainer.state.log_history.append(dict(logs))
+    return trainer
+
+
+def _losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3"])
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True}])
+def test_the_trainer_trains_with_its_own_options_as_on_one_device(model, strategy, options, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+    def train(trained, folder):
+        trainer = _trainer(trained, folder, max_steps=4, save_strategy="no", **options)
+        trainer.train()
+        return _losses(trainer)
+
+    expected = train(copy.deepcopy(model), tmp_path / "one")
+    assert len(expected) == 4
+    found = run_ranks(lambda rank: train(wb.parallelize(copy.deepcopy(model), strategy), tmp_path / f"rank{rank}"))
+    for losses in found:
+        assert losses == pytest.approx(expected, abs=2e-2 if "bf16" in options else 1e-5)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_trainer_trains_saves_and_resumes_as_on_one_device(model, strategy, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     # It allows classes to the process for a while, and simulated ranks are threads of one.
     monkeypatch.setattr(transformers.Trainer, "_load_rng_state", lambda trainer, checkpoint: None)
-    words = torch.randint(0, 10, (18, 8), generator=torch.Generator().manual_seed(0))
-    samples = [{"input_ids": row, "labels": row} for row in words]
 
     def train(trained, folder, resume=None):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder), per_device_train_batch_size=4, num_train_epochs=2, learning_rate=1e-2,
-            report_to=[], use_cpu=True, logging_steps=1, save_strategy="epoch", disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=trained, args=arguments, train_dataset=samples, eval_dataset=samples[:6])
-        trainer.log = lambda logs, *_, **__: trainer.state.log_history.append(dict(logs))
+        trainer = _trainer(trained, folder, num_train_epochs=2, save_strategy="epoch")
         trainer.train(resume_from_checkpoint=resume)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return [*losses, trainer.evaluate()["eval_loss"]]
+        return [*_losses(trainer), trainer.evaluate()["eval_loss"]]
 
     expected = train(copy.deepcopy(model), tmp_path / "one")
 

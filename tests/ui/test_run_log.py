@@ -51,7 +51,7 @@ def test_a_loss_that_is_no_number_is_said_once(log: RunLog):
     log.add_block(block(2, (2.0, float("inf"), float("nan"))), 0.5)
     log.add_block(block(5, (float("nan"),)), 1.0)
     assert [line.text for line in log.lines if line.warns] == [
-        "step 4 \u00b7 the loss is inf: a smaller learning rate may help"
+        "step 4 \u00b7 the loss is inf: a smaller learning rate may help, and wb.debug.find_nonfinite names the layer"
     ]
 
 

@@ -156,7 +156,7 @@ def init(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     generation: int | None = None,
 ) -> World:
-    """Join the world: rank and size from the launcher's environment (torchrun, mpirun), or from the arguments.
+    """Join the world: rank and size from the launcher's environment (torchrun, srun, mpirun), or from the arguments.
 
     Args:
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.

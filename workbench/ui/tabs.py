@@ -22,28 +22,28 @@ TERMS = {
     "micro-batch": "A part of the batch. With several of them the stages of a pipeline work at the same time; with one "
     "they wait for each other.",
     "sbp": "How a tensor lies on its ranks, one entry for each axis of ranks: split, broadcast or partial sum.",
-    "S(0), S(1)": "Split: each rank holds a slice. The number is the dimension that is cut, counted from 0; "
-    "dimension 0 of an activation is the batch.",
+    "S(0), S(1)": "Split: each rank holds a slice. The number is the dim that is cut, counted from 0; "
+    "dim 0 of an activation is the batch.",
     "B": "Broadcast: each rank holds the same, complete tensor.",
-    "P": "Partial sum: each rank holds a summand of the same shape. The tensor is the sum of them.",
+    "P": "Partial sum: each rank holds a term of the same shape. The tensor is their sum.",
     "boxing": "The exchange that brings a tensor from one layout into another, where the next layer needs it. The "
     "violet badges show where, by which collective, and how many bytes.",
     "ZeRO": "What is cut over data-parallel ranks to save memory: 1 optimizer state, 2 gradients too, 3 weights too.",
     "shards": "Over how many data ranks ZeRO cuts. Groups of so many ranks, such as those of a host, hold copies of "
     "one another.",
     "context": "How many data ranks take the same samples, each a slice of their sequence, through whole blocks. In "
-    "attention, keys and values of the others pass by.",
+    "attention, keys and values go round, or each rank takes some heads, whichever sends less.",
     "recompute": "Blocks run forward a second time during backward instead of keeping their activations.",
     "offload": "What lies in the host's memory, or for CPUs in files on a disk, and comes to the device where it is "
     "needed: the optimizer's state for each update, activations for backward.",
-    "sequence": "Between layers that are split by model, activations are split along the sequence (dimension 1) "
+    "sequence": "Between layers that are split by model, activations are split along the sequence (dim 1) "
     "instead of being copied. Norms then take less memory.",
     "overlap": "In how many pieces a layer that is split by rows computes. The sum over ranks of one piece runs beside "
-    "the product of the next; 1 sums the whole result afterwards.",
+    "the product of the next; 1 sums the whole result afterwards. Over shared memory and CUDA IPC it changes nothing.",
     "links": "How many bytes per second two ranks exchange, inside a host and between hosts.",
     "products": "How many operations per second a rank does in matrix products (flop/s).",
     "(shared), (gloo)": "How engines exchange tensors: through memory that the processes of one host share, or over "
-    "sockets.",
+    "sockets; (ipc): through memory of the GPUs, (nccl): by NCCL, (mixed): shared inside a host, gloo between hosts.",
     "equal to 1 device": "The largest difference of a loss to the run on one device, from the same weights and on the "
     "same batches. The row of that device itself is the reference.",
     "bubble": "The part of a step in which stages of a pipeline have nothing to do.",

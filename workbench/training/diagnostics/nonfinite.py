@@ -16,6 +16,8 @@ from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import current
 
+_FROM_LATER = "; it came from what follows this layer in forward"
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class _FirstNonFinite:
@@ -28,14 +30,13 @@ class _FirstNonFinite:
     num_nan: int
     num_infinite: int
     num_elements: int
-    came_in: bool
+    origin: str
 
     def __str__(self) -> str:
         kinds = [f"{count} {name}" for count, name in ((self.num_nan, "nan"), (self.num_infinite, "inf")) if count]
-        origin = "what came in was so already" if self.came_in else "what came in was finite"
         return (
             f"rank {self.rank}: {self.what} of {self.layer or 'the model'}: {' and '.join(kinds)} among "
-            f"{self.num_elements} values of its shard; {origin}"
+            f"{self.num_elements} values of its shard{self.origin}"
         )
 
 
@@ -51,7 +52,7 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
 
     Raises:
         NonFiniteError: on all ranks. It names the layer, the rank, the tensor (parameter, result, gradient of the
-            result), the number of values, and whether the layer received them or made them.
+            result), the number of values, and of a result whether the layer received them or made them.
 
     >>> model = wb.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), "*: data")
     >>> with wb.debug.find_nonfinite(model):
@@ -85,23 +86,24 @@ class _Search:
 
     def hook(self, name: str) -> Any:
         def look(layer: nn.Module, inputs: Any, output: Any) -> None:
-            came_in = any(_count(leaf) is not None for leaf in tree_leaves(inputs))
+            was_finite = all(_count(leaf) is None for leaf in tree_leaves(inputs))
+            origin = "; what came in was " + ("finite" if was_finite else "so already")
             for parameter_name, parameter in layer.named_parameters(recurse=False):
-                self._look(parameter, f"parameter {parameter_name!r}", name, came_in=True)
+                self._look(parameter, f"parameter {parameter_name!r}", name, "")
             for leaf in tree_leaves(output):
-                self._look(leaf, "the result", name, came_in)
+                self._look(leaf, "the result", name, origin)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda grad: self._look(grad, "the gradient of the result", name, came_in=True))
+                    leaf.register_hook(lambda grad: self._look(grad, "the gradient of the result", name, _FROM_LATER))
 
         return look
 
-    def _look(self, value: Any, what: str, layer: str, came_in: bool) -> None:
+    def _look(self, value: Any, what: str, layer: str, origin: str) -> None:
         self._moment += 1
         if self.first is not None:
             return
         counts = _count(value)
         if counts is not None:
-            self.first = _FirstNonFinite(self._moment, self.rank, what, layer, *counts, came_in)
+            self.first = _FirstNonFinite(self._moment, self.rank, what, layer, *counts, origin)
 
 
 def _count(value: Any) -> tuple[int, int, int] | None:

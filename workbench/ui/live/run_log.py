@@ -102,7 +102,8 @@ class RunLog:
         for step, loss in enumerate(block.losses, block.first_step + 1):
             if loss is not None and not isfinite(loss):
                 self._is_finite = False
-                self.say(f"step {step} \u00b7 the loss is {loss:g}: a smaller learning rate may help", warns=True)
+                advice = "a smaller learning rate may help, and wb.debug.find_nonfinite names the layer"
+                self.say(f"step {step} \u00b7 the loss is {loss:g}: {advice}", warns=True)
                 return
 
     def _watch(self, block: StepBlock, index: int, time_s: float, now_s: float) -> None:

@@ -101,7 +101,7 @@ class RunTable:
         self.means = widgets.Checkbox(True, description="mean over seeds", indent=False)
         self.means.tooltip = "one row for runs that differ in their seed only: mean and standard deviation"
         on_value(self.means, lambda change: self.refresh())
-        self.part_button = button("Where do they part?", self._find_part)
+        self.part_button = button("Find the first difference", self._find_part)
         self.hide_button = button("Hide", self.hide, tooltip="leave the selected run out of the table")
         self.show_button = button("Show hidden", self.show_all)
         self.baseline_field = widgets.Dropdown(options=[(ONE_DEVICE, "")], layout={"width": "130px"})
