@@ -5,9 +5,10 @@
 4 layers, each with a router and AdamW; every token takes two experts in turn, so that all have as many. With many
 experts and few tokens, experts spread (an all-to-all of tokens) are compared with all weights gathered for each use, by
 torch (FSDP2) and by ZeRO 3, which hold as much on each process; the three start from the same weights, which must agree
-at the end. All update as many weights, so their gradients alone are compared, too. With few experts and many tokens
-they are compared with a dense model, data parallel, whose tokens do the same products, and both with themselves in one
-process, on its share of the tokens: what a mixture costs before it is spread.
+at the end. All update as many weights, so their gradients alone are compared, too. With few experts and many tokens,
+of two widths, they are compared with a dense model, data parallel, whose tokens do the same products, and both with
+themselves in one process, on its share of the tokens: what a mixture costs before it is spread. What it does beside the
+products (to sort tokens, to weigh results) grows with the width, the products with its square.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from benchmarks.harness import interleave, launch_or_work, medians, together
 from benchmarks.reporting import Target, publish, side_by_side, table
 
 NUM_PROCESSES = 2
-WIDTH, INNER, BEST, LAYERS = 256, 512, 2, 4
+BEST, LAYERS = 2, 4
+NARROW, WIDE = (256, 512), (768, 2048)
+"""Width of a token, and of an expert inside."""
 MANY_EXPERTS, FEW_TOKENS = 32, (4, 64)
 FEW_EXPERTS, MANY_TOKENS = 8, (16, 128)
 _LEARNING_RATE = 1e-4
@@ -41,11 +44,11 @@ _ONE_MIXTURE, _ONE_DENSE = "one process", "dense, one process"
 class Experts(nn.Module):
     """All experts of a layer."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
         self.num_experts = experts
-        self.up = nn.Parameter(torch.randn(experts, WIDTH, INNER) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(experts, INNER, WIDTH) / INNER**0.5)
+        self.up = nn.Parameter(torch.randn(experts, width, inner) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / inner**0.5)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Of shape (tokens, width), as ``x``."""
@@ -61,9 +64,10 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A router and experts behind a norm and beside a residual."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts), Experts(experts)
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.experts = Experts(experts, width, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of shape (batch, length, width), as ``x``."""
@@ -76,10 +80,10 @@ class Mixture(nn.Module):
 class Dense(nn.Module):
     """The products that a token of ``Mixture`` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        inner = BEST * INNER
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, BEST * inner), nn.Linear(BEST * inner, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of shape (batch, length, width), as ``x``."""
@@ -99,7 +103,8 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer() for _ in range(LAYERS)))
-        self.batch = torch.randn((*tokens, WIDTH), generator=torch.Generator().manual_seed(1))
+        width = model[0].norm.normalized_shape[0]
+        self.batch = torch.randn((*tokens, width), generator=torch.Generator().manual_seed(1))
         if strategy == _FSDP:
             self.batch = self.batch.chunk(dist.get_world_size())[dist.get_rank()]
             for part in (*model, model):
@@ -124,46 +129,55 @@ def check_equal(one: nn.Module, other: nn.Module) -> None:
         raise AssertionError(f"the two did not train alike: weights differ by {difference:.1e}")
 
 
+def beside_dense(sizes: tuple[int, int], rounds: int, calls: int) -> dict[str, float]:
+    """Seconds of a step with few experts of these sizes, and of the dense model, on 2 processes and on one."""
+    share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
+    mixture, dense = partial(Mixture, FEW_EXPERTS, *sizes), partial(Dense, *sizes)
+    trainings = {
+        _SPREAD: Training(mixture, _SPREAD, MANY_TOKENS), _DENSE: Training(dense, "*: data", MANY_TOKENS),
+        _ONE_MIXTURE: Training(mixture, None, share), _ONE_DENSE: Training(dense, None, share),
+    }  # fmt: skip
+    return medians(interleave(trainings, rounds, calls, around=together))
+
+
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
-    many, few = partial(Mixture, MANY_EXPERTS), partial(Mixture, FEW_EXPERTS)
+    many = partial(Mixture, MANY_EXPERTS, *NARROW)
     mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, *_BESIDE)}
     time_s = medians(interleave(mixtures, rounds, calls, around=together))
     for name in _BESIDE:
         check_equal(mixtures[_SPREAD].model, mixtures[name].model)
     gradients = {name: Training(many, name, FEW_TOKENS, updates=False) for name in (_SPREAD, *_BESIDE)}
     gradients_s = medians(interleave(gradients, rounds, calls, around=together))
-    share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
-    beside_dense = {
-        _SPREAD: Training(few, _SPREAD, MANY_TOKENS), _DENSE: Training(Dense, "*: data", MANY_TOKENS),
-        _ONE_MIXTURE: Training(few, None, share), _ONE_DENSE: Training(Dense, None, share),
-    }  # fmt: skip
-    dense_s = medians(interleave(beside_dense, rounds, calls, around=together))
+    del mixtures, gradients
+    few_rounds = {NARROW: rounds, WIDE: max(1, rounds // 4)}  # a step of wide experts takes seconds
+    dense_s = {sizes: beside_dense(sizes, number, calls) for sizes, number in few_rounds.items()}
     if wb.rank() == 0:
         few_tokens = f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens"
-        many_tokens = f"{FEW_EXPERTS} experts, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"
         no_update = f"{few_tokens}, forward and backward"
-        sizes = {few_tokens: time_s, no_update: gradients_s, many_tokens: dense_s}
-        rows = [[f"{size}: {name}", f"{s * 1e3:.1f}"] for size, found in sizes.items() for name, s in found.items()]
+        many_tokens = {
+            sizes: f"{FEW_EXPERTS} experts of {sizes[0]} x {sizes[1]}, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"
+            for sizes in dense_s
+        }
+        found_s = {few_tokens: time_s, no_update: gradients_s} | {many_tokens[sizes]: s for sizes, s in dense_s.items()}
+        rows = [[f"{size}: {name}", f"{s * 1e3:.1f}"] for size, found in found_s.items() for name, s in found.items()]
         how = (
-            f"{LAYERS} layers of experts {WIDTH} x {INNER} x {WIDTH}, of which a token takes {BEST}; AdamW, "
-            f"{NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians of {rounds} rounds "
-            f"of {calls} steps."
+            f"{LAYERS} layers, whose tokens take {BEST} experts of {NARROW[0]} x {NARROW[1]} if nothing "
+            f"else is said; AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians "
+            f"of {rounds} rounds of {calls} steps, of wide experts {few_rounds[WIDE]}."
         )
-        faster, dense = Target(3.0, at_least=True), Target(1.1)
-        beside_one = Target(1.1 * dense_s[_ONE_MIXTURE] / dense_s[_ONE_DENSE])
+        faster = Target(3.0, at_least=True)
         judged = [
-            *(
-                side_by_side(size, found[_SPREAD], theirs, found[name], faster)
-                for name, theirs in _BESIDE.items()
-                for size, found in ((few_tokens, time_s), (no_update, gradients_s))
-            ),
-            side_by_side(many_tokens, dense_s[_SPREAD], "dense", dense_s[_DENSE], dense),
-            side_by_side(
-                f"{many_tokens}, 1.1 times one process", dense_s[_SPREAD], "dense", dense_s[_DENSE], beside_one
-            ),
+            side_by_side(size, found[_SPREAD], theirs, found[name], faster)
+            for name, theirs in _BESIDE.items()
+            for size, found in ((few_tokens, time_s), (no_update, gradients_s))
         ]
+        for sizes, found in dense_s.items():
+            beside_one = Target(1.1 * found[_ONE_MIXTURE] / found[_ONE_DENSE])
+            for what, target in (("", Target(1.1)), (", 1.1 times one process", beside_one)):
+                pair = found[_SPREAD], "dense", found[_DENSE]
+                judged.append(side_by_side(many_tokens[sizes] + what, *pair, target))
         title = f"Experts spread over {NUM_PROCESSES} processes"
         publish(f"experts-{NUM_PROCESSES}", title, f"{how}\n\n{table(['', 'step, ms'], rows)}", judged)
     dist.barrier()
