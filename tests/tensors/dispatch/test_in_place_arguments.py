@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import workbench as wb
+from workbench.tensors.dispatch.registry import fold_name
 from workbench.testing import run_ranks
 
 FUNCTIONS = {
@@ -168,3 +169,27 @@ def test_a_target_on_another_stage_follows_a_moving_average():
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, trained(*layers()))
+
+
+def test_every_operator_in_place_of_torch_is_known_as_one():
+    names = [f"__i{name[2:]}" for name in dir(torch.Tensor) if name.startswith("__")]
+    operators = [getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)]
+    assert len(operators) > 10 and torch.Tensor.__ilshift__ in operators
+    assert [operator for operator in operators if not fold_name(operator).in_place] == []
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+def test_shifts_write_into_their_target(sbp):
+    def program():
+        counts = wb.to_global(torch.arange(8), placement=wb.placement("cpu", ranks=[0, 2]), sbp="B").to_global(sbp=sbp)
+        kept, plain, taken = counts, torch.arange(8), counts % 3
+        counts <<= 4
+        counts >>= 2
+        plain <<= taken
+        assert counts is kept
+        return str(kept.sbp), kept.full_tensor(), plain
+
+    for entry, found, plain in run_ranks(program, 3):
+        assert entry == f"({sbp},)" and torch.equal(found, 4 * torch.arange(8))
+        assert torch.equal(plain, torch.arange(8) << torch.arange(8) % 3)

@@ -139,6 +139,7 @@ _DUNDERS = {
     "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
     "invert": "bitwise_not", "pos": "positive",
 }  # fmt: skip
+_IN_PLACE = {f"i{operator}" for operator in (*_DUNDERS, "add", "sub", "mul", "pow")}
 _REFLECTED = {"radd": "add", "rmul": "mul", "rand": "bitwise_and", "ror": "bitwise_or", "rxor": "bitwise_xor"}
 _ALIASES = {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs",
@@ -178,7 +179,7 @@ def fold_name(func: Any) -> Name:
         inner = name.strip("_")
         if inner in _REFLECTED:
             return Name(_REFLECTED[inner])
-        if inner in ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+        if inner in _IN_PLACE:
             return Name(_DUNDERS.get(inner[1:], inner[1:]), in_place=True)
         return Name(_DUNDERS.get(inner, inner), in_place=inner == "setitem")
     if name.endswith("_") and not name.startswith("_") and name not in _KEEP_UNDERSCORE:
