@@ -170,3 +170,30 @@ def test_blocks_that_form_no_grid_are_refused():
             wb.to_global(torch.ones(5 if rank in (1, 2) else 1, 2), wb.placement(ranks=[[0, 1], [2, 3]]), "S(0), S(1)")
 
     run_ranks(program, 4)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_tensor_of_data_is_a_copy_without_history(is_global, requires_grad):
+    parameter = nn.Parameter(torch.arange(5.0))
+
+    def program():
+        placement, data = wb.placement("cpu", ranks=[0, 2]), parameter
+        if is_global:
+            data = wb.to_global(parameter.detach(), placement, "B").to_global(sbp="S(0)").requires_grad_()
+        for sbp in ("S(0)", "B", "P"):
+            for source in (data, data * 1):
+                x = wb.tensor(source, placement=placement, sbp=sbp, requires_grad=requires_grad)
+                assert x.is_leaf and x.requires_grad == requires_grad and str(x.sbp) == f"({sbp},)"
+                if requires_grad:
+                    (2 * x).sum().backward()
+                    assert torch.equal(x.grad.full_tensor(), torch.full((5,), 2.0))
+                assert data.grad is None
+                with torch.no_grad():
+                    x += 1
+                assert torch.equal(x.detach().full_tensor(), torch.arange(5.0) + 1)
+        whole = data.detach().full_tensor() if is_global else data.detach()
+        return whole, wb.tensor(data, placement=placement, sbp="B", dtype=torch.int64).full_tensor()
+
+    for whole, cast in run_ranks(program, 3):
+        assert torch.equal(whole, torch.arange(5.0)) and torch.equal(cast, torch.arange(5))

@@ -17,7 +17,7 @@ from workbench.core.sbp import SbpLike
 from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
-from workbench.tensors.conversion import refuse_dtensor
+from workbench.tensors.conversion import refuse_dtensor, to_global
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 
@@ -170,13 +170,20 @@ def eye(
 def tensor(
     data: Any, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank.
+    """``torch.tensor`` as a global tensor: a copy of ``data`` without its history.
+
+    ``data`` is the logical value, the same on every rank, or a global tensor.
 
     >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
     tensor([[1, 2]])
     """
     refuse_dtensor(data, "wb.tensor")
-    return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
+    if isinstance(data, GlobalTensor):
+        copy = to_global(data.detach().clone().to(dtype or data.dtype), placement, sbp)
+        if requires_grad:
+            copy.requires_grad_()
+        return copy
+    return _cut(torch.as_tensor(data, dtype=dtype).detach(), placement, sbp, requires_grad)
 
 
 def _random(
