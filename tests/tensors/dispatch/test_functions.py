@@ -19,6 +19,7 @@ import workbench as wb
 from tests.oracle import shard
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.tensors.dispatch import registry
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.global_tensor import GlobalTensor, spec_of, wrap
 from workbench.tensors.world import current
@@ -327,3 +328,41 @@ def test_norms_of_lists_take_an_order_and_a_dtype(sbp):
     for found in run_ranks(program, 2):
         for call, norms in zip(calls, found, strict=True):
             torch.testing.assert_close(norms, list(call(values)))
+
+
+@pytest.mark.parametrize("num_rows", [20, 75])
+def test_all_rows_choose_the_algorithm_of_distances(num_rows):
+    """The difference of equal rows is zero. For more than 25 rows torch multiplies, which rounds."""
+    x = 100 + torch.randn(num_rows, 4, generator=torch.Generator().manual_seed(0))
+    is_exact = num_rows == 20
+    assert torch.cdist(x, x[:25]).diagonal().eq(0).all() == is_exact
+
+    def program():
+        rows, few = (wb.tensor(part, placement=wb.placement.all(), sbp="B") for part in (x, x[:25]))
+        return torch.cdist(rows.to_global(sbp="S(0)"), few).full_tensor().diagonal()
+
+    for found in run_ranks(program, 4):
+        assert found.eq(0).all() == is_exact
+
+
+def test_distances_to_fewer_rows_than_ranks_have_gradients():
+    rows = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+
+    def gradients(x, y):
+        return torch.autograd.grad(torch.cdist(x, y).sin().sum(), (x, y))
+
+    expected = gradients(rows[:30].requires_grad_(), rows[30:].requires_grad_())
+
+    def program():
+        whole = wb.tensor(rows[:30], placement=wb.placement.all(), sbp="B", requires_grad=True)
+        few = wb.tensor(rows[30:], placement=wb.placement.all(), sbp="S(0)", requires_grad=True)
+        return [gradient.full_tensor() for gradient in gradients(whole, few)]
+
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, list(expected))
+
+
+def test_a_name_has_one_rule():
+    with pytest.raises(ValueError, match=r"\['cdist'\] are registered twice"):
+        registry.rule("distances of nobody", "cdist")(lambda call: None)
+    assert "distances of nobody" not in registry.RULES

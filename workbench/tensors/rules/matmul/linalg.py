@@ -107,20 +107,17 @@ def _matrix_norm(call: Call) -> Resolution | None:
     return Resolution(reduction(ndim, dims, len(call.outputs[0][0]) == ndim, whole=True))
 
 
-@rule("linalg_cross", "cross", "linalg_vecdot")
-def _by_vectors(call: Call) -> Resolution | None:
-    """Vectors along one dim: it stays whole in a cross product, and is summed in a dot product."""
-    ndim = max(len(shape) for shape in call.shapes)
+@rule("linalg_cross", "cross")
+def _cross(call: Call) -> Resolution:
+    """The vectors stay whole. Without a dim, torch.cross takes the first dim of size 3; in a shard, that may be another
+    one.
+    """
     dim = call.arg(2, "dim") if call.name == "cross" else call.kwargs.get("dim", -1)
     if dim is None:
         dim = next((d for d, size in enumerate(call.shapes[0]) if size == 3), -1)
-    if call.name != "linalg_vecdot":
-        text = along(ndim, dim, "X")
-        # Without a dim, torch.cross takes the first dim of size 3. In a shard that may be another dim.
-        pinned = None if call.name != "cross" else lambda *_: lambda x, y, *_, **__: torch.cross(x, y, dim=dim)
-        return Resolution(f"{text}, {text} -> {text}", pinned)
-    text = along(ndim, dim, "x")
-    return Resolution(f"{text}, {text} -> {text.replace('x', '')}")
+    text = along(max(map(len, call.shapes)), dim, "X")
+    pinned = None if call.name != "cross" else lambda *_: lambda x, y, *_, **__: torch.cross(x, y, dim=dim)
+    return Resolution(f"{text}, {text} -> {text}", pinned)
 
 
 @rule("linalg_vander")

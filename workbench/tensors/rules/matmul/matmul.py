@@ -18,7 +18,7 @@ from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.reduction.empty_shards import as_if_filled
+from workbench.tensors.rules.reduction.empty_shards import as_if_filled, filled
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
@@ -262,29 +262,18 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
 def _cdist(call: Call) -> Resolution:
     """Distances between rows. The logical number of rows selects one of two algorithms."""
     rows = max(call.shapes[0][-2], call.shapes[1][-2])
-    by_product = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
+    mode = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
+    if mode == "use_mm_for_euclid_dist_if_necessary":
+        mode = f"{'' if rows > 25 else 'donot_'}use_mm_for_euclid_dist"
 
-    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-        if by_product != "use_mm_for_euclid_dist_if_necessary" or not {"p", "r"} & set(letters):
-            return None
-        mode = "use_mm_for_euclid_dist" if rows > 25 else "donot_use_mm_for_euclid_dist"
-        return lambda x1, x2, p=2.0, compute_mode=None: torch.cdist(x1, x2, p, mode)
+    def distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
+        return torch.cdist(x1, x2, p, mode)
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
+        # Of an empty shard, torch's product has no gradient
+        return filled(distances, inputs, outputs) or distances
 
     return Resolution("...pK, ...rK -> ...pr", localize)
-
-
-@rule("cosine_similarity")
-def _cosine_similarity(call: Call) -> Resolution:
-    ndim = max(len(shape) for shape in call.shapes)
-    dim = call.arg(2, "dim", 1) % max(1, ndim)
-    left = term(ndim, [dim])
-    inputs = ", ".join(left[ndim - len(shape) :] for shape in call.shapes)
-    return Resolution(f"{inputs} -> {term(ndim, dropped=[dim])}")
-
-
-@rule("pairwise_distance")
-def _pairwise_distance(call: Call) -> Resolution:
-    return Resolution(f"...K, ...K -> ...{'1' if call.arg(4, 'keepdim', False) else ''}")
 
 
 @rule("pdist")

@@ -16,7 +16,6 @@ from workbench.tensors.dispatch.registry import (
     Resolution,
     composite,
     elementwise_except,
-    equations,
     normalize_dims,
     reduction,
     rule,
@@ -158,9 +157,6 @@ def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
 
 def _divided(input: Any, p: float, dim: Any, eps: float) -> Any:
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
-
-
-equations("cdist", "...nK, ...mK -> ...nm")
 
 
 def _rows_of(call: Call, dims: Sequence[int]) -> Resolution:
