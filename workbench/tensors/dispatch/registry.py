@@ -104,10 +104,16 @@ of the data a call reads or writes, and go where the data lie."""
 
 
 def _registers(table: dict[str, Registered]) -> Callable[..., Callable[[Registered], Registered]]:
-    """A decorator that takes names, and registers a function under them."""
+    """A decorator that takes names, and registers a function under them.
+
+    Raises:
+        ValueError: a name is registered already.
+    """
 
     def under(*names: str) -> Callable[[Registered], Registered]:
         def register(function: Registered) -> Registered:
+            if again := table.keys() & set(names):
+                raise ValueError(f"{sorted(again)} are registered twice, and one of the two is dead: remove it.")
             table.update(dict.fromkeys(names, function))
             return function
 
