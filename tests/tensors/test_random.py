@@ -270,6 +270,7 @@ REFUSED = {
     "randn_like": lambda x: torch.randn_like(x.long()),
     "normal out": lambda x: torch.normal(0.0, -1.0, (4, 2), out=x),
     "randint out": lambda x: torch.randint(0, 300, (4, 2), out=x.byte()),
+    "randperm out": lambda x: torch.randperm(300, out=x.byte()),
     "normal": lambda x: torch.normal(x, -1.0),
     "multinomial of three dims": lambda x: torch.multinomial(x.reshape(2, 2, 2), 1),
     "init normal": lambda x: nn.init.normal_(x, 0, -1),
@@ -318,3 +319,29 @@ def test_values_that_torch_refuses_are_an_error_of_the_rank_that_has_them(name):
 
     with pytest.raises(RuntimeError, match=_ABOUT):
         run_ranks(program, 3)
+
+
+OF_OTHER_DTYPES = {
+    "rand": lambda made_by, **layout: made_by.rand(4, dtype=torch.int64, **layout),
+    "randn": lambda made_by, **layout: made_by.randn(4, dtype=torch.int32, **layout),
+    "randint": lambda made_by, **layout: made_by.randint(0, 300, (4,), dtype=torch.uint8, **layout),
+    "randint below zero": lambda made_by, **layout: made_by.randint(-1, 9, (4,), dtype=torch.uint8, **layout),
+    "randperm": lambda made_by, **layout: made_by.randperm(257, dtype=torch.uint8, **layout),
+    "randperm in half": lambda made_by, **layout: made_by.randperm(2050, dtype=torch.float16, **layout),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_DTYPES)
+def test_a_dtype_that_does_not_hold_the_numbers_is_refused(name):
+    make = OF_OTHER_DTYPES[name]
+    with pytest.raises(RuntimeError):
+        make(torch)
+
+    def program():
+        placement = wb.placement("cpu", ranks=[0, 1])
+        with pytest.raises(RuntimeError):
+            make(wb, placement=placement, sbp="S(0)")
+        return wb.randperm(256, placement=placement, sbp="S(0)", dtype=torch.uint8).full_tensor().sort().values
+
+    for found in run_ranks(program, 3):
+        assert torch.equal(found, torch.arange(256, dtype=torch.uint8))

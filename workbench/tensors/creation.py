@@ -187,8 +187,17 @@ def tensor(
 
 
 def _random(
-    shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, sampler: random.Sampler, requires_grad: bool
+    shape: Shape,
+    dtype: torch.dtype,
+    placement: Placement,
+    sbp: SbpLike,
+    sampler: random.Sampler,
+    requires_grad: bool,
+    filling: str,
+    *bounds: int,
 ) -> GlobalTensor:
+    """Numbers of ``sampler``, where torch's own ``filling`` takes the dtype and the bounds."""
+    random.check_filling(filling, dtype, *bounds)
     key = random.draw_key(current())  # on every rank, outside the placement too
 
     def fill(layout: Layout, world: World) -> torch.Tensor:
@@ -206,7 +215,7 @@ def randn(
     torch.Size([4, 5])
     """
     kind = dtype or torch.get_default_dtype()
-    return _random(_shape_of(size), kind, placement, sbp, random.normal_sampler(), requires_grad)
+    return _random(_shape_of(size), kind, placement, sbp, random.normal_sampler(), requires_grad, "normal_")
 
 
 def rand(
@@ -218,13 +227,13 @@ def rand(
     torch.Size([4, 5])
     """
     kind = dtype or torch.get_default_dtype()
-    return _random(_shape_of(size), kind, placement, sbp, random.uniform_sampler(), requires_grad)
+    return _random(_shape_of(size), kind, placement, sbp, random.uniform_sampler(), requires_grad, "uniform_")
 
 
 def randint(
-    low: int,
-    high: int | Sequence[int] | None = None,
-    size: Sequence[int] = (),
+    low: SupportsIndex,
+    high: Size | None = None,
+    size: Sequence[SupportsIndex] = (),
     *,
     placement: Placement,
     sbp: SbpLike,
@@ -235,10 +244,11 @@ def randint(
     >>> wb.randint(10, (4, 5), placement=wb.placement(ranks=[0, 1]), sbp="S(0)").dtype
     torch.int64
     """
-    if not isinstance(high, int):
-        size = size if high is None else high
-        low, high = 0, low
-    return _random(tuple(size), dtype, placement, sbp, random.integer_sampler(low, high), requires_grad=False)
+    if high is None or isinstance(high, Sequence):
+        low, high, size = 0, low, size if high is None else high
+    bounds = operator.index(low), operator.index(high)
+    sampler = random.integer_sampler(*bounds)
+    return _random(_shape_of((size,)), dtype, placement, sbp, sampler, False, "random_", *bounds)
 
 
 def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
@@ -247,4 +257,4 @@ def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype =
     >>> wb.randperm(7, placement=wb.placement(ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
     torch.Size([4])
     """
-    return _cut(random.permutation(random.draw_key(current()), n).to(dtype), placement, sbp, requires_grad=False)
+    return _cut(random.permutation(n, dtype, current()), placement, sbp, requires_grad=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.kernels.random_slice import fill_random, position_blocks
 from workbench.tensors.copy_to_device import copy_to_device
+from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 
@@ -190,6 +192,35 @@ def bernoulli_sampler(probability: float) -> Sampler:
     return Sampler(lambda key, at, dtype: philox.uniform(key, at) < probability, ("bernoulli", probability, 0.0))
 
 
-def permutation(key: int, count: int) -> torch.Tensor:
-    """The numbers below ``count`` in random order."""
-    return torch.from_numpy(np.argsort(philox.integers(key, np.arange(count), 0, 2**63), kind="stable"))
+def permutation(count: int, dtype: torch.dtype, world: World, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The numbers below ``count`` in random order. All ranks of the world call it.
+
+    Raises:
+        RuntimeError: the dtype does not hold all of them.
+    """
+    if count - 1 > largest_integer(dtype):
+        raise RuntimeError(
+            f"randperm({count}, dtype={dtype}): it has numbers up to {count - 1}, and {dtype} holds those up to "
+            f"{largest_integer(dtype)}. Give a wider dtype, such as torch.int64."
+        )
+    drawn = philox.integers(draw_key(world, generator), np.arange(count), 0, 2**63)
+    return torch.from_numpy(np.argsort(drawn, kind="stable")).to(dtype)
+
+
+def largest_integer(dtype: torch.dtype) -> int:
+    """The largest n such that a dtype holds all integers from 0 to n."""
+    if dtype == torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max
+
+
+UNUSED = torch.Generator()
+"""For draws whose numbers nobody takes."""
+
+
+def check_filling(name: str, dtype: torch.dtype, *parameters: Any, **named: Any) -> None:
+    """Raise torch's own error for an in-place filling, such as ``normal_``, with numbers as parameters."""
+    with hidden_from_modes(), local_torch():
+        getattr(torch.empty(1, dtype=dtype, device="cpu"), name)(*parameters, **named, generator=UNUSED)

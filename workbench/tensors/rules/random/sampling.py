@@ -23,7 +23,7 @@ from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.planning import check_as_torch
 from workbench.tensors.dispatch.registry import filler, handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, spec_of, wrap
-from workbench.tensors.hidden_from_modes import hidden_from_modes
+from workbench.tensors.random import UNUSED, check_filling, largest_integer
 
 
 def sample(
@@ -42,20 +42,10 @@ def sample(
     return wrap(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
 
 
-_UNUSED = torch.Generator()
-"""For draws whose numbers nobody takes."""
-
-
-def _check(name: str, dtype: torch.dtype, *parameters: Any, **named: Any) -> None:
-    """Raise torch's own error for an in-place filling with numbers as parameters."""
-    with hidden_from_modes(), local_torch():
-        getattr(torch.empty(1, dtype=dtype, device="cpu"), name)(*parameters, **named, generator=_UNUSED)
-
-
 def _check_values(function: Callable[..., Any], values: torch.Tensor) -> None:
     """Raise torch's own error for a distribution with the values of a rank as parameters."""
     if values.numel() and can_read(values):
-        function(torch.stack(values.aminmax()), generator=_UNUSED)
+        function(torch.stack(values.aminmax()), generator=UNUSED)
 
 
 def sample_of_shape(like: GlobalTensor, shape: Shape, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
@@ -79,14 +69,14 @@ def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]
 @handler("rand_like")
 def rand_like(func: Any, args: Any, kwargs: Any) -> Any:
     """Uniform numbers in the layout of the input."""
-    _check("uniform_", kwargs.get("dtype") or args[0].dtype)
+    check_filling("uniform_", kwargs.get("dtype") or args[0].dtype)
     return _like(args[0], random.uniform_sampler(), kwargs)
 
 
 @handler("randn_like")
 def randn_like(func: Any, args: Any, kwargs: Any) -> Any:
     """Normal numbers in the layout of the input."""
-    _check("normal_", kwargs.get("dtype") or args[0].dtype)
+    check_filling("normal_", kwargs.get("dtype") or args[0].dtype)
     return _like(args[0], random.normal_sampler(), kwargs)
 
 
@@ -95,7 +85,7 @@ def randint_like(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.randint_like(input, high)`` or ``(input, low, high)``."""
     bounds = [*args[1:], *(kwargs[name] for name in ("low", "high") if name in kwargs)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
-    _check("random_", kwargs.get("dtype") or args[0].dtype, low, high)
+    check_filling("random_", kwargs.get("dtype") or args[0].dtype, low, high)
     return _like(args[0], random.integer_sampler(int(low), int(high)), kwargs)
 
 
@@ -120,7 +110,7 @@ def _filling(name: str, names: str, make: Callable[..., random.Sampler]) -> None
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
         options = _options(f"tensor {names}", args, kwargs)
         tensor, generator = options.pop("tensor"), options.pop("generator", None)
-        _check(f"{name}_", tensor.dtype, **options)
+        check_filling(f"{name}_", tensor.dtype, **options)
         parameters = dict(zip(names.split(), make.__code__.co_varnames, strict=False))
         settings = {parameters[torch_name]: value for torch_name, value in options.items()}
         return _fill(tensor, make(**settings), generator)
@@ -145,19 +135,10 @@ def random_(func: Any, args: Any, kwargs: Any) -> Any:
     elif bounds and len(bounds) == 1 and "from" not in kwargs:
         low, high = 0, bounds[0]
     else:
-        low, high = (bounds[0] if bounds else 0), _largest(tensor.dtype) + 1
+        low, high = (bounds[0] if bounds else 0), largest_integer(tensor.dtype) + 1
     if bounds:
-        _check("random_", tensor.dtype, low, high)
+        check_filling("random_", tensor.dtype, low, high)
     return _fill(tensor, random.integer_sampler(int(low), int(high)), kwargs.get("generator"))
-
-
-def _largest(dtype: torch.dtype) -> int:
-    """The largest n such that a dtype holds all integers from 0 to n."""
-    if dtype == torch.bool:
-        return 1
-    if dtype.is_floating_point:
-        return int(2 / torch.finfo(dtype).eps)
-    return torch.iinfo(dtype).max
 
 
 @handler("normal")
@@ -166,7 +147,7 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     if func.__name__ == "normal_":
         options = _options("tensor mean std", args, kwargs)
         mean, std = options.get("mean", 0.0), options.get("std", 1.0)
-        _check("normal_", options["tensor"].dtype, mean, std)
+        check_filling("normal_", options["tensor"].dtype, mean, std)
         return _fill(options["tensor"], random.normal_sampler(mean, std), options.get("generator"))
     options = _options("mean std", args, kwargs)
     mean, std = options.get("mean", 0.0), options.get("std", 1.0)
@@ -178,7 +159,7 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     like = next((tensor for tensor in tensors if tuple(tensor.shape) == shape), None)
     layout = tensors[0]._spec.layout.broadcast() if like is None else like._spec.layout.without_terms()
     dtype = tensors[0].dtype
-    _check("normal_", dtype, 0.0, 1.0 if isinstance(std, torch.Tensor) else std)
+    check_filling("normal_", dtype, 0.0, 1.0 if isinstance(std, torch.Tensor) else std)
     if isinstance(std, GlobalTensor):
         std = sum_terms(std)
     if isinstance(std, torch.Tensor) and not tensors[0]._spec.is_placeholder:
@@ -230,7 +211,7 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
         return _write(tensor, _transformed(probabilities, partial(_hits, tensor.dtype), tensor.dtype, generator))
     if func.__name__ == "bernoulli_" or p is not None:
         p = 0.5 if p is None else p
-        _check("bernoulli_", tensor.dtype, p)
+        check_filling("bernoulli_", tensor.dtype, p)
         sampler = random.bernoulli_sampler(p)
         is_filled = func.__name__ == "bernoulli_"
         return _fill(tensor, sampler, generator) if is_filled else _like(tensor, sampler, {"generator": generator})
@@ -280,7 +261,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
         if weight.numel() and can_read(weight):
             smallest_sum = weight.sum(-1, dtype=torch.float64).min().reshape(1)
             for few in (torch.stack(weight.aminmax()), smallest_sum):
-                torch.multinomial(few, 1, generator=_UNUSED)  # raises torch's error
+                torch.multinomial(few, 1, generator=UNUSED)  # raises torch's error
         if not options.get("replacement"):
             return (weight.double() / numbers).topk(count).indices
         reached = weight.double().cumsum(-1)
@@ -318,14 +299,14 @@ for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
 @filler("rand")
 def rand(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """Uniform numbers of a given size."""
-    _check("uniform_", out.dtype)
+    check_filling("uniform_", out.dtype)
     return _sized(out, args if isinstance(args[0], int) else args[0], random.uniform_sampler(), options)
 
 
 @filler("randn")
 def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """Normal numbers of a given size."""
-    _check("normal_", out.dtype)
+    check_filling("normal_", out.dtype)
     return _sized(out, args if isinstance(args[0], int) else args[0], random.normal_sampler(), options)
 
 
@@ -334,7 +315,7 @@ def randint(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTens
     """``torch.randint(high, size)`` or ``(low, high, size)``."""
     given = _options("low high size" if len(args) == 3 or "low" in options else "high size", args, options)
     low, high = given.get("low", 0), given["high"]
-    _check("random_", out.dtype, low, high)
+    check_filling("random_", out.dtype, low, high)
     return _sized(out, given["size"], random.integer_sampler(low, high), options)
 
 
@@ -342,14 +323,14 @@ def randint(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTens
 def normal_of_size(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """``torch.normal(mean, std, size)`` with numbers."""
     given = _options("mean std size", args, options)
-    _check("normal_", out.dtype, given["mean"], given["std"])
+    check_filling("normal_", out.dtype, given["mean"], given["std"])
     return _sized(out, given["size"], random.normal_sampler(given["mean"], given["std"]), options)
 
 
 @filler("randperm")
 def randperm(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
     """The integers below the first argument, in random order."""
-    numbers = random.permutation(random.draw_key(out._spec.world, options.get("generator")), args[0])
+    numbers = random.permutation(args[0], out.dtype, out._spec.world, options.get("generator"))
     return from_local(numbers, out._spec.world, out._spec.layout)
 
 
