@@ -151,3 +151,22 @@ def test_sums_and_moves_of_one_fused_boxing_do_not_take_each_others_messages():
 
     run_ranks(program, 2)
     run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_only_what_requires_a_gradient_gets_one(async_op):
+    def program():
+        weight, buffer, other = (make(shape, "S(0)", [0, 1], shape == (5, 7)) for shape in ((5, 7), (8, 4), (2, 3)))
+        found = wb.to_global([weight, buffer, other], sbp="B", async_op=async_op)
+        w, b, o = found.wait() if async_op else found
+        assert (w.requires_grad, b.requires_grad, o.requires_grad) == (True, False, False)
+        (w.sum() + b.sum()).backward()
+        assert buffer.grad is None and weight.grad.full_tensor().eq(1).all()
+        with torch.no_grad():
+            sent, _ = messages_of(lambda: wb.to_global([weight, buffer, other], sbp="B"))
+        assert len(sent) == len(set(sent))
+        for result in (w, b, o):
+            expected = torch.arange(1.0, 1.0 + result.numel()).view(result.shape)
+            assert torch.equal(result.detach().full_tensor(), expected)
+
+    run_ranks(program, 3)

@@ -45,11 +45,12 @@ def to_global_many(
     *,
     async_op: bool = False,
 ) -> list[GlobalTensor] | Handle[list[GlobalTensor]]:
-    """``x.to_global(placement, sbp)`` of several tensors at once: one message per pair of ranks for each dtype.
+    """``x.to_global(placement, sbp)`` of several tensors at once: one message per pair of ranks for each dtype, and one
+    more where some require a gradient and others do not.
 
     Numbers and gradients are those of boxing one by one. It saves time because small tensors share the cost of a
     message. All ranks of the world call it with the same tensors in the same order. If one of the results is used,
-    every tensor gets a gradient; it is zero for unused results.
+    every tensor that requires a gradient gets one; it is zero for unused results.
 
     Args:
         tensors: tensors of any shapes and layouts.
@@ -106,7 +107,10 @@ def box_many(
         done = [box_to(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
         return Handle(lambda: done)
     moving = [i for i, target in enumerate(targets) if target is not tensors[i]._spec]
-    buckets = list(cut_into_buckets(moving, lambda i: tensors[i].dtype, lambda i: _num_bytes(tensors[i])))
+    with local_torch():
+        flags = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+    kinds = [(tensor.dtype, flag) for tensor, flag in zip(tensors, flags, strict=True)]
+    buckets = list(cut_into_buckets(moving, kinds.__getitem__, lambda i: _num_bytes(tensors[i])))
     starts = [partial(_start_bucket, [tensors[i] for i in b], [targets[i] for i in b], is_later) for b in buckets]
     wait = limit_unfinished(starts, len(starts) if is_later else AT_A_TIME)
 
@@ -128,7 +132,7 @@ def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bo
     _trace(pairs, dtype, "forward", "to_global_many")
     work = _FusedWork(pairs, world, dtype, world.context.next_tag(), is_later)
     with local_torch():
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if torch.is_grad_enabled() and tensors[0].requires_grad:
             for source, target in pairs:
                 check_differentiable(source, target, "to_global_many")
             linked = _BoxMany.apply(work, False, *tensors)
