@@ -366,3 +366,16 @@ def test_a_name_has_one_rule():
     with pytest.raises(ValueError, match=r"\['cdist'\] are registered twice"):
         registry.rule("distances of nobody", "cdist")(lambda call: None)
     assert "distances of nobody" not in registry.RULES
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B"])
+def test_weights_of_one_norm(sbp):
+    v = torch.arange(12.0).view(4, 3) + 1
+    expected = [torch._weight_norm(v, g, -1) for g in (torch.tensor(2.0), v[:1])]
+
+    def program():
+        x = wb.tensor(v, placement=wb.placement.all(), sbp=sbp)
+        return [torch._weight_norm(x, g, -1).full_tensor() for g in (torch.tensor(2.0), x[:1])]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected)

@@ -75,11 +75,12 @@ def parametrizations(make):
     nn.utils.parametrize.register_parametrization(layer, "weight", Square())
     y = layer(a)
     y.sum().backward()
-    normed = Layer(make)
+    normed, whole = Layer(make), Layer(make)
     nn.utils.parametrizations.weight_norm(normed, "weight")
-    normed(a).sum().backward()
-    grads = [parameter.grad for parameter in normed.parameters()]
-    return y, layer.parametrizations.weight.original.grad, layer.weight, normed.weight, grads
+    nn.utils.parametrizations.weight_norm(whole, "weight", dim=None)  # one norm of all
+    (normed(a) + whole(a)).sum().backward()
+    grads = [parameter.grad for parameter in (*normed.parameters(), *whole.parameters())]
+    return y, layer.parametrizations.weight.original.grad, layer.weight, normed.weight, whole.weight, grads
 
 
 def clipped(make, order=2.0, foreach=None):

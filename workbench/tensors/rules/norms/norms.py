@@ -215,9 +215,7 @@ def _weight_norm_rule(call: Call) -> Resolution:
 
 @composite("_weight_norm")
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
-    """``v * g / norm(v)`` with the norm over all dims but one."""
-    if type(v) is not GlobalTensor or not splits(
-        v, [d for d in range(v.dim()) if d not in normalize_dims(dim, v.dim())]
-    ):
+    """``v * g / norm(v)`` with the norm over all dims but one; over all dims where ``dim`` is -1."""
+    if dim != -1 and not splits(v, [d for d in range(v.dim()) if d not in normalize_dims(dim, v.dim())]):
         return NotImplemented
     return v * (g / torch.norm_except_dim(v, 2, dim))
