@@ -1,5 +1,6 @@
-"""Sizes, dims, counts and factors may be 0-dim tensors, plain or global, wherever torch takes them."""
+"""Sizes, dims, counts and factors may be 0-dim tensors, plain or global, or numbers of numpy, as torch takes them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +101,42 @@ def test_as_on_one_device_and_without_a_fallback(name, is_global):
 
     for results in run_ranks(program, 2):
         assert all(torch.equal(result, expected) for result in results)
+
+
+def _written(x, n):
+    y = x * 1
+    y[n - 1] = torch.ones(4, dtype=torch.float64)
+    return y
+
+
+DIMS = {
+    "roll along a dim": lambda x, n: torch.roll(x, n, n - 3),
+    "roll of all": lambda x, n: torch.roll(x, n),
+    "softmax": lambda x, n: x.softmax(n - 2),
+    "normalize": lambda x, n: F.normalize(x, dim=n - 3),
+    "sum of an axis": lambda x, n: x.sum(axis=n - 3),
+    "largest of dims": lambda x, n: x.amax((n - 3, n - 2)),
+    "rows": lambda x, n: x[n - 2 : n],
+    "assignment": _written,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", CALLS | DIMS)
+def test_numbers_of_numpy_are_numbers(name):
+    call, n = (CALLS | DIMS)[name], np.int64(3)
+    expected = call(PLAIN, 3)
+
+    def program():
+        placement = wb.placement.all("cpu")
+        x = wb.to_global(PLAIN, placement=placement, sbp="B").to_global(sbp="S(0)")
+        assert wb.randint(0, n, (n, 2), placement=placement, sbp="S(0)").shape == (3, 2)
+        assert int(wb.randint(n, (n,), placement=placement, sbp="B").max()) < 3
+        return [call(x, n).full_tensor() for _ in range(2)]
+
+    for results in run_ranks(program, 2):
+        for result in results:
+            torch.testing.assert_close(result, expected)
 
 
 def test_shapes_of_new_global_tensors():

@@ -1,5 +1,6 @@
 """Arguments of a call in one form, however it is written: rules, plans and composites see keywords at their positions,
-and numbers (sizes, dims, counts, factors) that are 0-dim tensors as Python's, as torch's argument parser reads them.
+and numbers (sizes, dims, counts, factors) that are 0-dim tensors or integers of numpy as Python's, as torch's argument
+parser reads them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
@@ -149,8 +151,8 @@ def with_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def read_integers(value: Any, dtypes: Set[torch.dtype] = _DTYPES) -> Any:
-    """A 0-dim tensor of integers (of ``dtypes``) as a number, also in tuples, lists and slices, of any integers there;
-    anything else unchanged.
+    """A 0-dim tensor of integers (of ``dtypes``) or an integer of numpy as Python's, also in tuples, lists and slices,
+    where tensors are of any integers; anything else unchanged.
 
     A value of a global tensor is read on all ranks.
     """
@@ -159,10 +161,11 @@ def read_integers(value: Any, dtypes: Set[torch.dtype] = _DTYPES) -> Any:
         return value if all(a is b for a, b in zip(value, read, strict=True)) else type(value)(read)
     if isinstance(value, slice):
         bounds = (value.start, value.stop, value.step)
-        return slice(*map(read_integers, bounds)) if any(isinstance(bound, torch.Tensor) for bound in bounds) else value
+        is_read = any(isinstance(bound, (torch.Tensor, np.integer)) for bound in bounds)
+        return slice(*map(read_integers, bounds)) if is_read else value
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in dtypes:
         return int(value)
-    return value
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def read_index(index: Any) -> Any:

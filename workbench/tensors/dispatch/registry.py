@@ -200,7 +200,7 @@ def normalize_dims(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
     """Dims counted from the front; None and an empty list mean all. Torch's error for a dim that there is not."""
     if dims is None:
         return list(range(ndim))
-    listed, count = [dims] if isinstance(dims, int) else list(dims), max(1, ndim)
+    listed, count = list(dims) if isinstance(dims, Sequence) else [dims], max(1, ndim)
     for dim in listed:
         if not -count <= dim < count:
             raise IndexError(
