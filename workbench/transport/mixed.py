@@ -65,6 +65,11 @@ class MixedTransport(Transport):
         """Bytes of other ranks' data that this rank has read from their memory or received from other hosts."""
         return self._inter_host.read_bytes + (self._intra_host.read_bytes if self._has_intra_host else 0)
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of shared memory that this rank has allocated for its host, without those that tensors own."""
+        return self._intra_host.idle_bytes if self._has_intra_host else 0
+
     def shares_memory(self, ranks: Collection[int]) -> bool:
         return self._has_intra_host and self._near.issuperset(ranks)
 
