@@ -28,6 +28,7 @@ MIN_IN_PLACE_BYTES = 64 * 2**10 + 1
 _LARGEST_STEP_BYTES = 256 * 2**20
 _CHUNKS_FOR_MESSAGES = 12
 _SHARE_FOR_TENSORS = 0.25
+"""Of the memory that is available, what the segment may grow by for tensors at one time."""
 _IDLE_ALLOCATIONS = 256
 """An empty chunk returns its pages to the system after this many allocations that did not use it."""
 
