@@ -328,3 +328,16 @@ def test_what_a_function_keeps_of_its_results_stays_plain():
 
     for kinds, gradient in run_ranks(program, 2):
         assert kinds == {torch.Tensor} and torch.equal(gradient, (X > 0).to(X.dtype))
+
+
+def test_a_rule_that_is_refused_changes_nothing():
+    values = X.flatten()
+    with pytest.raises(LayoutError, match="give other numbers than one device"):
+        wb.register_rule(torch.histc, "b -> N", prove=[values, 4, 0.5, 0.5])  # equal bounds: those of the values
+
+    def program():
+        x = wb.tensor(values, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        return [torch.histc(x, 4, low, 0.5).full_tensor() for low in (-0.5, 0.5)]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, [torch.histc(values, 4, low, 0.5) for low in (-0.5, 0.5)])

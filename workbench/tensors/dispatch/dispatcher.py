@@ -213,6 +213,7 @@ def forget_function(name: str, plans: dict[Any, Any]) -> None:
     """Drop the handlers and plans of this folded name, because its rule has changed."""
     for func in [func for func in _functions if fold_name(func).folded == name]:
         _functions.pop(func, None)
+        _value_independent.discard(func)
     for key in [key for key, plan in plans.items() if isinstance(plan, Plan) and plan.name.folded == name]:
         plans.pop(key, None)
 

@@ -102,7 +102,7 @@ def register_rule(
         return functools.partial(register_rule, equation=function, prove=prove, meta=meta)
     parsed = Equation.parse(equation)
     name, called = _register_name(function, meta)
-    before = RULES.get(name)
+    before, was_independent = RULES.get(name), name in VALUE_INDEPENDENT
     RULES[name] = functools.partial(_resolve, name, equation, parsed)
     VALUE_INDEPENDENT.add(name)
     forget_function(name, current().plans)
@@ -111,6 +111,8 @@ def register_rule(
             _prove(name, equation, called, prove)
         except BaseException:
             RULES.pop(name) if before is None else RULES.update({name: before})
+            if not was_independent:
+                VALUE_INDEPENDENT.discard(name)
             forget_function(name, current().plans)
             raise
     return function if isinstance(function, str) else called
