@@ -272,6 +272,9 @@ def test_a_device_without_8_bits_is_an_error(monkeypatch):
     model = layer()
     with pytest.raises(StrategyError, match=r"option fp8: cuda:0 is an NVIDIA A100 .*8\.0\. Use bf16"):
         run_ranks(lambda: wb.parallelize(model, "*: data | fp8"), 1)
+    with pytest.raises(StrategyError, match="option fp8"):
+        compute_in(model, "fp8", CPU, "cpu")
+    assert model(torch.ones(2, 32)).dtype == torch.float32, "nor is it in 16 bits from then on"
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -29,16 +29,26 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 _torch_unscale: Callable[..., Any] = grad_scaler.GradScaler._unscale_grads_
 
 
-def install(module: nn.Module, state: ParallelState) -> list[Any]:
-    """Let ``module`` compute in the precision of the strategy.
+def check(module: nn.Module, state: ParallelState) -> None:
+    """Refuse a precision in which the device does not compute.
 
     Raises:
         StrategyError: ``fp8`` on a device that does not multiply 8 bits.
     """
+    _check_device(state.strategy.options.precision, state.layouts.world.device)
+
+
+def install(module: nn.Module, state: ParallelState) -> list[Any]:
+    """Let ``module`` compute in the precision of the strategy."""
     world = state.layouts.world
     handles, end_all = compute_in(module, state.strategy.options.precision, world.device, world.autocast_type)
     state.on_interrupt.append(end_all)
     return handles
+
+
+def _check_device(precision: str, device: torch.device) -> None:
+    if precision == "fp8" and (lacking := lacks_float8(device)):
+        raise StrategyError(f"option fp8: {lacking}. Use bf16.")
 
 
 def compute_in(
@@ -47,14 +57,16 @@ def compute_in(
     """Let a module's forward compute in a strategy's precision; returns the hooks, and what ends calls broken off.
 
     In ``fp8`` the products of linear layers have operands of 8 bits, and all else is as in ``bf16``.
+
+    Raises:
+        StrategyError: ``fp8`` on a device that does not multiply 8 bits. The module is unchanged.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     if dtype is None:
         return [], lambda: None
+    _check_device(precision, device)
     handles, end_all = autocast_forward(module, autocast_type, dtype)
     if precision == "fp8":
-        if lacking := lacks_float8(device):
-            raise StrategyError(f"option fp8: {lacking}. Use bf16.")
         handles += [LinearIn8Bits(layer) for layer in module.modules() if _multiplies_in_8_bits(layer)]
     return handles, end_all
 
