@@ -1,7 +1,9 @@
 """Stages follow the order in which a forward calls the layers, in whatever order a model lists them."""
 
 import copy
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,6 +282,24 @@ def test_a_first_look_that_fails_leaves_nothing_behind_and_comes_again(call):
 
     used = run_ranks(program, 2)[0]
     stages = [row.stage for row in Strategy(used).rows_of(describe(HeadFirst()))]
+    assert stages[0] == 1 and stages[-1] == 0
+
+
+def test_stages_that_are_refused_are_asked_for_again(monkeypatch):
+    """Else the next step would train on the stages of the list. Here the disk is full for two steps."""
+    free = [*[10**9] * 2, *[10] * 4, *[10**9] * 2]  # for both ranks each time
+    monkeypatch.setattr(psutil, "disk_usage", lambda folder: SimpleNamespace(free=free.pop(0)))
+    models = [copy.deepcopy(one) for one in [HeadFirst().double()] * 2]
+
+    def program(rank):
+        parallel = wb.parallelize(models[rank], "pipeline | mb=2 offload=optimizer")
+        for _ in range(2):
+            with pytest.raises(StrategyError, match="10 B are free"):
+                step(parallel)
+        step(parallel)
+        return str(state_of(parallel).strategy)
+
+    stages = [row.stage for row in Strategy(run_ranks(program, 2)[0]).rows_of(describe(HeadFirst()))]
     assert stages[0] == 1 and stages[-1] == 0
 
 

@@ -246,8 +246,10 @@ def test_compiled_modules_of_torchscript_with_parameters_are_refused():
     def program():
         for part, strategy in zip(compiled_parts, ("*: data", "*: data | zero=3"), strict=True):
             says = f"Scaled is a {type(part).__name__} of torch.jit with 3 parameters.* as it was before torch.jit"
+            model = nn.Sequential(nn.Linear(4, 8), part)
             with pytest.raises(StrategyError, match=says):
-                wb.parallelize(nn.Sequential(nn.Linear(4, 8), part), strategy)
+                wb.parallelize(model, strategy)
+            assert type(model[0].weight.data) is torch.Tensor
 
     compiled_parts = [torch.jit.script(Scaled()), torch.jit.trace(Scaled(), torch.ones(2, 8))]
     run_ranks(program, 1)

@@ -60,6 +60,13 @@ from workbench.training.strategies.state import (
 from workbench.training.zero import sharded_units as zero
 from workbench.transport.user_code import user_stacklevel
 
+CHECKS: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
+    zero.check,
+    recompute.check,
+    precision.check,
+    offload_option.check,
+)
+"""What options refuse, with ``StrategyError`` on all ranks, before anything of the module changes."""
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     overlapped_forward.install,
     zero.install,
@@ -99,7 +106,8 @@ def parallelize(
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
-            nothing gives values to tensors on meta.
+            the devices or the disk cannot do what the strategy asks; nothing gives values to tensors on meta. Only
+            this last one comes after the module has changed.
         LayoutError: the ranks hold different weights.
         CheckpointError: the files do not fit.
 
@@ -131,11 +139,13 @@ def place(
     check_same_on_all_ranks(module, world)
     states = states_of(optimizers, module, world)
     on_meta = names_on_meta(module)
-    unhook(module)
     layers = list(layers_of(module))
     plan = ShardingPlan(described, resolved, world.device.type, world.transport.cost)
     layouts = StageLayouts(world, plan)
     state = ParallelState(strategy, resolved, LayoutsInUse(layouts), placements=layouts.placements, preset=preset)
+    for check in CHECKS:
+        check(module, state)
+    unhook(module)
     converted: dict[nn.Parameter, nn.Parameter] = {}
     owners = parameter_owners(module, resolved)
     move_parameters(owners, layouts, converted)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -58,16 +58,18 @@ KEPT: dict[str, list[Any]] = {"attention": _PRODUCTS, "cheap": [*_PRODUCTS, *_AT
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Make every block of ``module`` recompute, if the strategy says so."""
+    return [Recomputed(block, state.strategy.options.recompute) for block in _chosen_blocks(module, state)]
+
+
+def _chosen_blocks(module: nn.Module, state: ParallelState) -> list[nn.Module]:
+    """The blocks that the strategy runs again."""
     how = state.strategy.options.recompute
-    if not how:
-        return []
-    blocks = blocks_of(module)
-    chosen = [block for number, block in enumerate(blocks) if number in chosen_blocks(len(blocks), how)]
-    _refuse_deadlocks(module, chosen, state)
-    return [Recomputed(block, how) for block in chosen]
+    blocks = blocks_of(module) if how else []
+    chosen = chosen_blocks(len(blocks), how)
+    return [block for number, block in enumerate(blocks) if number in chosen]
 
 
-def _refuse_deadlocks(module: nn.Module, blocks: Sequence[nn.Module], state: ParallelState) -> None:
+def check(module: nn.Module, state: ParallelState) -> None:
     """Refuse blocks over several stages if these would wait for each other when they run again.
 
     Raises:
@@ -76,6 +78,7 @@ def _refuse_deadlocks(module: nn.Module, blocks: Sequence[nn.Module], state: Par
     resolved, stage_of = state.resolved, dict[nn.Module, int]()
     for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
         stage_of[layer] = choice.stage
+    blocks = _chosen_blocks(module, state)
     stages = {block: {stage_of[part] for part in block.modules() if part in stage_of} for block in blocks}
     over_several = {block: (min(on), max(on)) for block, on in stages.items() if len(on) > 1}
     if not over_several:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,6 +186,22 @@ def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
     (event,) = events_of(messages)
     assert event.kind == "refused" and "no layer matches" in event.text and results[0].segments == []
     assert results[0].changes == [] and len(results[0].losses) == STEPS
+    assert_like_one_device(results[0])
+
+
+@pytest.mark.usefixtures("exchanges_every_step")
+def test_a_refused_strategy_is_not_in_force(monkeypatch: pytest.MonkeyPatch):
+    """Not even its micro-batches."""
+    monkeypatch.setattr(psutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+
+    def commands(messages):
+        return [RunCommand("strategy", "*: data | mb=4 offload=optimizer")] if blocks_of(messages) else []
+
+    results, messages = train("*: data", commands)
+    (event,) = events_of(messages)
+    assert event.kind == "refused" and "10 B are free" in event.text and event.step < STEPS
+    last = [message for message in messages if isinstance(message, StepSpans)][-1]
+    assert [f"{s.kind}{s.micro_batch}" for s in last.spans] == ["F0", "B0", "O0"]
     assert_like_one_device(results[0])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.core.layout import Layout, Region, Shape, balanced_bounds
@@ -112,18 +112,26 @@ def _dim_to_split(layout: Layout, shape: Shape, count: int) -> int:
     return 0 if costs[0] <= _EVEN_ENOUGH else costs.index(min(costs))
 
 
-def choose_shards(parameters: Iterable[GlobalTensor], groups: Mapping[int, int]) -> None:
-    """Choose the shard of each parameter that several ranks hold, so that all ranks hold about the same.
+def choose_shards(parameters: Sequence[GlobalTensor], groups: Sequence[int]) -> None:
+    """Choose the shard of each parameter that several ranks hold, see ``shard_layouts``."""
+    layouts = shard_layouts([parameter._spec for parameter in parameters], groups)
+    for parameter, layout in zip(parameters, layouts, strict=True):
+        if layout is not None:
+            parameter._optimizer_shard = _shard(parameter._spec, layout)
 
-    ``groups``: into how many groups the ranks of a parameter are cut, by its id; each group has all shards.
+
+def shard_layouts(specs: Sequence[Spec], groups: Sequence[int]) -> list[Layout | None]:
+    """The layouts of the shards of parameters with these specs, so that all ranks hold about the same.
+
+    None for a parameter that one rank holds, or that has no dim to split. ``groups``: into how many groups the ranks of
+    each parameter are cut; each group has all shards.
 
     The choice depends on layouts and shapes only: all ranks of the world make the same one.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
-    for parameter in sorted(parameters, key=lambda p: -math.prod(p._spec.shape)):
-        layout = _balanced(parameter._spec, loads, groups[id(parameter)])
-        if layout is not None:
-            parameter._optimizer_shard = _shard(parameter._spec, layout)
+    largest_first = sorted(range(len(specs)), key=lambda number: -math.prod(specs[number].shape))
+    chosen = {number: _balanced(specs[number], loads, groups[number]) for number in largest_first}
+    return [chosen[number] for number in range(len(specs))]
 
 
 def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]], groups: int) -> Layout | None:

@@ -25,7 +25,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.joined_outputs import join
-from workbench.training.parallel import parallelize
+from workbench.training.parallel import place
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
@@ -33,7 +33,6 @@ from workbench.training.pipelining.stage_ranks import stage_ranks
 from workbench.training.pipelining.stage_states import StageStates
 from workbench.training.sample_rows import Rows, batch_leaves
 from workbench.training.strategies.call_order import Calls, recorded_calls
-from workbench.training.strategies.reshard_state import states_of
 from workbench.training.strategies.state import ParallelState, describe, state_of
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -252,15 +251,12 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     try:
         own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
         strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
+        if strategy == state.strategy:
+            return state
+        place(module, strategy, optimizers_of(module, world), world.world_size)
     except BaseException:
         state.preset = preset
         raise
-    if strategy == state.strategy:
-        return state
-    optimizers = states_of(optimizers_of(module, world), module, world)
-    parallelize(module, strategy)
-    for optimizer in optimizers:
-        optimizer.reshard({})
     reordered = state_of(module)
     reordered.compared = state.compared
     return reordered

@@ -15,12 +15,19 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.fused import box_many
 from workbench.tensors.dispatch.hooks import move_hooks
 from workbench.tensors.dispatch.sparse_operands import is_sparse
-from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
+from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, spec_of, wrap
 from workbench.tensors.tensor_state import DECLARED, spread_zero
 from workbench.tensors.world import World
 from workbench.training.gradients.stale_optimizer import mark_replaced
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT
+
+
+def parameter_spec(parameter: torch.Tensor, owner: ResolvedLayer, layouts: StageLayouts) -> Spec:
+    """Where a parameter of a layer will lie, whether it is global yet or not."""
+    shape = parameter._spec.shape if isinstance(parameter, GlobalTensor) else tuple(parameter.shape)
+    layout = layouts.plan.parameter_layout(owner, len(shape))
+    return spec_of(layouts.world, layout.normalized(shape), shape)
 
 
 def move_parameters(
@@ -32,12 +39,7 @@ def move_parameters(
     with them.
     """
     present: list[Any] = [parameter for parameter in owners if isinstance(parameter, GlobalTensor)]
-    targets = [
-        spec_of(
-            layouts.world, layouts.plan.parameter_layout(owners[p], p.dim()).normalized(p._spec.shape), p._spec.shape
-        )
-        for p in present
-    ]
+    targets = [parameter_spec(parameter, owners[parameter], layouts) for parameter in present]
     with torch.no_grad():
         moved = box_many([parameter.detach() for parameter in present], targets).wait()
     for parameter, data in zip(present, moved, strict=True):

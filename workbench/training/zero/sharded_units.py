@@ -294,6 +294,17 @@ _LARGEST_SHARE = 4
 """A larger block is gathered at once if the model has so many of them; else layer by layer, to hold less."""
 
 
+def check(module: nn.Module, state: ParallelState) -> None:
+    """Refuse layers whose calls would not read gathered parameters.
+
+    Raises:
+        StrategyError: under ``zero=3``, TorchScript has compiled a layer.
+    """
+    if state.strategy.options.zero == 3:
+        for _, layer in layers_of(module):
+            refuse_scripted(layer, "zero=3")
+
+
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Shard as ``zero=`` of the strategy says, and observe the module's gradients."""
     stage = state.strategy.options.zero
@@ -302,7 +313,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
         parameter._optimizer_shard = None  # an earlier strategy may have set it
     if stage:
         stages = parameter_stages(module, state.resolved)
-        choose_shards(parameters, {id(p): state.resolved.shard_groups(stages[id(p)]) for p in parameters})
+        choose_shards(parameters, [state.resolved.shard_groups(stages[id(p)]) for p in parameters])
     handles: list[Any] = []
     if stage == 3:
         execution_order = ExecutionOrder()
@@ -339,7 +350,6 @@ def _units(
         own = [(name, p) for name, p in named if id(p) in shards]
         # Layout hooks box whole parameters of other stages here, around each use.
         here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
-        refuse_scripted(layer, "zero=3")
         members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
 
     def inside(part: nn.Module) -> list[ShardedParameter]:
