@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import gc
 import io
 import os
 import re
@@ -332,6 +333,28 @@ def test_too_little_space_is_an_error_before_training(monkeypatch):
         StrategyError, match=r"offload=optimizer: 9\.31 kB for files in .*, where 1\.00 kB are free.*TMPDIR"
     ):
         run_ranks(program)
+
+
+def test_a_change_of_strategy_needs_no_second_place_on_the_disk(monkeypatch):
+    """Here the disk is full while state lies there."""
+    gc.collect()
+    others = set(host_memory._addresses)
+    free = lambda: 10 if host_memory._addresses - others else 10**4  # noqa: E731
+    monkeypatch.setattr(psutil, "disk_usage", lambda folder: SimpleNamespace(free=free()))
+    built = mlp()
+
+    def program(*strategies):
+        model = wb.parallelize(copy.deepcopy(built), strategies[0])
+        optimizer, losses = OPTIMIZERS["adamw"](model.parameters()), []
+        for strategy in strategies:
+            wb.parallelize(model, strategy, optimizer=optimizer)
+            losses.append(step_of(model, optimizer).item())
+        kept = tensors_of(optimizer)
+        return losses, weights_of(model), [v.clone() for v in kept], {is_offloaded(v) for v in kept}
+
+    found = run_ranks(lambda: program(offloaded("*: data"), offloaded("*: data | mb=2")))
+    assert_equal(found, run_ranks(lambda: program("*: data", "*: data | mb=2")))
+    assert all(places == {True} for *_, places in found)
 
 
 def test_a_disk_that_fills_up(monkeypatch):

@@ -85,6 +85,10 @@ class StateOnHost:
             return state
         return WaitingState(self._staging, state)
 
+    def free(self) -> None:
+        """Give the memory back, in which no state lies any more. The next step takes new memory."""
+        self._memory, self._buckets, self._sizes = host_memory(self._device), [], []
+
     def update(self, optimizer: Optimizer, step: Step) -> None:
         """Step on the parameters of ``optimizer.param_groups``, bucket by bucket; leaves the groups without any."""
         groups, state = optimizer.param_groups, optimizer.state
@@ -247,7 +251,7 @@ class WaitingState(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def bring_back(optimizer: Optimizer) -> None:
-    """Bring state from host memory to plain memory of the parameters' device."""
+    """Bring state from host memory, which is free then, to plain memory of the parameters' device."""
     state = optimizer.state
     with torch.no_grad(), local_torch():
         for parameter, values in state.items():
@@ -256,6 +260,9 @@ def bring_back(optimizer: Optimizer) -> None:
                     values[key] = value.to(parameter.device, copy=True)
     if isinstance(state, WaitingState):
         optimizer.state = defaultdict(dict, state)
+    swap: Any = optimizer.__dict__.get("_workbench_swap")
+    if swap is not None and swap.on_host is not None:
+        swap.on_host.free()
 
 
 def _of_elements(
