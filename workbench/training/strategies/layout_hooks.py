@@ -23,7 +23,7 @@ from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.sparse_operands import is_sparse
-from workbench.tensors.execution_context import OUTSIDE, ModuleCall
+from workbench.tensors.execution_context import ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.training.sample_rows import batch_leaves, count_samples
 from workbench.training.strategies.layouts import LayoutsInUse
@@ -220,10 +220,14 @@ def _is_first_forward() -> bool:
 class RootHooks:
     """The hooks of the parallelized module: inside its call, the rows of its inputs are the samples, and operands on
     different stages meet on the latest of them.
+
+    The call may be inside one of another parallelized module, such as a teacher's in a student's forward, which goes on
+    afterwards as before.
     """
 
     def __init__(self, in_use: LayoutsInUse) -> None:
         self._in_use = in_use
+        self._around: list[ModuleCall] = []
 
     def register(self, module: nn.Module, on_interrupt: list[Callable[[], None]]) -> list[Any]:
         """The handles. ``on_interrupt`` gets the function that cleans up after an interrupted call."""
@@ -235,10 +239,11 @@ class RootHooks:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a call."""
-        is_one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        leaves = args if is_one else batch_leaves((args, kwargs))
         layouts = self._in_use.layouts
         context = layouts.world.context
+        self._around.append(context.call)
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        leaves = args if is_one else batch_leaves((args, kwargs))
         calls = layouts.plan.calls
         if context.running is None:  # a scheduled step does both before its ranks go their own ways
             trains = module.training and torch.is_grad_enabled()
@@ -255,7 +260,8 @@ class RootHooks:
     def end(self, module: nn.Module | None = None, args: Any = None, output: Any = None) -> None:
         """After a call, also after one that has failed."""
         context = self._in_use.layouts.world.context
-        context.call = OUTSIDE
+        if self._around:  # else it has failed before it began
+            context.call = self._around.pop()
         self._in_use.layouts.plan.calls.end(has_returned=output is not None)
         if _is_first_forward():
             context.end_action("F")
