@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from numbers import Number
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from workbench.core.layout import Layout
@@ -23,10 +22,20 @@ from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current, joined
-from workbench.training.batches import TARGET_KEYS, as_tensors
-from workbench.training.datasets import Collate, check_dataset, collate, epoch_by_epoch, num_samples_of, take
+from workbench.training.batches import as_tensors
+from workbench.training.datasets import (
+    Collate,
+    check_dataset,
+    collate,
+    epoch_by_epoch,
+    is_of_arrays,
+    num_samples_of,
+    take,
+    which_have_rows,
+    with_tensors,
+)
+from workbench.training.described_parts import Leaf, Shared, agreed, describe_part, target_leaves
 from workbench.training.iterable_data import Chunk, Stream, check_alike, check_iterable, is_iterable, read, unchanged
-from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.state import state_of
 
 Rows = tuple[int, int]
@@ -92,8 +101,9 @@ class GlobalDataLoader:
         else:
             check_dataset(dataset, collate_fn, f"GlobalDataLoader({type(dataset).__name__})")
         _check_arguments(batch_size, module, placement)
-        self.dataset, self.batch_size, self.module = dataset, batch_size, module
-        self._num_samples = None if self._is_iterable else num_samples_of(dataset)
+        self.dataset, self.batch_size, self.module = with_tensors(dataset), batch_size, module
+        self._num_samples = None if self._is_iterable else num_samples_of(self.dataset)
+        self._have_rows = which_have_rows(self.dataset) if is_of_arrays(dataset) else None
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.num_workers, self.collate_fn = num_workers, collate_fn or collate
         self._takes_whole_batches = collate_fn is not None
@@ -173,7 +183,8 @@ class GlobalDataLoader:
         for batch, rows in zip(batches, needed, strict=True):
             part = next(own) if len(rows) else None
             self._position += len(batch)
-            yield _assemble(part, rows, len(batch), layouts, world, f"batch at {self._position} of epoch {epoch}")
+            what = f"batch at {self._position} of epoch {epoch}"
+            yield _assemble(part, rows, len(batch), layouts, world, what, self._have_rows)
         if self._is_at_end():
             self.epoch, self._position, self._starts_new_epoch = epoch + 1, 0, False
 
@@ -201,7 +212,7 @@ class GlobalDataLoader:
 
     def _reader(self, epoch: int, batches: list[torch.Tensor]) -> Iterable[Any]:
         """Read this rank's samples, without torch's default generator: all ranks must advance it equally."""
-        if isinstance(self.dataset, (tuple, Mapping)):
+        if is_of_arrays(self.dataset):
             return (take(self.dataset, batch) for batch in batches if len(batch))
         return DataLoader(
             _Reproducible(self.dataset, self.seed, epoch, self.collate_fn),
@@ -259,48 +270,21 @@ def _needed_rows(layouts: _Layouts, num_rows: int, is_whole: bool, rank: int) ->
     return torch.tensor([*range(num_rows)] if held and is_whole else held, dtype=torch.long)
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """Description of a tensor with one row per sample, for ranks that hold no part of it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} ({', '.join(['rows', *map(str, self.shape)])})"
-
-    def may_be(self, value: Any) -> bool:
-        """Whether the tensor may be ``value``: a shared tensor may have as many rows as samples by chance."""
-        return isinstance(value, torch.Tensor) and (value.dtype, tuple(value.shape[1:])) == (self.dtype, self.shape)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """A number, or a tensor that belongs to all samples; equal on all ranks."""
-
-    value: Any
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Leaf):
-            return other.may_be(self.value)
-        mine, others = self.value, getattr(other, "value", None)
-        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor):
-            return mine.dtype == others.dtype and torch.equal(mine, others)
-        return type(mine) is type(others) and mine == others
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
-def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, world: World, what: str) -> Any:
+def _assemble(
+    part: Any,
+    rows: torch.Tensor,
+    num_rows: int,
+    layouts: _Layouts,
+    world: World,
+    what: str,
+    have_rows: Sequence[bool] | None = None,
+) -> Any:
     """A batch of global tensors from the rows ``rows`` that this rank has read (None: none)."""
     part = as_tensors(part)
-    known = [found for found in all_gather_object(_described(part, len(rows), what), world, what) if found is not None]
-    leaves = [_agreed(several, what) for several in zip(*(tree_leaves(one) for one in known), strict=True)]
-    targets, structure = _target_leaves(known[0]), tree_flatten(known[0])[1]
+    mine = describe_part(part, len(rows), what, have_rows)
+    known = [found for found in all_gather_object(mine, world, what) if found is not None]
+    leaves = [agreed(several, what) for several in zip(*(tree_leaves(one) for one in known), strict=True)]
+    targets, structure = target_leaves(known[0]), tree_flatten(known[0])[1]
     values = tree_leaves(part) if part is not None else [None] * len(leaves)
     made = [
         _made(value, leaf, rows, num_rows, layouts.targets if is_target else layouts.inputs, world)
@@ -309,58 +293,11 @@ def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, w
     return tree_unflatten(made, structure)
 
 
-def _described(part: Any, num_rows: int, what: str) -> Any:
-    """Each leaf of a rank's part as a ``_Leaf`` or ``_Shared``; None for no part."""
-    if part is None:
-        return None
-    is_clear = count_samples(tree_leaves(part)) == num_rows
-
-    def describe(leaf: Any) -> _Leaf | _Shared:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == num_rows:
-            return _Leaf(leaf.dtype, tuple(leaf.shape[1:]))
-        if isinstance(leaf, torch.Tensor) and (is_clear or not leaf.dim()):
-            return _Shared(leaf)
-        if isinstance(leaf, Number) or leaf is None:
-            return _Shared(leaf)
-        found = f"a tensor {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-        raise LayoutError(
-            f"GlobalDataLoader, {what}: collate_fn made {found} of {num_rows} samples. A global batch has "
-            "tensors with one row per sample, and values that all samples share: remove everything else in the dataset "
-            "or in collate_fn."
-        )
-
-    return tree_map(describe, part)
-
-
-def _agreed(several: Sequence[_Leaf | _Shared], what: str) -> _Leaf | _Shared:
-    """The description of one leaf, from all ranks that read it. It is shared if any of them says so."""
-    first = next((one for one in several if isinstance(one, _Shared)), several[0])
-    for other in several:
-        if first != other:
-            raise LayoutError(
-                f"GlobalDataLoader, {what}: ranks have read {first} and {other}. The parts of one batch must have "
-                "one dtype and shape, up to dim 0, and what all samples share one value: pad in the dataset to one "
-                "size, or give a collate_fn that pads. A collate_fn gets the same samples on all ranks: seed what it "
-                "draws from numpy or random."
-            )
-    return first
-
-
-def _target_leaves(described: Any) -> list[bool]:
-    """For each tensor of a batch, whether it is a target."""
-    if isinstance(described, (tuple, list)) and len(described) > 1:
-        last = len(described) - 1
-        return [index == last for index, entry in enumerate(described) for _ in tree_leaves(entry)]
-    if isinstance(described, Mapping):
-        return [key in TARGET_KEYS for key, inner in described.items() for _ in tree_leaves(inner)]
-    return [False] * len(tree_leaves(described))
-
-
 def _made(
-    value: torch.Tensor | None, leaf: _Leaf | _Shared, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
+    value: torch.Tensor | None, leaf: Leaf | Shared, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
 ) -> Any:
     """One entry of the batch: a global tensor, or the plain value that all samples share."""
-    if isinstance(leaf, _Shared):
+    if isinstance(leaf, Shared):
         return copy_to_device(leaf.value, world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
     spec = spec_of(world, layout, (num_rows, *leaf.shape))
     if spec.is_placeholder:

@@ -11,7 +11,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from workbench.errors import RunError
@@ -42,7 +42,7 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
             f"{call}: the data set is a {kind}, which has no positions. All runs and ranks take the same samples, each "
             f"by its index: give one with __getitem__ and __len__: {fix}."
         )
-    if collate_fn is not None and isinstance(dataset, (tuple, Mapping)):
+    if collate_fn is not None and is_of_arrays(dataset):
         raise RunError(
             f"{call}: collate_fn= with a {kind} of {len(dataset)} arrays. A batch is some rows of the arrays. "
             "Leave out collate_fn, or give a list of samples or a TensorDataset."
@@ -91,10 +91,19 @@ def take(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None)
     columns = columns_of(dataset) if collate_fn is None else None
     if columns is None:
         return (collate_fn or collate)([dataset[int(index)] for index in indices])
+    leaves, structure = tree_flatten(columns)
+    taken = zip(leaves, which_have_rows(columns), strict=True)
+    return tree_unflatten([leaf[indices] if has_rows else leaf for leaf, has_rows in taken], structure)
+
+
+def which_have_rows(columns: Any) -> list[bool]:
+    """For each tensor of a data set of tensors, whether it has a row per sample. Others belong to all samples.
+
+    >>> which_have_rows({"words": torch.ones(9, 4), "places": torch.arange(4)})
+    [True, False]
+    """
     rows = num_samples(columns)
-    return tree_map_only(
-        torch.Tensor, lambda part: part[indices] if part.dim() and part.shape[0] == rows else part, columns
-    )
+    return [leaf.dim() > 0 and leaf.shape[0] == rows for leaf in tree_leaves(columns)]
 
 
 def first_batch(
@@ -109,7 +118,20 @@ def columns_of(dataset: Any) -> Any:
     """The tensors of a data set whose samples all are in tensors; None for a data set that is read sample by sample."""
     if isinstance(dataset, TensorDataset):
         return dataset.tensors
-    return _as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
+    return _as_columns(dataset) if is_of_arrays(dataset) else None
+
+
+def is_of_arrays(dataset: Any) -> bool:
+    """Whether a data set is all samples in arrays."""
+    return isinstance(dataset, (tuple, Mapping))
+
+
+def with_tensors(dataset: Any) -> Any:
+    """A data set of arrays with tensors for them: its lists are converted once for all batches. Any other unchanged.
+
+    Tensors have the memory of their arrays.
+    """
+    return _as_columns(dataset) if is_of_arrays(dataset) else dataset
 
 
 def _as_columns(value: Any) -> Any:

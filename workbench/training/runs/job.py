@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_map_only
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange
 from workbench.tensors import default_generator
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
-from workbench.training.datasets import Collate, check_dataset, epoch_by_epoch, first_batch, num_samples_of, take
+from workbench.training.datasets import (
+    Collate,
+    check_dataset,
+    epoch_by_epoch,
+    first_batch,
+    num_samples_of,
+    take,
+    with_tensors,
+)
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_functions,
@@ -78,6 +86,7 @@ class Job:
         check_functions({name: getattr(self, name) for name in names})
         check_numbers({"batch_size": self.batch_size, "steps": self.num_steps})
         check_dataset(self.dataset, self.collate_fn, f"batch_size={self.batch_size}")
+        object.__setattr__(self, "dataset", with_tensors(self.dataset))
         check_batch_size(self.batch_size, num_samples_of(self.dataset), self.dataset)
 
     def model(self) -> nn.Module:

@@ -1,0 +1,52 @@
+"""Data sets of arrays: all samples show what has a row for each, and lists are converted once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.testing import run_ranks
+from workbench.training.runs.job import Job
+
+
+@pytest.mark.parametrize("batch_size", [8, 6, 2])
+def test_what_all_samples_share_stays_plain(batch_size):
+    """Also where a rank has as many rows of the batch as it has: here 4 of 8, and 1 of 2."""
+    shared = {"places": torch.arange(4), "mask": torch.eye(4), "scale": torch.full((1,), 3.0)}
+    words = torch.randn(40, 4, 3)
+
+    def program():
+        batch = next(iter(wb.GlobalDataLoader({"words": words, **shared}, batch_size)))
+        assert batch["words"].sbp == (wb.sbp.split(0),)
+        return value_on_all_ranks(batch["words"]), {name: batch[name] for name in shared}
+
+    for found, plain in run_ranks(program, 2):
+        assert torch.equal(found, words[:batch_size])
+        for name, value in plain.items():
+            assert type(value) is torch.Tensor and torch.equal(value, shared[name]), name
+
+
+def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):
+    converted, original = [], torch.as_tensor
+
+    def counted(value, *args, **kwargs):
+        converted.append(isinstance(value, list) and len(value) == 6)
+        return original(value, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "as_tensor", counted)
+    numbers, classes = np.ones((6, 2), dtype=np.float32), [0, 1] * 3
+    loader = wb.GlobalDataLoader((numbers, classes), 2)
+    job = Job(lambda: nn.Linear(2, 2), (numbers, classes), F.cross_entropy, None, batch_size=2, num_steps=3)
+    assert any(converted)
+    converted.clear()
+    numbers[:] = 5
+    first, *others = loader
+    assert value_on_all_ranks(first[0]).tolist() == [[5, 5]] * 2 and value_on_all_ranks(first[1]).tolist() == [0, 1]
+    given, *rest = job.batches()
+    assert given.inputs.tolist() == [[5, 5]] * 2
+    assert len(others) == len(rest) == 2 and not any(converted)
