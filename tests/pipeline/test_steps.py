@@ -172,20 +172,6 @@ def test_evaluation_goes_through_the_stages_in_micro_batches():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_what_acts_on_gradients_is_called_after_every_micro_batch():
-    models, (batch,) = [make("mlp") for _ in range(3)], linear_batches(8)
-
-    def program(rank):
-        from workbench.training.parallel import state_of
-
-        model, calls = wb.parallelize(models[rank], LINEAR.format(4, "1f1b")), []
-        state_of(model).after_backward.append(lambda: calls.append(model[0].weight.grad is not None))
-        wb.forward_backward(model, F.cross_entropy, *batch)
-        return calls
-
-    assert run_ranks(program, 3) == [[True] * 4] * 3
-
-
 BAD = {
     "not parallelized": (None, F.cross_entropy, 4, "is not parallelized"),
     "no scalar": (None, lambda o, y: F.cross_entropy(o, y, reduction="none"), 4, r"shape \(2,\) with 1 dims.*mean"),

@@ -131,7 +131,6 @@ class Program:
     """A part as a function of tensors; its first call compiles it.
 
     Attributes:
-        num_operators: operators of torch in it.
         is_compiled: whether it has been compiled; False before the first call, and where Inductor failed.
         problem: why Inductor failed; else empty.
     """
@@ -139,7 +138,7 @@ class Program:
     def __init__(self, compiler: Compiler, inputs: Sequence[Slot], calls: list[Call], outputs: Sequence[Slot]) -> None:
         self._compiler, self._inputs, self._calls, self._outputs = compiler, inputs, calls, outputs
         self._run: Callable[..., Sequence[torch.Tensor]] | None = None
-        self.num_operators, self.is_compiled, self.problem = len(calls), False, ""
+        self.is_compiled, self.problem = False, ""
         compiler.num_programs += 1
 
     def __call__(self, *values: torch.Tensor | int) -> Sequence[torch.Tensor]:

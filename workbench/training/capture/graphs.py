@@ -60,7 +60,7 @@ def graph_parts(trace: Trace, num_results: int, memories: GraphMemories, compile
         ]
         whole = Trace(inputs, part, outputs)
         run = whole.compile() if compiler is None else Program(compiler, inputs, part, outputs)
-        program = GraphProgram(shared, operands, run, len(part))
+        program = GraphProgram(shared, operands, run)
         makers.update((memory[slot], program) for call in part for slot in call.makes() if memory[slot] == slot)
         return program
 
@@ -179,15 +179,14 @@ class GraphProgram:
 
     Args:
         run: runs the operators one by one.
-        num_operators: how many they are.
 
     Attributes:
         is_graph: whether it has become a graph.
     """
 
-    def __init__(self, shared: _Shared, operands: Sequence[_Operand], run: Run, num_operators: int) -> None:
+    def __init__(self, shared: _Shared, operands: Sequence[_Operand], run: Run) -> None:
         self._shared, self._operands, self._run = shared, operands, run
-        self.num_operators, self.is_graph, self._has_run = num_operators, False, False
+        self.is_graph, self._has_run = False, False
         self._launch: Callable[[], object] | None = None
         self._results: Sequence[torch.Tensor] = ()
         self._copied: list[tuple[int, torch.Tensor]] = []

@@ -97,9 +97,7 @@ class Executor:
         self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
         self._boxings: dict[tuple[int, int], MicroBatchBoxings] = {}
 
-    def train(
-        self, actions: Sequence[Action], program: MicroBatchFunction, after_backward: Sequence[Callable[[], None]]
-    ) -> list[torch.Tensor]:
+    def train(self, actions: Sequence[Action], program: MicroBatchFunction) -> list[torch.Tensor]:
         """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
         losses: dict[int, torch.Tensor] = {}
         self.running.splits_backward = any(action.kind == "I" for action in actions)
@@ -114,8 +112,6 @@ class Executor:
                     self._backward(action)
                     if action.kind != "I":
                         stage.write_gradients()
-                        for call in after_backward:
-                            call()
                         run_hooks(self._hooks.pop(_key(action), {}))
                         self._boxings.pop(_key(action)).end()
         self._sum_gradients_of_leaves()

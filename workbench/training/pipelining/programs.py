@@ -80,7 +80,7 @@ def train_program(
         return total if weigh is None else weigh(total)
 
     executor = Executor(world, {own: SingleStage(world, forward_caches)}, running, draw_key(world))
-    executor.train(table[own], forward, ())
+    executor.train(table[own], forward)
     return outputs, executor.spans
 
 

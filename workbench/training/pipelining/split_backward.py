@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -20,6 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from workbench.tensors.dispatch.autograd import backward
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.training.pipelining.running_step import RunningStep
 
 _FUNCTION, _BARRIER, _PARAMETER = range(3)
 _Kinds = tuple[int, ...]
@@ -29,23 +29,10 @@ _Graph = tuple[tuple[int, ...], ...]
 """By number of a node, the nodes that it hands gradients to."""
 
 
-class SplitStep(Protocol):
-    """What checkpoints see of a step: see ``RunningStep``."""
-
-    keeps_operands: bool
-    computes_weights: bool
-
-
-@dataclass
-class _NoStep:
-    keeps_operands: bool = False
-    computes_weights: bool = False
-
-
 class WeightGradients:
     """The postponed part of a micro-batch's backward: functions, gradients of their results, and their parameters."""
 
-    def __init__(self, running: SplitStep) -> None:
+    def __init__(self, running: RunningStep) -> None:
         self._running = running
         self._left: list[tuple[Any, list[Any], list[torch.Tensor]]] = []
 
@@ -104,9 +91,9 @@ def _names_of_operands(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
-def backward_of_inputs(loss: torch.Tensor, running: SplitStep | None = None) -> WeightGradients:
-    """The first part of a backward; the result is the second one. ``running`` is the step, if there is one."""
-    kept = WeightGradients(running or _NoStep())
+def backward_of_inputs(loss: torch.Tensor, running: RunningStep) -> WeightGradients:
+    """The first part of a backward, in the step ``running``; the result is the second one."""
+    kept = WeightGradients(running)
     with local_torch():
         nodes, kinds, graph = _graph(loss.grad_fn)
         readers = _readers(kinds, graph)

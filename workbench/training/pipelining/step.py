@@ -127,7 +127,7 @@ def train_micro_batches(
         return part.term_of(loss)
 
     actions = _actions_of(world.rank, table, state.resolved)
-    losses = executor.train(actions, program, state.after_backward)
+    losses = executor.train(actions, program)
     state.spans = executor.spans
     if world.context.action_timer is not None:
         world.context.action_timer.add(executor.spans)

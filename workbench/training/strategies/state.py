@@ -41,7 +41,6 @@ class ParallelState:
         in_use: the placements of the stages, and the layouts of layers on them.
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
-        after_backward: called after the backward of every micro-batch, on every rank.
         forward_caches: caches of modules that this rank's only stage calls: of other stages, and of its own.
         stage_ranks: for a rank with several stages, each stage's view of the module.
         spans: the times of this rank's actions in the last scheduled step.
@@ -57,7 +56,6 @@ class ParallelState:
     in_use: LayoutsInUse
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
-    after_backward: list[Callable[[], None]] = field(default_factory=list)
     forward_caches: Any = None
     stage_ranks: Any = None
     spans: list[RecordedAction] = field(default_factory=list)
