@@ -1,5 +1,7 @@
 """Optimizers of the user's own ask what a parameter is, and what attributes it has: parts of it answer as it does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -113,4 +115,47 @@ def test_own_optimizers_train_as_on_one_device(kind, strategy, elementwise):
     models = [built() for _ in range(2)]
     for found, found_counts in run_ranks(lambda rank: trained(wb.parallelize(models[rank], strategy), kind), 2):
         assert found_counts == counts
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Slowing(Own):
+    """Its rate falls with a count that it keeps beside the state of its parameters."""
+
+    elementwise = True
+
+    def own(self):
+        self.state["step"] = self.state.get("step", 0) + 1
+        return super().own()
+
+    def rate(self, parameter):
+        return 0.1 / self.state["step"]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_count_beside_the_state_of_parameters_goes_on(captures):
+    """In replays, and under another strategy."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def program(*strategies):
+        module = copy.deepcopy(made)
+        optimizer = Slowing(module.parameters())
+
+        def step(inputs):
+            optimizer.zero_grad()
+            module(inputs).square().mean().backward()
+            optimizer.step()
+
+        for strategy in strategies:
+            if strategy:
+                wb.parallelize(module, strategy, optimizer=optimizer)
+            run = wb.capture(step) if strategy and captures else step
+            for _ in range(3):
+                run(INPUTS)
+        weights = [p.full_tensor() if isinstance(p, wb.GlobalTensor) else p for p in module.parameters()]
+        return optimizer.state["step"], [weight.detach() for weight in weights]
+
+    num_steps, expected = program(None, None)
+    for found_steps, found in run_ranks(lambda: program("*: data | 1x2x1 zero=1", "*: model | 1x1x2"), 2):
+        assert found_steps == num_steps == 6
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

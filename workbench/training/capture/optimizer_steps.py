@@ -21,7 +21,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import optimizers_within, step_without_hooks
-from workbench.training.gradients.optim import after_steps, before_steps
+from workbench.training.gradients.optim import after_steps, before_steps, state_beside
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
 from workbench.training.gradients.step_hooks import count_hooks
@@ -65,7 +65,7 @@ class OptimizerStep:
         optimizer, owned = self.optimizer, self.optimizer.state
         groups = optimizer.param_groups
         held = [group["params"] for group in groups]
-        state: Any = defaultdict(dict)
+        state: Any = defaultdict(dict, state_beside(owned))
         for part, grad, owner in zip(parts, grads, self.owners, strict=True):
             part.grad = grad
             known = dict.get(owned, owner)
@@ -97,6 +97,7 @@ class OptimizerStep:
                     owned[owner] = state[part]
                 if owner is not part:
                     part.grad = None
+            owned.update(state_beside(state))
         optimizer.__dict__["_opt_called"] = True  # schedulers warn unless they see a step
 
     def check_settings(self) -> None:

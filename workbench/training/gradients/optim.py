@@ -52,6 +52,11 @@ def forget_layouts(optimizer: Optimizer) -> None:
     mark_stateful(optimizer)
 
 
+def state_beside(state: Any) -> dict[Any, Any]:
+    """What an optimizer keeps in its state beside that of parameters: under keys that are no tensors."""
+    return {key: value for key, value in dict.items(state) if not isinstance(key, torch.Tensor)}
+
+
 def state_layout(parameter: GlobalTensor) -> Layout:
     """The layout of an optimizer's per-element state of ``parameter``: the parameter's, or its shard's under ZeRO.
 
@@ -244,8 +249,7 @@ def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, to
     """Put the parts, with their state, in place of the parameters."""
     swap.take_places(pairs)
     owned: Any = optimizer.state
-    state: Any = defaultdict(dict)
-    state.update({key: values for key, values in dict.items(owned) if not isinstance(key, torch.Tensor)})
+    state: Any = defaultdict(dict, state_beside(owned))
     swap.states = [dict.get(owned, owner) for owner, _ in pairs]
     for (_, part), values in zip(pairs, swap.states, strict=True):
         if values is not None:

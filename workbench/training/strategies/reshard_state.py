@@ -105,7 +105,9 @@ class OptimizerState:
 
     def _move(self, new: Sequence[torch.Tensor]) -> None:
         state = dict(self.optimizer.state)
-        self.optimizer.state.clear()
+        for key in state:
+            if isinstance(key, torch.Tensor):
+                del self.optimizer.state[key]
         with torch.no_grad():
             for old, parameter, spec, described in zip(self.parameters, new, self.specs, self.described, strict=True):
                 if described is not None:
