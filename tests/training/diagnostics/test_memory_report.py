@@ -115,6 +115,30 @@ def test_activations_are_counted_at_their_largest():
     assert run_ranks(program, 2) == [True, True]
 
 
+class Around(torch.optim.Optimizer):
+    """It steps another one, of the same groups."""
+
+    def __init__(self, params):
+        self.inner = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Around])
+def test_state_in_lists_beside_parameters_and_of_optimizers_within_is_counted(kind):
+    model = nn.Linear(6, 4)
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    newest = torch.zeros(4, 6)
+    optimizer.state[model.weight]["newest"] = [newest, {"sums": (torch.zeros(4, 6), None, newest)}]
+    optimizer.state["step"], optimizer.state["norms"] = 3, {"all": torch.zeros(5)}
+    momentum = 28 * FLOAT if kind is Around else 0
+    assert wb.debug.memory_report(model, optimizer)[0]["optimizer"] == momentum + (2 * 24 + 5) * FLOAT
+
+
 def test_it_prints_a_table_and_one_rank_is_enough():
     model = nn.Linear(250, 4, bias=False)
     text = str(wb.debug.memory_report(model))

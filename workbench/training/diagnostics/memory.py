@@ -15,6 +15,7 @@ from torch import nn
 
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.kept_for_backward import Kept, keep, unchanged
+from workbench.training.gradients.nested_steps import state_tensors
 from workbench.training.offload.host_memory import is_offloaded
 
 
@@ -54,16 +55,12 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of an optimizer's state that are not offloaded."""
-    return [value for value in _state(optimizer) if not is_offloaded(value)]
+    return [tensor for tensor in state_tensors(optimizer) if not is_offloaded(tensor)]
 
 
 def offloaded_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state in host memory, or on CPUs in files."""
-    return sum(value.nbytes for value in _state(optimizer) if is_offloaded(value))
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in state_tensors(optimizer) if is_offloaded(tensor))
 
 
 class ActivationMeter:

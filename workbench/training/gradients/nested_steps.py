@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 
 def is_nested(optimizer: Optimizer) -> bool:
@@ -64,6 +65,28 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
             found += new
             waiting += new
     return found
+
+
+def distinct(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those within it. Of a wrapper that shows the groups and state of another one, only that one."""
+    found: dict[tuple[int, ...], Optimizer] = {}
+    for each in (optimizer, *optimizers_within(optimizer)):
+        key = (id(each.state), *map(id, each.param_groups))
+        if key not in found or "state" not in vars(found[key]):
+            found[key] = each
+    return list(found.values())
+
+
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors in the state of an optimizer and of those within it, each once, also those in lists and dictionaries.
+
+    >>> optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    >>> optimizer.state["newest"] = [torch.ones(3), {"step": 3, "sum": torch.ones(4)}]
+    >>> [len(tensor) for tensor in state_tensors(optimizer)]
+    [3, 4]
+    """
+    leaves = [leaf for each in distinct(optimizer) for leaf in tree_leaves([*each.state.values()])]
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def holds_another(optimizer: Optimizer) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import local_torch, plain
@@ -15,6 +16,7 @@ from workbench.tensors.world import current
 from workbench.training.capture.compiled import Tell
 from workbench.training.capture.replay_options import ReplayOptions
 from workbench.training.capture.step import CapturedStep
+from workbench.training.gradients.nested_steps import distinct, state_tensors
 
 _MOST_RECORDINGS = 8
 
@@ -63,7 +65,8 @@ class CompiledSteps:
             made = self._captured(*args)
             self.problem = self._captured.problem
             return made
-        before, random = [(tensor, tensor.clone()) for tensor in self._state()], self._generator.get_state()
+        before, random = [(tensor, tensor.clone()) for tensor in self._tensors()], self._generator.get_state()
+        states = [(each.state, _copied(each.state)) for each in distinct(self._optimizer)]
         try:
             return self._captured(*args)
         except CaptureError as error:
@@ -72,12 +75,20 @@ class CompiledSteps:
         with torch.no_grad(), local_torch():
             for tensor, value in before:
                 tensor.copy_(value)
+        for state, kept in states:
+            state.clear()
+            state.update(kept)
         self._generator.set_state(random)
         return self._step(*args)
 
-    def _state(self) -> Iterator[torch.Tensor]:
+    def _tensors(self) -> Iterator[torch.Tensor]:
         """The local tensors of the model and of its optimizer."""
         values = [*self._model.parameters(), *self._model.buffers()]
-        values += [v for kept in self._optimizer.state.values() for v in kept.values() if isinstance(v, torch.Tensor)]
+        values += state_tensors(self._optimizer)
         with torch.no_grad(), local_torch():
             yield from (plain(value) for value in values)
+
+
+def _copied(state: Any) -> dict[Any, Any]:
+    """New dictionaries and lists, with the same tensors and numbers."""
+    return {key: tree_map(lambda leaf: leaf, values) for key, values in state.items()}

@@ -25,7 +25,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.training.gradients.block_state import refuse_block_state
-from workbench.training.gradients.nested_steps import optimizers_within
+from workbench.training.gradients.nested_steps import distinct, optimizers_within, state_tensors
 from workbench.training.gradients.optim import forget_layouts, state_layout
 from workbench.training.gradients.optimizer_kinds import is_elementwise
 from workbench.training.saving.flat import Path, unflatten
@@ -34,16 +34,6 @@ from workbench.training.saving.reading import Checkpoint, shape_of
 OWN = "own"
 Names = Mapping[int, str]
 """Names of parameters by the id of the parameter."""
-
-
-def distinct(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer and those within it. Of a wrapper that shows the groups and state of another one, only that one."""
-    found: dict[tuple[int, ...], Optimizer] = {}
-    for each in (optimizer, *optimizers_within(optimizer)):
-        key = (id(each.state), *map(id, each.param_groups))
-        if key not in found or "state" not in vars(found[key]):
-            found[key] = each
-    return list(found.values())
 
 
 def _places(optimizer: Optimizer, part: str) -> list[tuple[Path, Optimizer]]:
@@ -81,7 +71,7 @@ def _own_state(optimizer: Optimizer, part: str) -> tuple[dict[Any, Any], dict[st
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     entries: dict[str, Any] = {}
     if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
-        held = {id(leaf) for each in (optimizer, *optimizers_within(optimizer)) for leaf in _tensors_of(each.state)}
+        held = {id(tensor) for tensor in state_tensors(optimizer)}
         entries = {
             key: value
             for key, value in optimizer.state_dict().items()

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from workbench.tensors.boxing.bucketed import cut_into_buckets
 from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.world import World
+from workbench.training.gradients.nested_steps import distinct
 from workbench.training.saving import writing
 from workbench.training.saving.flat import Path as StatePath
-from workbench.training.saving.optimizers import distinct
 from workbench.training.saving.parts import Restoring, is_extra, kind_of, leaves_of
 from workbench.training.saving.reading import Checkpoint
 

@@ -18,9 +18,9 @@ from workbench.errors import CheckpointError
 from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.gradients.failed_steps import end_failed_steps
+from workbench.training.gradients.nested_steps import distinct
 from workbench.training.saving import reading, writing
 from workbench.training.saving.folders import absolute, make_folder
-from workbench.training.saving.optimizers import distinct
 from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
 
 _POLL_S = 0.01
