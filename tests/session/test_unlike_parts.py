@@ -72,3 +72,20 @@ def test_what_new_ranks_hold_is_kept_with_all_that_their_optimizer_refers_to():
         assert all(namespace[name] is kept[name] for name in kept)
 
     run_ranks(program, 2)
+
+
+def test_moments_come_back_where_set_up_cells_make_a_module_that_was_deleted_since():
+    def program():
+        kept, made = ({"model": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)} for _ in range(2))
+        for has in (kept, made):
+            has["optimizer"] = ADAMW(has["model"].parameters(), lr=0.1)
+        kept["model"](torch.ones(1, 2)).sum().backward()
+        kept["optimizer"].step()
+        del kept["teacher"]
+        namespace, rows = recover(kept, made)
+        assert rows["optimizer"].startswith("rank 0")
+        for parameter in namespace["model"].parameters():
+            moments = namespace["optimizer"].state[parameter]["exp_avg"]
+            torch.testing.assert_close(moments, torch.full_like(moments, 0.1))
+
+    run_ranks(program, 3)

@@ -164,3 +164,48 @@ def test_tensors_of_one_rank_beside_the_state_are_refused(tmp_path):
             wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("strategy", [None, "*: model"])
+@pytest.mark.parametrize(("has_more", "by_peers"), [("saved", False), ("saved", True), ("ours", True)])
+def test_state_is_found_with_other_modules_beside_it(tmp_path, strategy, has_more, by_peers):
+    """Names of parameters begin with that of their module where several are saved together."""
+
+    def program():
+        model, optimizer = trained(torch.optim.AdamW, strategy)
+        again, other = trained(torch.optim.AdamW, strategy, num_steps=0)
+        saved, ours = {"model": model, "optimizer": optimizer}, {"model": again, "optimizer": other}
+        more = {"average": copy.deepcopy(_MODEL)}
+        if by_peers:
+            copies = PeerCopies(saved | (more if has_more == "saved" else {}), current())
+            assert not copies.compare(ours)
+            copies.restore(ours | (more if has_more == "ours" else {}), ["model", "optimizer"])
+        else:
+            wb.checkpoint.save(tmp_path / "c", **saved, **more)
+            wb.checkpoint.load(tmp_path / "c", **ours)
+        for truth, found in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(optimizer.state[truth]["exp_avg"], other.state[found]["exp_avg"])
+
+    run_ranks(program, 2)
+
+
+def test_names_of_state_are_those_of_one_form(tmp_path):
+    """Some names are both: of a module within the module, and of a parameter behind the name of its module."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.model = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def made():
+        model = Nested()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    for more in ({}, {"average": Nested()}):
+        saved, ours = made(), made()
+        sum(number * p.sum() for number, p in enumerate(saved["model"].parameters())).backward()
+        saved["optimizer"].step()
+        wb.checkpoint.save(tmp_path / "c", **saved, **more)
+        wb.checkpoint.load(tmp_path / "c", **ours)
+        for number, parameter in enumerate(ours["model"].parameters()):
+            assert bool((ours["optimizer"].state[parameter]["momentum_buffer"] == number).all())

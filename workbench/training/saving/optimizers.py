@@ -14,6 +14,7 @@ that are not elementwise already have global tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -126,6 +127,12 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
         f"of the parameter {tuple(spec.shape)}. State that is neither per element nor a scalar cannot be split again. "
         "Save under a strategy that keeps this parameter whole, or leave the optimizer out."
     )
+
+
+def saved_names(optimizer: Optimizer, part: str, checkpoint: Checkpoint) -> set[str]:
+    """The names of parameters in the groups that a checkpoint has of the optimizer and of those within it."""
+    groups = [checkpoint.value(*place, "param_groups") or [] for place, _ in _places(optimizer, part)]
+    return {name for group in chain(*groups) for name in group["params"]}
 
 
 def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, strict: bool = True) -> list[str]:

@@ -141,10 +141,26 @@ class Restoring:
 
     def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
         self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict
-        self.names = names_in(parts)
+        self.names = names_in(parts) | self._saved_names()
         self.filled: dict[Path, torch.Tensor] = {}
         self._in_values: dict[Path, torch.Tensor] = {}
         self._states: dict[str, dict[str, Any]] = {}
+
+    def _saved_names(self) -> dict[int, str]:
+        """The names of parameters in the saved state of optimizers, which had one module beside it or several."""
+        saved = {
+            name
+            for part, value in self.parts.items()
+            if isinstance(value, Optimizer)
+            for name in optimizers.saved_names(value, part, self.checkpoint)
+        }
+        found: dict[int, str] = {}
+        for part, value in self.parts.items():
+            if isinstance(value, nn.Module) and self.checkpoint.below(part):
+                own = dict(value.named_parameters())
+                prefix = max(("", f"{part}."), key=lambda prefix: sum(f"{prefix}{name}" in saved for name in own))
+                found |= {id(p): f"{prefix}{name}" for name, p in own.items() if f"{prefix}{name}" in saved}
+        return found
 
     def problems(self) -> list[str]:
         """All mismatches, one line each; empty if everything fits."""
