@@ -60,6 +60,19 @@ def test_every_wait_raises(tmp_path, full_disk):
     run_ranks(program, 2)
 
 
+def test_a_failed_save_is_not_complete_where_an_earlier_checkpoint_is(tmp_path, full_disk):
+    def program():
+        saving = wb.checkpoint.save(tmp_path / "c", x=torch.ones(10))
+        assert saving.is_complete and repr(saving).endswith(", complete)")
+        saving = wb.checkpoint.save(tmp_path / "c", async_op=True, x=torch.zeros(100_000))
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            saving.wait()
+        assert not saving.is_complete and repr(saving).endswith(", failed)")
+        assert torch.equal(wb.checkpoint.load(tmp_path / "c")["x"], torch.ones(10))
+
+    run_ranks(program, 2)
+
+
 def test_a_wait_that_was_interrupted_gave_the_save_up(tmp_path, monkeypatch):
     def interrupt(is_done):
         raise KeyboardInterrupt

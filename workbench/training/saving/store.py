@@ -46,8 +46,12 @@ class Saving:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint has its final name. Reads the file system only; no communication."""
-        return (self.path / ".metadata").is_file() and not self._job.folder.exists()
+        """Whether the checkpoint has its final name, and nothing has failed. Reads the file system only."""
+        return not self._has_failed and (self.path / ".metadata").is_file() and not self._job.folder.exists()
+
+    @property
+    def _has_failed(self) -> bool:
+        return (self._raised or self._error) is not None
 
     def wait(self) -> Path:
         """Return when the checkpoint is complete. All ranks call it; the wait can be interrupted, which gives the save
@@ -102,7 +106,8 @@ class Saving:
         self._own_written.set()
 
     def __repr__(self) -> str:
-        return f"Saving({str(self.path)!r}, {'complete' if self.is_complete else 'under way'})"
+        state = "failed" if self._has_failed else "complete" if self.is_complete else "under way"
+        return f"Saving({str(self.path)!r}, {state})"
 
 
 def _tell_failures() -> None:
