@@ -1,6 +1,7 @@
 """Engines are given back or added: the ranks that stay take over what lay elsewhere, and new ranks get all of it."""
 
 import copy
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,37 @@ def test_training_goes_on_with_fewer_ranks(strategy, num_ranks, then):
 
     for losses in run_ranks(program, 4):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+class Average:
+    """Of weights, as programs keep it."""
+
+    def __init__(self, model):
+        self.shadow = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+        self.model = [self, model]
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "0: model; 3: model; 5: data | 1x2x2"])
+def test_what_objects_and_lists_hold_moves_too(strategy):
+    net, inputs = copy.deepcopy(NET).eval(), torch.ones(8, 6)
+    expected = net(inputs)
+
+    def program():
+        model, other = (wb.parallelize(copy.deepcopy(net), strategy) for _ in range(2))
+        average = Average(model)
+        has = {"a": SimpleNamespace(average=average), "model": model, "models": OrderedDict(other=other)}
+        has |= {"newest": deque([wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")]), "model_size": {1: 2}}
+        rows = dict(withdraw_from(has, 2, current()))
+        assert sorted(rows) == ["a", "model", "models", "newest"]
+        assert rows["model"] == rows["models"] and rows["model"].startswith("under") and "under" not in rows["a"]
+        for name, parameter in model.named_parameters():
+            held = average.shadow[name]
+            assert torch.equal(held.full_tensor(), parameter.full_tensor() * 2) and max(held.placement) < 2
+        assert max(has["newest"][0].placement) < 2
+        return [each(inputs).full_tensor() for each in (model, other)]
+
+    for found in run_ranks(program, 4):
+        torch.testing.assert_close(found, [expected] * 2)
 
 
 def test_what_differs_between_ranks_stays_and_is_said():

@@ -6,22 +6,29 @@ becomes data parallel. Other global tensors keep one split, or become whole. All
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.presets import refitted
 from workbench.core.sbp import Split, broadcast
+from workbench.session import user_modules
 from workbench.session.on_engine import completion as engine_assist
-from workbench.session.on_engine.sent_values import spread
+from workbench.session.on_engine.sent_values import kind, spread
 from workbench.session.on_engine.shell import shell
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.reached_objects import PLAIN_VALUES, is_of_others
 from workbench.tensors.world import World, current
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.parallel import place
@@ -39,26 +46,34 @@ def withdraw(num_ranks: int) -> Rows:
 
 def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) -> Rows:
     """The same for given variables."""
-    found = {name: value for name, value in spread(variables).items() if _describe(value, num_ranks)}
-    told = all_gather_object({name: _describe(value, num_ranks) for name, value in found.items()}, world, "resize")
+    values = spread(variables)
+    own = {name: said for name, value in values.items() if (said := _describe(value, num_ranks))}
+    told = all_gather_object(own, world, "resize")
     alike = [name for name, said in told[0].items() if all(each.get(name) == said for each in told)]
-    alike.sort(key=lambda name: (not told[0][name].startswith(_PARALLELIZED), name))
-    firsts = {name: next(other for other in alike if found[other] is found[name]) for name in alike}
+    alike.sort(key=lambda name: (_order(told[0][name]), name))
+    firsts = {name: next(other for other in alike if values[other] is values[name]) for name in alike}
     same = all_gather_object(firsts, world, "resize")
     alike = [name for name in alike if all(each[name] == same[0][name] for each in same)]
-    rows = [(name, _withdraw(found[name], num_ranks, world)) for name in alike if same[0][name] == name]
+    rows = [(name, _withdraw(values[name], num_ranks, world)) for name in alike if same[0][name] == name]
     others = sorted({name for each in told for name in each} - set(alike))
     return [row for row in rows if row[1]] + [(name, "not moved: it differs between ranks") for name in others]
 
 
-_PARALLELIZED = "strategies"
+_STRATEGIES, _STRATEGIES_INSIDE = "strategies: ", "strategies inside: "
+_FIRST = (_STRATEGIES, _STRATEGIES_INSIDE)
+"""How descriptions begin of what is moved first: with a module go its parameters, which others may hold."""
+
+
+def _order(description: str) -> int:
+    return next((number for number, begin in enumerate(_FIRST) if description.startswith(begin)), len(_FIRST))
 
 
 def _describe(value: Any, num_ranks: int) -> str:
     """What of a value lies on ranks behind the first ``num_ranks``, as all ranks say it; empty if nothing does."""
     strategies = "; ".join(str(state_of(module).strategy) for module in _parallelized(value, num_ranks))
     tensors = "; ".join(f"{each.layout_on_ranks} {tuple(each.shape)}" for each in _beyond(value, num_ranks))
-    return f"{_PARALLELIZED}: {strategies}; {tensors}" if strategies else tensors
+    begin = _STRATEGIES if isinstance(value, nn.Module) else _STRATEGIES_INSIDE
+    return f"{begin}{strategies}; {tensors}" if strategies else tensors
 
 
 def _withdraw(value: Any, num_ranks: int, world: World) -> str:
@@ -79,26 +94,62 @@ def _withdraw(value: Any, num_ranks: int, world: World) -> str:
 
 
 def _parallelized(value: Any, num_ranks: int) -> list[nn.Module]:
-    """The parallelized modules in a value that lie on ranks behind the first."""
-    modules = value.modules() if isinstance(value, nn.Module) else ()
+    """The parallelized modules in a value that lie on ranks behind the first, each once."""
+    inside = [module for each in _inside(value) if isinstance(each, nn.Module) for module in each.modules()]
     return [
         module
-        for module in modules
+        for module in dict.fromkeys(inside)
         if STATE in module.__dict__ and any(max(ranks) >= num_ranks for ranks in state_of(module).placements)
     ]
 
 
 def _beyond(value: Any, num_ranks: int) -> list[GlobalTensor]:
     """The global tensors in a value that lie on ranks behind the first, each once."""
-    found = {id(tensor): tensor for tensor in _tensors(value) if max(tensor.placement) >= num_ranks}
+    inside = (
+        tensor
+        for each in _inside(value)
+        for tensor in ([*each.parameters(), *each.buffers()] if isinstance(each, nn.Module) else [each])
+        if isinstance(tensor, GlobalTensor)
+    )
+    found = {id(tensor): tensor for tensor in inside if max(tensor.placement) >= num_ranks}
     return list(found.values())
 
 
-def _tensors(value: Any) -> Iterator[GlobalTensor]:
-    if isinstance(value, GlobalTensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from (each for each in [*value.parameters(), *value.buffers()] if isinstance(each, GlobalTensor))
-    elif type(value) in (list, tuple, dict):  # the order in a set is another on each rank
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+def _inside(value: Any) -> Iterator[nn.Module | GlobalTensor]:
+    """The modules and global tensors in a value, in lists, dictionaries and objects, in one order on all ranks: not
+    those in a set, which has another order on each.
+    """
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if type(one) in PLAIN_VALUES or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module | GlobalTensor):
+            yield one
+        elif isinstance(one, dict):
+            waiting += reversed([*one.values()])
+        elif isinstance(one, list | tuple | deque):
+            waiting += reversed(one)
+        else:
+            waiting += reversed(_attributes(one))
+
+
+def _attributes(value: Any) -> list[Any]:
+    """The attributes of an object of the user's, or of one with a state. What an optimizer has of its parameters moves
+    with these.
+    """
+    made: Any = type(value)
+    if not _is_users(made) and (is_of_others(made) or kind(value) != "stateful"):
+        return []
+    moved = ("param_groups", "state") if isinstance(value, Optimizer) else ()
+    return [each for name, each in getattr(value, "__dict__", {}).items() if name not in moved]
+
+
+@lru_cache(maxsize=1024)
+def _is_users(made: Any) -> bool:
+    """Whether a class is of a cell or of a file of the user's, or only holds attributes."""
+    if made is SimpleNamespace or made.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(made.__module__), "__file__", None)
+    return bool(file) and not is_of_others(made) and user_modules.is_users(file)
