@@ -209,3 +209,16 @@ def test_names_of_state_are_those_of_one_form(tmp_path):
         wb.checkpoint.load(tmp_path / "c", **ours)
         for number, parameter in enumerate(ours["model"].parameters()):
             assert bool((ours["optimizer"].state[parameter]["momentum_buffer"] == number).all())
+
+
+def test_a_rate_that_is_a_tensor_comes_from_other_ranks():
+    def program():
+        model, optimizer = trained(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.5)))
+        again, other = trained(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1)), num_steps=0)
+        ours = {"model": again, "optimizer": other}
+        copies = PeerCopies({"model": model, "optimizer": optimizer}, current())
+        assert not copies.compare(ours)
+        copies.restore(ours, [*ours])
+        assert other.param_groups[0]["lr"] == 0.5
+
+    run_ranks(program, 2)

@@ -72,7 +72,8 @@ class PeerCopies(Checkpoint):
         self.unlike: dict[str, str] = {}
         self._paths, self._pieces = paths, dict[Any, bytes]()
         self._by_prefix, self._checksums = None, {}
-        self._exchange([(item, giver) for item, giver in self._givers if item.tensor_data is None], self._places)
+        first = [(item, giver) for item, giver in self._givers if _is_compared(item, paths)]
+        self._exchange(first, self._places)
 
     def givers(self, part: str) -> list[int]:
         """The ranks whose slices of a part the others read."""
@@ -155,6 +156,11 @@ class PeerCopies(Checkpoint):
 
     def _bytes(self, place: Any) -> bytes:
         return self._pieces[place]
+
+
+def _is_compared(item: Any, paths: Mapping[str, StatePath]) -> bool:
+    """Whether a slice is read before any is filled: Python values, and settings of optimizers, which may be tensors."""
+    return item.tensor_data is None or "param_groups" in paths[item.index.fqn]
 
 
 def _make(value: Any) -> str:
