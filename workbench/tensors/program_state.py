@@ -159,6 +159,11 @@ def _is_same(before: Any, after: Any) -> bool:
     return isinstance(before, (int, float, str, bytes)) and bool(before == after)
 
 
+def tables_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts in which a module and those in it hold parameters and modules. A forward may add some to them."""
+    return [table for part in module.modules() for table in (part._parameters, part._modules)]
+
+
 class ProgramState:
     """The state at one moment, to compare with or to go on from: of what these objects have, at any depth.
 

@@ -25,6 +25,7 @@ from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
 from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
+from workbench.tensors.program_state import ProgramState, tables_of
 from workbench.training.batches import Batch, arguments, own_loss
 from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.sample_rows import count_samples
@@ -68,7 +69,8 @@ def layer_costs(
     if next(module.parameters(), None) is None:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
     name = dtype or _name_of(_dtype_of(module))
-    counter, sample_shape, unread = _count(module, inputs, loss_fn, targets, dtype)
+    with _unchanged(module, loss_fn, is_given=module is model):
+        counter, sample_shape, unread = _count(module, inputs, loss_fn, targets, dtype)
     if unread:
         warnings.warn(
             f"layer_costs({type(module).__name__}): the loss's own work is not counted from {unread} on, which reads "
@@ -89,7 +91,8 @@ def layer_costs(
     )  # fmt: skip
     if dtype != "fp32" and (dtype or all(parameter.dtype != torch.float32 for parameter in module.parameters())):
         return costs
-    counter, *_ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+    with _unchanged(module, loss_fn, is_given=module is model):
+        counter, *_ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
     autocast = tuple(counter.row(layer) for layer in layers)
     return replace(costs, autocast=autocast, autocast_calls=counter.calls(layers))
 
@@ -138,6 +141,25 @@ def _count(
         ) from error
     del output, result
     return counter, given.sample_shape, unread
+
+
+@contextmanager
+def _unchanged(module: nn.Module, loss_fn: Any, is_given: bool) -> Iterator[None]:
+    """A context after which module and loss have what they had before it; else fake tensors would stay in attributes.
+
+    Of a module that was given, random numbers and what the code of the loss names also go on as before. One that was
+    made for its shapes may be counted beside other threads, which draw numbers and set variables.
+    """
+    code = [loss_fn] if is_given else []
+    held = [module, loss_fn, *tables_of(module)]
+    before = ProgramState(held, torch.device("cpu"), code=code, copies_tensors=False)
+    try:
+        yield
+    finally:
+        if is_given:
+            before.put_back()
+        else:
+            before.put_back_objects()
 
 
 def made_for_shapes(make: Callable[[], nn.Module]) -> nn.Module:

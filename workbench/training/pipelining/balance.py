@@ -22,6 +22,7 @@ from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.program_state import ProgramState, tables_of
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.strategies.state import STATE, describe, layers_of
@@ -77,7 +78,7 @@ def partition_stages(
     the one whose slowest stage is fastest: early stages may be slower than late ones.
 
     Args:
-        module: the whole model, before ``wb.parallelize``. Its parameters, gradients and buffers do not change.
+        module: the whole model, before ``wb.parallelize``. Nothing of it changes.
         loss_fn, inputs, targets: the loss and one micro-batch, as for ``wb.forward_backward``.
         num_stages: number of stages.
         num_micro_batches: micro-batches per step; default: the number of stages.
@@ -184,20 +185,23 @@ def _record(
 
 
 def _restoring_state(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """``run()`` that leaves gradients, buffers and random numbers unchanged."""
+    """``run()`` after which the module, its gradients and random numbers are as before."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        for parameter, _ in grads:
-            parameter.grad = None
-        with default_generator.restored():
+    values = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+    with default_generator.restored():
+        before = ProgramState([module, *tables_of(module)], current().device)
+        try:
+            for parameter, _ in grads:
+                parameter.grad = None
             return run()
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        finally:
+            before.put_back()
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for tensor, value in values:
+                    if not torch.equal(tensor, value):  # a write would stop the backward of what has saved this tensor
+                        tensor.copy_(value)
 
 
 def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
